@@ -1,0 +1,82 @@
+"""Writing summaries."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from jaxloop import metrics, types
+from jaxloop.actions.action import Action
+
+
+class SummaryAction(Action):
+    """Writes what the steps since its last call came to.
+
+    A scalar is written as its example-weighted mean over those steps, `clu.metrics` as what they compute, statistics
+    as they are. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, `MetricWithMetadata` as what
+    it says: images, videos, audio, text or histograms.
+
+    Args:
+      summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
+        `clu.metric_writers.MetricWriter`. The writer stays yours: it is flushed when a run ends, not closed.
+      interval: see `Action`.
+      flush_each_call: flushes after each call, so that TensorBoard follows at once.
+      prefix: put before each name, as in `prefix="eval/"`, to tell a train loop's `loss` from an eval loop's.
+    """
+
+    def __init__(self, summary_writer: Any, interval: int = 1, flush_each_call: bool = False, *, prefix: str = ""):
+        super().__init__(interval)
+        self._writer = summary_writer
+        self._flush_each_call = flush_each_call
+        self._prefix = prefix
+        self._left_out: set[str] = set()
+        self._last_written: tuple[int, set[str]] = (-1, set())
+
+    def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
+        scalars = {f"{self._prefix}{name}": value for name, value in metrics.summarize(outputs).items()}
+        self._warn_of_rewrites(step_num, set(scalars))
+        if scalars:
+            self._writer.write_scalars(step_num, scalars)
+        for name, metric in metrics.media(outputs).items():
+            self._write_media(step_num, f"{self._prefix}{name}", metric.value, metric.type, metric.metadata or {})
+        if self._flush_each_call:
+            self._writer.flush()
+
+    def _warn_of_rewrites(self, step: int, names: set[str]) -> None:
+        last_step, last_names = self._last_written
+        if step == last_step and names & last_names:
+            logging.log_first_n(
+                logging.WARNING,
+                "SummaryAction wrote %s twice for step %d. Where a train and an eval loop share it, give the eval loop "
+                "one of its own, SummaryAction(writer, prefix='eval/').",
+                1,
+                ", ".join(sorted(names & last_names)),
+                step,
+            )
+        self._last_written = (step, names)
+
+    def _write_media(self, step: int, name: str, value: Any, kind: types.MetricType, metadata: Mapping) -> None:
+        match kind:
+            case types.MetricType.IMAGE:
+                self._writer.write_images(step, {name: value})
+            case types.MetricType.VIDEO:
+                self._writer.write_videos(step, {name: value})
+            case types.MetricType.AUDIO:
+                if "sample_rate" not in metadata:
+                    raise ValueError(
+                        f"SummaryAction needs the sample rate of the audio output {name!r}: give "
+                        "MetricWithMetadata(value, MetricType.AUDIO, metadata={'sample_rate': 16_000})."
+                    )
+                self._writer.write_audios(step, {name: value}, sample_rate=metadata["sample_rate"])
+            case types.MetricType.TEXT:
+                self._writer.write_texts(step, {name: str(value)})
+            case types.MetricType.HISTOGRAM:
+                buckets = {name: metadata["num_buckets"]} if "num_buckets" in metadata else None
+                self._writer.write_histograms(step, {name: value}, num_buckets=buckets)
+            case _:
+                if name not in self._left_out:
+                    self._left_out.add(name)
+                    logging.info("SummaryAction leaves out %r, whose type is %s.", name, kind)
+
+    def close(self) -> None:
+        self._writer.flush()

@@ -1,0 +1,151 @@
+"""Writers of summaries."""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop import checkpoint
+
+
+def default_writer(workdir: epath.PathLike) -> Any:
+    """Makes a writer of TensorBoard event files in `workdir` which also logs scalars.
+
+    Where TensorFlow is installed it is `clu.metric_writers.create_default_writer`, with the accelerators hidden from
+    TensorFlow, which would take their memory. Elsewhere the files are written by tensorboardX; where that is missing
+    too, scalars are logged alone, and that is said.
+
+    Raises:
+      OSError: a directory that can't be written.
+    """
+    checkpoint.prepare_directory(workdir)
+    if _installed("tensorflow"):
+        _hide_accelerators_from_tensorflow()
+        from clu import metric_writers
+
+        return metric_writers.create_default_writer(workdir, asynchronous=False)
+    if _installed("tensorboardX"):
+        return TensorBoardWriter(workdir)
+    logging.warning(
+        "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to %s. "
+        "pip install tensorboardX mends it.",
+        workdir,
+    )
+    return LogWriter()
+
+
+def _hide_accelerators_from_tensorflow() -> None:
+    import tensorflow as tf
+
+    for kind in ("GPU", "TPU"):
+        if tf.config.get_visible_devices(kind):
+            try:
+                tf.config.set_visible_devices([], kind)
+            except RuntimeError:  # TensorFlow has started already.
+                logging.warning(
+                    "TensorFlow holds the memory of the %ss, because it was used before jaxloop could hide them. Call "
+                    "tf.config.set_visible_devices([], %r) at the start of the program.",
+                    kind,
+                    kind,
+                )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # A placeholder in sys.modules.
+        return False
+
+
+class LogWriter:
+    """Logs scalars and texts; of other values it logs the shapes. Has the methods of clu's `MetricWriter`."""
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        logging.info("[%d] %s", step, ", ".join(f"{name}={float(value):.6g}" for name, value in scalars.items()))
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            logging.info("[%d] %s: %s", step, name, text)
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        self._log_shapes(step, "images", images)
+
+    def write_videos(self, step: int, videos: Mapping[str, Any]) -> None:
+        self._log_shapes(step, "videos", videos)
+
+    def write_audios(self, step: int, audios: Mapping[str, Any], *, sample_rate: int) -> None:
+        self._log_shapes(step, f"audio at {sample_rate} Hz", audios)
+
+    def write_histograms(
+        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        self._log_shapes(step, "histograms", arrays)
+
+    def write_summaries(self, step: int, values: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+        self._log_shapes(step, "summaries", values)
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        logging.info("Hyperparameters: %s", dict(hparams))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _log_shapes(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        logging.info("[%d] %s: %s", step, kind, {name: np.shape(value) for name, value in values.items()})
+
+
+class TensorBoardWriter(LogWriter):
+    """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does."""
+
+    def __init__(self, workdir: epath.PathLike):
+        import tensorboardX
+
+        self._events = tensorboardX.SummaryWriter(str(workdir))
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        super().write_scalars(step, scalars)
+        for name, value in scalars.items():
+            self._events.add_scalar(name, float(value), step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        super().write_texts(step, texts)
+        for name, text in texts.items():
+            self._events.add_text(name, text, step)
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        for name, image in images.items():
+            value = np.asarray(image)
+            self._events.add_images(name, value if value.ndim == 4 else value[None], step, dataformats="NHWC")
+
+    def write_videos(self, step: int, videos: Mapping[str, Any]) -> None:
+        for name, video in videos.items():
+            value = np.asarray(video)
+            self._events.add_video(name, value if value.ndim == 5 else value[None], step, dataformats="NTHWC")
+
+    def write_audios(self, step: int, audios: Mapping[str, Any], *, sample_rate: int) -> None:
+        for name, audio in audios.items():
+            for index, clip in enumerate(np.asarray(audio)):
+                self._events.add_audio(f"{name}/{index}", clip, step, sample_rate=sample_rate)
+
+    def write_histograms(
+        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        for name, array in arrays.items():
+            bins = (num_buckets or {}).get(name)
+            self._events.add_histogram(name, np.asarray(array), step, bins=bins or "tensorflow")  # pyright: ignore[reportArgumentType]
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        super().write_hparams(hparams)
+        self._events.add_hparams(dict(hparams), {})
+
+    def flush(self) -> None:
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()

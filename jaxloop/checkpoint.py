@@ -1,0 +1,152 @@
+"""Train states on disk. The only module that knows Orbax."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from jaxloop import checks
+
+# An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
+_ITEM = "default"
+
+
+def all_steps(directory: epath.PathLike) -> list[int]:
+    """The steps of the complete checkpoints in a directory, ascending; none where it does not exist."""
+    directory = _absolute(directory)
+    return sorted(ocp.utils.checkpoint_steps(directory)) if directory.exists() else []
+
+
+def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None) -> Any:
+    """Reads the checkpoint of a step into the structure and onto the devices of `state`.
+
+    Raises:
+      ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype.
+    """
+    path = _absolute(directory) / str(step) / _ITEM
+    template = _storable(state)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        if transforms is None:
+            saved = checks.leaves_by_path(checkpointer.metadata(path).item_metadata.tree)
+            differences = checks.compare(saved, checks.leaves_by_path(template))
+            if differences:
+                raise ValueError(
+                    f"The checkpoint {path.parent} does not fit this state. Leaves that differ (checkpoint -> state):\n"
+                    + "\n".join(differences)
+                    + "\nBuild the model and the optimizer as they were when it was saved, give another directory, or "
+                    "map the old names onto the new ones with `transforms`."
+                )
+        restored = checkpointer.restore(
+            path,
+            args=ocp.args.PyTreeRestore(
+                item=template, restore_args=jax.tree.map(_restore_args, template), transforms=transforms
+            ),
+        )
+    return jax.tree.map(_as_in, state, restored)
+
+
+def _restore_args(leaf: jax.Array) -> ocp.RestoreArgs:
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _storable(tree: Any) -> Any:
+    """The tree with typed PRNG keys as their data, the form in which Orbax keeps them."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_typed_key(leaf) else leaf, tree)
+
+
+def _as_in(leaf: Any, restored: Any) -> Any:
+    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if _is_typed_key(leaf) else restored
+
+
+def _is_typed_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+class CheckpointWriter:
+    """Writes train states through an Orbax `CheckpointManager`, asynchronously where the manager does.
+
+    Args:
+      manager_or_directory: a manager that keeps single items, of the present or the older style; or a directory, for
+        which a manager is made when the first state is saved, and again after `close`.
+      keep: how many checkpoints a manager made here keeps; None for all.
+    """
+
+    def __init__(self, manager_or_directory: ocp.CheckpointManager | epath.PathLike, keep: int | None = 3):
+        self._keep = keep
+        self._manager: ocp.CheckpointManager | None = None
+        self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
+        self._closed = False
+        if self._owns_manager:
+            self._directory = _absolute(manager_or_directory)
+        else:
+            self._manager = manager_or_directory  # pyright: ignore[reportAttributeAccessIssue]
+            self._directory = epath.Path(manager_or_directory.directory)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def directory(self) -> epath.Path:
+        """The directory with one subdirectory a step."""
+        return self._directory
+
+    def save(self, step: int, state: Any) -> bool:
+        """Saves a state under its step; a step that is there already is left as it is.
+
+        Returns:
+          Whether a save began: False for a step that is there, or that the manager's own policy passes over.
+        """
+        if self._closed and not self._owns_manager:
+            raise ValueError(
+                f"The checkpoint manager of {self._directory} was closed when the last run ended, and would lose "
+                "what it is given. Make a new CheckpointManager, or give CheckpointAction the directory instead."
+            )
+        if self._manager is None:
+            prepare_directory(self._directory)
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
+        if step in self._manager.all_steps():
+            logging.info("%s has a checkpoint of step %d already.", self._directory, step)
+            return False
+        return self._manager.save(step, args=ocp.args.PyTreeSave(_storable(state)))
+
+    def wait(self) -> None:
+        """Waits until what was saved is committed; raises what went wrong."""
+        if self._manager is not None and not self._closed:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and ends the manager's threads. A manager that was given can save no more then."""
+        if self._manager is not None and not self._closed:
+            try:
+                self._manager.wait_until_finished()
+            finally:
+                self._manager.close()
+                self._closed = True
+                if self._owns_manager:
+                    self._manager, self._closed = None, False
+
+
+def prepare_directory(directory: epath.PathLike) -> epath.Path:
+    """Makes a directory, if need be, and makes sure that it can be written.
+
+    Raises:
+      OSError: it can't; the error says why.
+    """
+    path = _absolute(directory)
+    probe = path / f".write_probe_{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            error.errno, f"Can't write to the directory {path} ({error.strerror}). Give one that can be written"
+        ) from error
+    return path
+
+
+def _absolute(directory: Any) -> epath.Path:
+    """Orbax refuses relative paths, and only when it saves for the first time."""
+    return epath.Path(directory).expanduser().resolve()

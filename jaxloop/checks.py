@@ -1,0 +1,207 @@
+"""What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxloop import types
+
+
+def path_name(path: Any) -> str:
+    """A leaf's path as a person writes it: `params/Dense_0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def batch_leaf_name(path: Any) -> str:
+    """A batch leaf's path in Python: `batch['image']`."""
+    return f"batch{jax.tree_util.keystr(path)}"
+
+
+def describe(leaf: Any) -> str:
+    """A leaf as `float32[32, 10]`, or the name of its class where it is no array."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless `value` is a positive int (or None, where `optional`)."""
+    if optional and value is None:
+        return
+    allowed = "a positive int or None" if optional else "a positive int"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
+    if value <= 0:
+        raise ValueError(f"{name} must be {allowed}, got {value}.")
+
+
+# Donated states ------------------------------------------------------------------------------------
+
+
+def _deleted_leaves(state: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [path_name(path) for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+
+
+def is_alive(state: Any) -> bool:
+    """Whether no leaf of the state has been donated."""
+    return not _deleted_leaves(state)
+
+
+def mark_taken(state: Any, by: str) -> None:
+    """Remembers which call took the state, for the error of a second use.
+
+    The note lives on the array itself, so that it follows the leaf through `state.replace(...)`.
+    """
+    leaf = getattr(state, "step", None)
+    if isinstance(leaf, jax.Array) and not hasattr(leaf, "_jaxloop_taken_by"):
+        leaf._jaxloop_taken_by = by  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_alive(state: Any, caller: str) -> None:
+    """Raises where the state was donated: with several CPU devices its use would end the process."""
+    deleted = _deleted_leaves(state)
+    if not deleted:
+        return
+    taken_by = getattr(getattr(state, "step", None), "_jaxloop_taken_by", "an earlier call")
+    shown = ", ".join(deleted[:3]) + (f" and {len(deleted) - 3} more" if len(deleted) > 3 else "")
+    raise ValueError(
+        f"{caller} got a state that {taken_by} has already taken: its buffers ({shown}) were donated, that is, "
+        "reused for the new state. Use the state which that call returned. To keep a copy, make it before the "
+        "call: kept = jax.tree.map(jnp.copy, state)."
+    )
+
+
+def adopt(state: Any) -> Any:
+    """The state with `step` as an int32 array, where it came as a Python int."""
+    step = getattr(state, "step", None)
+    if step is None or isinstance(step, jax.Array | np.ndarray | np.generic):
+        return state
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"state.step must be an integer scalar, the number of completed updates, got {step!r}.")
+    return state.replace(step=jnp.asarray(step, jnp.int32))
+
+
+# Batches ---------------------------------------------------------------------------------------------
+
+
+def check_batch(batch: Any) -> None:
+    """Raises a `TypeError` that names the leaf where a batch holds what JAX can't compute with."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        problem = _problem_of_batch_leaf(leaf)
+        if problem:
+            raise TypeError(f"{batch_leaf_name(path)} is {problem}") from None
+
+
+def _problem_of_batch_leaf(leaf: Any) -> str | None:
+    dtype = getattr(leaf, "dtype", None)
+    match type(leaf).__module__.partition(".")[0]:
+        case "tensorflow":
+            return (
+                f"a tf.Tensor ({leaf.dtype.name}{list(leaf.shape)}), and a jitted step takes NumPy or JAX arrays. "
+                "Iterate over dataset.as_numpy_iterator() or tfds.as_numpy(dataset), or turn it into NumPy in "
+                "Step.begin: return state, jax.tree.map(np.asarray, batch)."
+            )
+        case "torch":
+            return (
+                f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), and a jitted step takes NumPy or JAX arrays. "
+                "Turn it into NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
+            )
+    remedy = "Drop it, or turn it into numbers, in Step.preprocess_batch or Step.begin."
+    if isinstance(leaf, str | bytes):
+        return f"the string {leaf!r}, which no device can hold. {remedy}"
+    if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.hasobject):
+        what = {"O": "Python objects", "S": "strings", "U": "strings"}.get(dtype.kind, "dates")
+        return f"{describe(leaf)}, which holds {what}: no device can hold them. {remedy}"
+    if dtype is None and not isinstance(leaf, int | float | complex):
+        return f"of type {type(leaf).__name__}, which JAX can't turn into an array. {remedy}"
+    return None
+
+
+def num_examples(batch: Any) -> int | None:
+    """The length of the leading axis that all array leaves share; None where they don't.
+
+    >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
+    32
+    """
+    found = None
+    for leaf in batch.values() if type(batch) is dict else jax.tree.leaves(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is None:
+            # A nested dict, say, or a list of numbers: look at the leaves.
+            return num_examples(jax.tree.leaves(batch)) if type(batch) is dict else None
+        if len(shape):
+            if found is not None and found != shape[0]:
+                return None
+            found = shape[0]
+    return None if found is None else int(found)
+
+
+# What a step returns ---------------------------------------------------------------------------------
+
+
+def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
+    """Returns `(state, outputs)`; raises where a hook returned something else."""
+    if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
+        raise TypeError(
+            f"{hook} must return (state, outputs), got {_describe_result(result)}. "
+            "Write `return state, {'loss': loss}`, or `return state, None` without outputs."
+        )
+    state, outputs = result
+    check_outputs(outputs, hook)
+    return state, outputs
+
+
+def check_outputs(outputs: Any, hook: str) -> None:
+    """Raises unless `outputs` is None or a dict with string keys."""
+    if outputs is None:
+        return
+    if not isinstance(outputs, dict):
+        raise TypeError(
+            f"{hook} must return its outputs as a dict with string keys or None, got {_describe_result(outputs)}. "
+            "Write {'loss': loss}."
+        )
+    for name in outputs:
+        if not isinstance(name, str):
+            raise TypeError(f"{hook} returned an output under the key {name!r}; the keys of outputs must be strings.")
+
+
+def _describe_result(result: Any) -> str:
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        return f"a tuple of {len(result)}: ({', '.join(describe(item) for item in result)})"
+    return f"{describe(result)}"
+
+
+def check_same_state(before: Any, after: Any, hook: str) -> None:
+    """Raises where `after` differs from `before` in structure, shapes or dtypes, naming the leaves."""
+    differences = compare(leaves_by_path(before), leaves_by_path(after))
+    if not differences and jax.tree.structure(before) != jax.tree.structure(after):
+        differences = [f"  {type(before).__name__} came in, {type(after).__name__} came out, or a static field differs"]
+    if differences:
+        raise TypeError(
+            f"{hook} must return a state of the structure, shapes and dtypes it was given, or each step would compile "
+            "anew. These leaves differ (given -> returned):\n"
+            + "\n".join(differences)
+            + "\nUpdate the state with state.apply_gradients(grads=...) or state.replace(...), and cast back with "
+            ".astype where a dtype changed."
+        )
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree under their paths, `{"params/Dense_0/kernel": array}`."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def compare(expected: dict[str, Any], got: dict[str, Any], *, show: int = 12) -> list[str]:
+    """The leaves in which two trees differ, a line each; at most `show` lines and a count."""
+    lines = []
+    for path in [*expected, *(path for path in got if path not in expected)]:
+        one = describe(expected[path]) if path in expected else "(none)"
+        two = describe(got[path]) if path in got else "(none)"
+        if one != two:
+            lines.append(f"  {path}: {one} -> {two}")
+    if len(lines) > show:
+        lines = [*lines[:show], f"  ... and {len(lines) - show} more"]
+    return lines

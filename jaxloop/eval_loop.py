@@ -1,0 +1,75 @@
+"""A loop that evaluates."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxloop import metrics, types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.action import Action
+from jaxloop.step import Step
+
+
+class EvalLoop(ActionLoop):
+    """Evaluates: every step sees the state as it was given, and only the outputs come back.
+
+    Weighted by examples (`jaxloop.metrics.summarize`), they give the exact mean over the dataset, also when its last
+    batch is short. A short batch that does not divide over a mesh is replicated.
+
+    >>> from jaxloop import examples, metrics
+    >>> step, state, batches = examples.tiny_regression()
+    >>> same_state, outputs = EvalLoop(step, stat_names=[])(state, batches[:3])
+    >>> list(metrics.summarize(outputs)), same_state is state
+    (['loss'], True)
+
+    Args:
+      step: what happens to one batch.
+      begin_actions: see `ActionLoop`, as all that follows.
+      endless_after: a call without `num_steps` says after so many steps that its dataset may be endless.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        begin_actions: Sequence[Action] | None = None,
+        end_actions: Sequence[Action] | None = None,
+        stat_names: Sequence[str] | None = None,
+        global_batch_size: int | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        endless_after: int = 10_000,
+    ):
+        super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
+        self._endless_after = endless_after
+
+    def __call__(
+        self,
+        state: Any,
+        dataset_iterator: Iterator[types.Batch],
+        num_steps: int | None = None,
+        return_state_from_step: bool = False,
+    ) -> tuple[Any, metrics.LoopOutputs]:
+        """As `Loop.__call__`, with the state left as it is. It is not donated."""
+        if return_state_from_step:
+            raise ValueError(
+                "return_state_from_step=True has no place in an EvalLoop, which can't change the state. Use a "
+                "TrainLoop or an ActionLoop for steps that do."
+            )
+        _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
+        return state, outputs
+
+    def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
+        return super().run(state, self._watched(dataset) if num_steps is None else dataset, num_steps)
+
+    def _watched(self, dataset: Iterator[types.Batch]) -> Iterator[types.Batch]:
+        for number, batch in enumerate(dataset):
+            if number == self._endless_after:
+                logging.warning(
+                    "The evaluation by %r has run %d steps, and its dataset has not ended. If it repeats without end, "
+                    "set num_steps in its EvalSpec, or leave out .repeat().",
+                    self.step,
+                    number,
+                )
+            yield batch

@@ -1,0 +1,35 @@
+"""Experiment drivers, and the smallest thing that trains."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from jaxloop.step import Step
+
+
+class _RegressionStep(Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            predicted = state.apply_fn({"params": params}, batch["x"])
+            return jnp.mean((predicted - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def tiny_regression(num_batches: int = 100, **step_options: Any) -> tuple[Step, Any, list[dict[str, np.ndarray]]]:
+    """A linear regression that trains in a moment, for the examples in docstrings.
+
+    Returns:
+      `(step, state, batches)`: the state initialised, the batches a list of `{"x": [8, 3], "y": [8, 1]}`.
+    """
+    step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, **step_options)
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(num_batches, 8, 3)).astype(np.float32)
+    weights = np.array([[1.0], [-2.0], [0.5]], np.float32)
+    batches = [{"x": x, "y": x @ weights} for x in inputs]
+    return step, step.initialize_model([1, 3]), batches

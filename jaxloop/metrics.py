@@ -1,0 +1,216 @@
+"""From what steps report to what is written down: fetch, weigh, merge, summarize.
+
+`fetch` is the one place where jaxloop reads device values. A loop pushes each step's outputs into an `OutputQueue`,
+which copies them to the host in bounded chunks, behind the device's back, and merges `clu.metrics` states on the
+device. `summarize` turns a loop's outputs into example-weighted scalars.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from clu import metrics as clu_metrics
+
+from jaxloop import types
+
+
+def fetch(tree: Any) -> Any:
+    """Reads a tree from the devices, waiting for it; scalars come as NumPy scalars."""
+    return jax.tree.map(_unwrap_scalar, jax.device_get(tree))
+
+
+def wait(tree: Any) -> None:
+    """Waits until the devices have computed a tree, without reading it."""
+    jax.block_until_ready(tree)
+
+
+def _unwrap_scalar(leaf: Any) -> Any:
+    return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
+
+
+class LoopOutputs(dict[str, Any]):
+    """The outputs of a loop: for each name the list of its values, one per step, in order, on the host.
+
+    `clu.metrics` states are merged, so their list holds the merged states; statistics are plain numbers.
+
+    Attributes:
+      num_examples: for each step of the loop, how many examples its values stand for.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None, num_examples: Iterable[int] = ()):
+        super().__init__(values or {})
+        self.num_examples = list(num_examples)
+
+    def extend(self, later: "LoopOutputs") -> None:
+        """Appends the outputs of the steps that came after.
+
+        Of values that are no scalars (images, say) only the later ones are kept, so that memory does not grow.
+        """
+        steps_before, steps_later = len(self.num_examples), len(later.num_examples)
+        for name, values in later.items():
+            earlier = self.get(name)
+            if not isinstance(values, list) or not isinstance(earlier, list) or not all(map(_is_small, values)):
+                self[name] = values
+            elif len(earlier) == steps_before and len(values) == steps_later:
+                self[name] = [*earlier, *values]
+            else:
+                self[name] = _merge_if_metrics([*earlier, *values])
+        self.num_examples.extend(later.num_examples)
+
+
+def _is_small(value: Any) -> bool:
+    return _is_metric(value) or np.ndim(_value_of(value)) == 0
+
+
+class OutputQueue:
+    """The outputs of a loop's steps on their way from the devices to the host.
+
+    While the devices work on one chunk of steps, the chunk before is copied; the host waits only when it is more than
+    two chunks ahead. So the host reads no value before it has to, and neither the devices' memory nor their queue of
+    pending steps grows.
+
+    Args:
+      chunk_size: steps in a chunk.
+    """
+
+    def __init__(self, chunk_size: int):
+        self._chunk_size = chunk_size
+        self._newest: list[types.Output] = []
+        self._copying: list[types.Output] = []
+        self._merged: dict[str, Any] = {}
+
+    def push(self, outputs: types.Output, state: Any) -> Sequence[types.Output]:
+        """Takes the outputs of the next step; returns those that have arrived, in order.
+
+        Args:
+          outputs: what the step returned.
+          state: the state that it returned, to wait for where there are no outputs.
+        """
+        self._newest.append(outputs)
+        if len(self._newest) < self._chunk_size:
+            return ()
+        arrived = fetch(self._copying)
+        self._copying, self._newest = self._set_metrics_aside(self._newest), []
+        for leaf in jax.tree.leaves(self._copying):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+        if not any(self._copying) and not self._merged:
+            wait(state)
+        return arrived
+
+    def drain(self) -> tuple[Sequence[types.Output], dict[str, Any]]:
+        """Waits for the rest; returns it and the merged `clu.metrics` states."""
+        rest = [*self._copying, *self._set_metrics_aside(self._newest)]
+        self._copying, self._newest = [], []
+        return fetch((rest, self._merged))
+
+    def _set_metrics_aside(self, chunk: list[types.Output]) -> list[types.Output]:
+        """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
+        names = {name for outputs in chunk for name, value in (outputs or {}).items() if _is_metric(value)}
+        if not names:
+            return chunk
+        for name in sorted(names):
+            states = [outputs[name] for outputs in chunk if outputs and name in outputs]
+            before = [self._merged[name]] if name in self._merged else []
+            if any(map(_merges_on_host, states)):
+                self._merged[name] = _merge(fetch([*before, *states]))
+            elif len(states) == self._chunk_size:
+                self._merged[name] = _merge_jitted([*before, _merge_jitted(states)])
+            else:  # One by one: compiling for each length of a last chunk would take longer.
+                self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), [*before, *states])
+        return [outputs and {k: v for k, v in outputs.items() if k not in names} for outputs in chunk]
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, clu_metrics.Metric | clu_metrics.Collection)
+
+
+def _merges_on_host(metric: Any) -> bool:
+    is_collecting = lambda node: isinstance(node, clu_metrics.CollectingMetric)
+    return any(is_collecting(leaf) for leaf in jax.tree.leaves(metric, is_leaf=is_collecting))
+
+
+def _merge(states: Sequence[Any]) -> Any:
+    return functools.reduce(lambda merged, state: merged.merge(state), states)
+
+
+_merge_jitted = jax.jit(_merge)
+
+
+def _merge_if_metrics(values: list[Any]) -> list[Any]:
+    return [_merge(values)] if values and all(map(_is_metric, values)) else values
+
+
+def summarize(outputs: types.Output) -> dict[str, float]:
+    """The scalars that a loop's outputs come to.
+
+    A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, with `n_i` the number of
+    examples of step `i` (all 1 where `outputs` is a plain dict). `clu.metrics` states are merged and computed once, a
+    `Collection` named `eval` with a field `loss` under `eval/loss`. Plain numbers stay. Other values are left out:
+    see `media`.
+
+    >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
+    {'loss': 2.0}
+    """
+    scalars = {}
+    num_examples = getattr(outputs, "num_examples", ())
+    for name, value in _reduced(outputs):
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, bool | int | float | np.number | np.bool_) for item in values):
+            continue
+        weights = num_examples if isinstance(value, list) and len(num_examples) == len(values) else None
+        scalars[name] = float(np.average(np.asarray(values, np.float64), weights=weights))
+    return scalars
+
+
+def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
+    """The values of a loop's outputs that are no scalars, each with its kind.
+
+    Histograms, and arrays without metadata, hold the values of all steps; of images and the like, the last step's
+    stand for the loop. An array `[N, H, W, C]` without metadata, C being 1, 3 or 4, is taken for images.
+    """
+    found = {}
+    for name, value in _reduced(outputs, unwrap=False):
+        values = value if isinstance(value, list) else [value]
+        last = values[-1] if values else None
+        if isinstance(last, types.MetricWithMetadata):
+            if last.type is types.MetricType.HISTOGRAM:
+                joined = np.concatenate([np.ravel(item.value) for item in values])
+                found[name] = types.MetricWithMetadata(joined, last.type, last.metadata)
+            elif last.type is not types.MetricType.SCALAR:
+                found[name] = last
+        elif isinstance(last, str):
+            found[name] = types.MetricWithMetadata(last, types.MetricType.TEXT)
+        elif isinstance(last, np.ndarray) and last.ndim == 4 and last.shape[-1] in (1, 3, 4):
+            found[name] = types.MetricWithMetadata(last, types.MetricType.IMAGE)
+        elif isinstance(last, np.ndarray):
+            joined = np.concatenate([np.ravel(item) for item in values])
+            found[name] = types.MetricWithMetadata(joined, types.MetricType.HISTOGRAM)
+    return found
+
+
+def _reduced(outputs: types.Output, unwrap: bool = True) -> Iterable[tuple[str, Any]]:
+    """The outputs on the host, `clu.metrics` states computed, scalars out of their metadata."""
+    for name, value in fetch(dict(outputs or {})).items():
+        if name == types.STOP_LOOP:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if values and all(map(_is_metric, values)):
+            computed = fetch(_merge(values).compute())
+            if isinstance(computed, Mapping):
+                yield from ((f"{name}/{field}", number) for field, number in computed.items())
+            else:
+                yield name, computed
+        elif unwrap and isinstance(value, list):
+            yield name, [_value_of(item) for item in values]
+        else:
+            yield name, _value_of(value) if unwrap else value
+
+
+def _value_of(value: Any) -> Any:
+    """The value inside scalar metadata; other values as they are."""
+    if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
+        return value.value
+    return value

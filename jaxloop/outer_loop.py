@@ -1,0 +1,455 @@
+"""The experiment: training, evaluation by their specs, resuming, stopping."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop import checkpoint, checks, interrupt, metrics, types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.loop import as_iterator
+
+STOP_LOOP = types.STOP_LOOP
+"""A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
+
+STOPPED_FILE = "STOPPED"
+"""The empty file in the checkpoint directory which says that training is done."""
+
+_POLL_SECS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalContext:
+    """Where an experiment is when it asks whether to evaluate.
+
+    Attributes:
+      is_continuous_eval: whether checkpoints are evaluated as they appear, without a train loop.
+      step_num: completed updates of the state to evaluate.
+      loop_count: train loops that have ended; in continuous evaluation, checkpoints that have been evaluated.
+    """
+
+    is_continuous_eval: bool
+    step_num: int
+    loop_count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """On what an eval loop evaluates, and when.
+
+    >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
+    True
+
+    Attributes:
+      dataset: an iterable of batches, evaluated from its start each time.
+      dataset_iterator: an iterator to go on with instead, `num_steps` batches each time.
+      num_steps: how many batches; None for all.
+      eval_loop_interval: evaluates after every so many train loops; None for each. Not asked in continuous evaluation.
+      should_eval_fn: gets an `EvalContext`, says whether to evaluate. Both the interval and the function must agree.
+    """
+
+    dataset: Iterable[types.Batch] | None
+    dataset_iterator: Iterator[types.Batch] | None = None
+    num_steps: int | None = None
+    eval_loop_interval: int | None = None
+    should_eval_fn: Callable[[EvalContext], bool] | None = None
+
+    def __post_init__(self):
+        checks.check_positive("EvalSpec.num_steps", self.num_steps, optional=True)
+        checks.check_positive("EvalSpec.eval_loop_interval", self.eval_loop_interval, optional=True)
+        if self.dataset is None and self.dataset_iterator is None:
+            raise ValueError("EvalSpec needs a dataset, or a dataset_iterator with num_steps; both are None.")
+        if self.dataset_iterator is not None and self.num_steps is None:
+            raise ValueError(
+                "EvalSpec.dataset_iterator is drawn from again at each evaluation, so it needs num_steps, got None."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSpec:
+    """Where an experiment's checkpoints are.
+
+    With a train loop the experiment resumes from the newest one. (A `CheckpointAction` of the train loop writes them.)
+    Without, each checkpoint is evaluated as it appears.
+
+    Attributes:
+      checkpoint_dir: the directory with one subdirectory a step.
+      iterate_interval_secs: in continuous evaluation, seconds between two looks at the directory.
+      iterate_stop_fn: in continuous evaluation, says whether no more checkpoints will come; None for the presence of
+        the file `STOPPED`, which training leaves in the directory when it is done.
+      transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
+    """
+
+    checkpoint_dir: epath.PathLike
+    iterate_interval_secs: float = 0
+    iterate_stop_fn: Callable[[], bool] | None = None
+    transforms: Any = None
+
+    def __post_init__(self):
+        if self.iterate_interval_secs < 0:
+            raise ValueError(
+                f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
+            )
+
+
+class OuterLoop:
+    """Runs an experiment: train loops, and after each the evaluations that are due.
+
+    >>> import jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> outer_loop = OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(step)])
+    >>> state, outputs = outer_loop(
+    ...     state,
+    ...     train_dataset=batches,
+    ...     train_total_steps=100,
+    ...     train_loop_steps=10,
+    ...     eval_specs=[EvalSpec(batches[:3])],
+    ... )
+    >>> int(state.step), len(outputs["loss"])
+    (100, 10)
+
+    Args:
+      train_loop: None to evaluate only.
+      eval_loops: one for each `EvalSpec` of the call.
+      checkpoint_spec: where to resume from, or what to evaluate. None to do neither.
+    """
+
+    def __init__(
+        self,
+        train_loop: ActionLoop | None = None,
+        eval_loops: Sequence[ActionLoop] | None = None,
+        checkpoint_spec: CheckpointSpec | None = None,
+    ):
+        self._train_loop = train_loop
+        self._eval_loops = tuple(eval_loops or ())
+        self._checkpoint_spec = checkpoint_spec
+        self._loops = (*(() if train_loop is None else (train_loop,)), *self._eval_loops)
+        if not self._loops:
+            raise ValueError("OuterLoop needs a train_loop, eval_loops, or both; it got neither.")
+        for loop in self._loops:
+            if not isinstance(loop, ActionLoop):
+                raise TypeError(f"OuterLoop takes a TrainLoop and a list of EvalLoops, got {loop!r} among them.")
+        self._interrupt = interrupt.Interruptible()
+        self._rescued_state: Any = None
+
+    @property
+    def rescued_state(self) -> Any:
+        """The state as of the last whole step of a call that an exception ended; None after other calls."""
+        return self._rescued_state
+
+    def __call__(
+        self,
+        state: Any,
+        train_dataset: Iterable[types.Batch] | None = None,
+        train_total_steps: int | None = None,
+        train_loop_steps: int | None = None,
+        eval_specs: Sequence[EvalSpec] | None = None,
+        log_train_total_steps: bool = True,
+    ) -> tuple[Any, metrics.LoopOutputs | None]:
+        """Runs the experiment to its end.
+
+        It ends when `train_total_steps` are done, the train dataset ends, a loop sets `outputs[STOP_LOOP]`, or Ctrl-C
+        is pressed. However it ends, the actions are closed: checkpoints are committed and writers flushed. Where an
+        exception ends it, the state as of the last whole step is in `rescued_state`, and is saved by the train loop's
+        `CheckpointAction`s.
+
+        Args:
+          state: the train state, taken over by the train loop. Only evaluated, it stays usable.
+          train_dataset: an iterator of batches, gone on with from loop to loop; an iterable is turned into one.
+          train_total_steps: optimizer updates in all, those before a resume included; None for as long as there is
+            data.
+          train_loop_steps: updates in a loop; loops end at its multiples. None for one loop through the dataset.
+          eval_specs: one for each eval loop.
+          log_train_total_steps: logs from where to where the training goes.
+
+        Returns:
+          `(state, outputs)`, the outputs being those of the last train loop, or of the last eval loop where there is
+          no train loop; None where no loop ran.
+        """
+        eval_specs = tuple(eval_specs or ())
+        self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs)
+        tally = _Tally(self._loops)
+        self._rescued_state = None
+        try:
+            with self._interrupt:
+                if self._train_loop is not None:
+                    state, outputs = self._train(
+                        tally,
+                        state,
+                        as_iterator(train_dataset),
+                        train_total_steps,
+                        train_loop_steps,
+                        eval_specs,
+                        log_train_total_steps,
+                    )
+                elif self._checkpoint_spec is not None:
+                    outputs = self._evaluate_checkpoints(tally, state, self._checkpoint_spec, eval_specs)
+                else:
+                    context = EvalContext(is_continuous_eval=False, step_num=_step_num(state), loop_count=0)
+                    outputs = self._evaluate(tally, state, eval_specs, context)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._save_rescued_state(tally)
+            self._close_actions(raise_errors=False)
+            raise
+        self._close_actions(raise_errors=True)
+        tally.report_what_never_ran(eval_specs)
+        if self._train_loop is not None and self._checkpoint_spec is not None and not self._interrupt.requested:
+            # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
+            (checkpoint.prepare_directory(self._checkpoint_spec.checkpoint_dir) / STOPPED_FILE).touch()
+        return state, outputs
+
+    def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs) -> None:
+        checks.check_positive("train_total_steps", train_total_steps, optional=True)
+        checks.check_positive("train_loop_steps", train_loop_steps, optional=True)
+        if (self._train_loop is None) != (train_dataset is None):
+            got, missing = (
+                ("train_dataset", "train_loop") if self._train_loop is None else ("train_loop", "train_dataset")
+            )
+            raise ValueError(
+                f"OuterLoop got a {got} without a {missing}: give both to train, neither to evaluate only."
+            )
+        if len(eval_specs) != len(self._eval_loops):
+            raise ValueError(
+                f"OuterLoop has {len(self._eval_loops)} eval_loops and was called with {len(eval_specs)} eval_specs. "
+                "Give one EvalSpec for each eval loop, in their order."
+            )
+        for spec in eval_specs:
+            if not isinstance(spec, EvalSpec):
+                raise TypeError(f"eval_specs must hold EvalSpecs, got {spec!r}.")
+
+    # Training ------------------------------------------------------------------------------------
+
+    def _train(
+        self, tally, state, dataset, total_steps, loop_steps, eval_specs, log_total_steps
+    ) -> tuple[Any, metrics.LoopOutputs | None]:
+        train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
+        if self._checkpoint_spec is not None:
+            state = self._resume(train_loop, state, self._checkpoint_spec)
+        step_num = _step_num(state)
+        if loop_steps is not None and train_loop.loop_count == 0:
+            train_loop.loop_count = step_num // loop_steps  # Intervals go on where an earlier run left off.
+        if log_total_steps:
+            logging.info("Training from step %d to %s.", step_num, total_steps or "the end of the dataset")
+        tally.newest = (state, step_num)
+        outputs = None
+        while total_steps is None or step_num < total_steps:
+            num_steps = _steps_of_next_loop(step_num, total_steps, loop_steps)
+            state, loop_outputs = train_loop(state, dataset, num_steps)
+            steps_run = tally.count(train_loop)
+            step_num += steps_run
+            tally.newest = (state, step_num)
+            if steps_run:
+                outputs = loop_outputs
+                context = EvalContext(is_continuous_eval=False, step_num=step_num, loop_count=train_loop.loop_count)
+                eval_outputs = self._evaluate(tally, state, eval_specs, context)
+                if _asks_to_stop(outputs) or _asks_to_stop(eval_outputs):
+                    outputs[STOP_LOOP] = True
+                    logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, STOP_LOOP)
+                    break
+            if self._interrupt.requested:
+                logging.warning("Ended by Ctrl-C. The state of step %d is returned.", step_num)
+                break
+            if num_steps is None or steps_run < num_steps:
+                self._report_end_of_data(step_num, total_steps)
+                break
+        return state, outputs
+
+    def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> Any:
+        state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
+        if checkpoint.all_steps(spec.checkpoint_dir):
+            logging.info("Resumed at step %d from %s.", _step_num(state), spec.checkpoint_dir)
+        # Evaluators of this directory shall wait for what is trained now.
+        (epath.Path(spec.checkpoint_dir) / STOPPED_FILE).unlink(missing_ok=True)
+        return state
+
+    def _report_end_of_data(self, step_num: int, total_steps: int | None) -> None:
+        if total_steps is not None and step_num < total_steps:
+            logging.warning(
+                "The train dataset ended at step %d of train_total_steps=%d; the run ends here. Repeat the dataset "
+                "(.repeat()) to go on, or lower train_total_steps.",
+                step_num,
+                total_steps,
+            )
+        elif total_steps is None:
+            logging.info("The train dataset ended at step %d.", step_num)
+
+    # Evaluation ----------------------------------------------------------------------------------
+
+    def _evaluate(self, tally, state, eval_specs, context: EvalContext) -> metrics.LoopOutputs | None:
+        """Runs the evaluations that are due; returns the outputs of the last of them."""
+        last, stop = None, False
+        for loop, spec in zip(self._eval_loops, eval_specs, strict=True):
+            if not _is_due(spec, context):
+                continue
+            dataset = as_iterator(spec.dataset) if spec.dataset_iterator is None else spec.dataset_iterator
+            _, last = loop(state, dataset, spec.num_steps, return_state_from_step=False)
+            self._check_evaluated(spec, tally.count(loop))
+            stop = stop or _asks_to_stop(last)
+        if last is not None and stop:
+            last[STOP_LOOP] = True
+        return last
+
+    def _check_evaluated(self, spec: EvalSpec, steps_run: int) -> None:
+        if steps_run == 0 and not self._interrupt.requested:
+            used_up = spec.dataset_iterator is not None or iter(spec.dataset) is spec.dataset  # pyright: ignore
+            raise ValueError(
+                "An eval dataset gave no batch. "
+                + (
+                    "It is an iterator, which has been used up: give an iterable that starts anew each time (a list, a "
+                    "tf.data.Dataset, tfds.as_numpy(...))."
+                    if used_up
+                    else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is."
+                )
+            )
+        if spec.num_steps is not None and steps_run < spec.num_steps and not self._interrupt.requested:
+            logging.log_first_n(
+                logging.WARNING,
+                "An eval dataset ended after %d of num_steps=%d batches; its metrics are those of %d batches.",
+                1,
+                steps_run,
+                spec.num_steps,
+                steps_run,
+            )
+
+    def _evaluate_checkpoints(self, tally, state, spec: CheckpointSpec, eval_specs) -> metrics.LoopOutputs | None:
+        """Evaluates each checkpoint as it appears, in the order of their steps."""
+        stop_fn = spec.iterate_stop_fn or (epath.Path(spec.checkpoint_dir) / STOPPED_FILE).exists
+        step = self._eval_loops[0].step
+        outputs, seen = None, set()
+        while True:
+            # Asked before looking: what was saved before the stop is still found.
+            no_more_will_come = stop_fn()
+            for step_num in [found for found in checkpoint.all_steps(spec.checkpoint_dir) if found not in seen]:
+                seen.add(step_num)
+                try:
+                    restored = step.restore_model(state, spec.checkpoint_dir, step_num, spec.transforms)
+                except Exception:
+                    if step_num in checkpoint.all_steps(spec.checkpoint_dir):
+                        raise
+                    logging.warning("The checkpoint of step %d was deleted before it could be evaluated.", step_num)
+                    continue
+                context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
+                outputs = self._evaluate(tally, restored, eval_specs, context) or outputs
+                if _asks_to_stop(outputs) or self._interrupt.requested:
+                    return outputs
+            if no_more_will_come or self._interrupt.requested:
+                return outputs
+            self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleeps in short pieces, for Ctrl-C not to wait long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self._interrupt.requested:
+            time.sleep(min(left, _POLL_SECS))
+
+    # The end -------------------------------------------------------------------------------------
+
+    def _save_rescued_state(self, tally: "_Tally") -> None:
+        """Keeps, and saves, the state as of the last whole step before an exception."""
+        if self._train_loop is None or tally.newest is None:
+            return
+        state, step_num = tally.newest
+        if not checks.is_alive(state):
+            state, step_num = self._train_loop.rescued_state, self._train_loop.step_num
+        self._rescued_state = state
+        if state is None:
+            logging.error("The failing step had taken over the state of step %d: it is lost.", step_num)
+            return
+        for action in _unique_actions([self._train_loop]):
+            if isinstance(action, CheckpointAction):
+                try:
+                    action.save(step_num, state, None)
+                    logging.info("%r saved the state of step %d.", action, step_num)
+                except Exception:
+                    logging.exception("%r could not save the state of step %d.", action, step_num)
+
+    def _close_actions(self, raise_errors: bool) -> None:
+        errors = []
+        for action in _unique_actions(self._loops):
+            try:
+                action.close()
+            except Exception as error:
+                error.add_note(f"when {action!r} was closed at the end of the run")
+                logging.exception("%r could not be closed.", action)
+                errors.append(error)
+        if errors and raise_errors:
+            raise errors[0]
+
+
+class _Tally:
+    """What one run of an OuterLoop has done: which loops and actions ran, and the newest state."""
+
+    def __init__(self, loops: Sequence[ActionLoop]):
+        self._loops = loops
+        self._runs = {id(loop): 0 for loop in loops}
+        self._most_steps = {id(loop): 0 for loop in loops}
+        self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
+        self.newest: tuple[Any, int] | None = None
+
+    def count(self, loop: ActionLoop) -> int:
+        """Counts the loop's last call; returns how many steps it ran."""
+        steps_run = len(loop.num_examples)
+        self._runs[id(loop)] += steps_run > 0
+        self._most_steps[id(loop)] = max(self._most_steps[id(loop)], steps_run)
+        return steps_run
+
+    def report_what_never_ran(self, eval_specs: Sequence[EvalSpec]) -> None:
+        """Says in one warning which actions and evaluations never came to run, and why."""
+        lines = []
+        for loop in self._loops:
+            runs, most_steps = self._runs[id(loop)], self._most_steps[id(loop)]
+            for each in loop.action_lists if runs else ():
+                happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
+                for action, calls, before in zip(each.actions, each.calls, self._calls_before[id(each)], strict=True):
+                    if calls == before:
+                        lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
+        train_loops = sum(self._runs[id(loop)] for loop in self._loops[: len(self._loops) - len(eval_specs)])
+        for index, spec in enumerate(eval_specs):
+            loop = self._loops[len(self._loops) - len(eval_specs) + index]
+            if train_loops and not self._runs[id(loop)]:
+                asked = (
+                    "should_eval_fn"
+                    if spec.eval_loop_interval is None
+                    else f"eval_loop_interval={spec.eval_loop_interval}"
+                )
+                lines.append(f"{loop!r}: {asked} never let it run after one of the {train_loops} train loops")
+        if lines:
+            logging.warning(
+                "Never called in this run:\n  %s.\nA smaller interval would make them run.", ";\n  ".join(lines)
+            )
+
+
+def _step_num(state: Any) -> int:
+    return int(metrics.fetch(getattr(state, "step", 0)))
+
+
+def _steps_of_next_loop(step_num: int, total_steps: int | None, loop_steps: int | None) -> int | None:
+    """To the next multiple of `loop_steps`, but not past the total; None for as long as there is data."""
+    limits = []
+    if loop_steps is not None:
+        limits.append(loop_steps - step_num % loop_steps)
+    if total_steps is not None:
+        limits.append(total_steps - step_num)
+    return min(limits, default=None)
+
+
+def _is_due(spec: EvalSpec, context: EvalContext) -> bool:
+    if not context.is_continuous_eval and context.loop_count % (spec.eval_loop_interval or 1):
+        return False
+    return spec.should_eval_fn is None or bool(spec.should_eval_fn(context))
+
+
+def _asks_to_stop(outputs: types.Output) -> bool:
+    return outputs is not None and bool(np.any(outputs.get(STOP_LOOP, False)))
+
+
+def _unique_actions(loops: Sequence[ActionLoop]) -> list[Any]:
+    actions = [action for loop in loops for each in loop.action_lists for action in each.actions]
+    return list({id(action): action for action in actions}.values())

@@ -1,0 +1,371 @@
+"""What happens to one batch."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from absl import logging
+from etils import epath
+
+from jaxloop import checkpoint, checks, metrics, models, partition, types
+from jaxloop.actions.action import Action, ActionList
+
+
+class Step:
+    """What happens to one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and write `run`.
+
+    Each batch that a loop draws goes through four hooks:
+
+    1. `preprocess_batch(batch)`, on the host, sees the batch alone.
+    2. `begin(state, batch)`, on the host, returns `(state, batch)`; the batch is still a host batch.
+    3. `run(state, batch)` is pure; it is compiled once, for all devices, and takes over (donates) the state.
+    4. `end(state, outputs)`, on the host, returns `(state, outputs)`. To read a value there is to wait for it.
+
+    `outputs` is a dict with string keys, or None.
+
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> from flax import linen as nn
+    >>> class Regression(Step):
+    ...     def run(self, state, batch):
+    ...         def loss_fn(params):
+    ...             predicted = state.apply_fn({"params": params}, batch["x"])
+    ...             return jnp.mean((predicted - batch["y"]) ** 2)
+    ...         loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    ...         return state.apply_gradients(grads=grads), {"loss": loss}
+    >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
+    >>> state = step.initialize_model([1, 3])
+    >>> batch = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
+    >>> state, outputs = step.step(state, batch)
+    >>> int(state.step), sorted(outputs)
+    (1, ['loss'])
+
+    Args:
+      base_prng: the key, or a dict of keys, from which all others derive: `initialize_model` uses it as it is,
+        `prng_key(step)` folds the step in. Old-style or typed.
+      model: a Linen module, or an NNX module class, which the step constructs with `nnx_model_args`,
+        `nnx_model_kwargs` and `rngs=nnx.Rngs(...)`.
+      optimizer: an Optax transformation, kept as `state.tx`.
+      partitioner: where the state and the batches live.
+      train: whether this step trains, for `run` to ask (`self.train`).
+      should_shard_batch: False if `begin` has placed the batch already.
+      nnx_model_args: positional arguments for an NNX class; an empty tuple for none.
+      begin_actions: called with `outputs=None` before `run`. An int interval counts the steps within the loop.
+      end_actions: called with the step's outputs after `end`; likewise.
+      **nnx_model_kwargs: keyword arguments for an NNX class.
+
+    Raises:
+      ValueError: `nnx_model_args` with a Linen module, or an NNX class without.
+      TypeError: an unknown keyword with a Linen module.
+    """
+
+    def __init__(
+        self,
+        base_prng: types.PRNGType,
+        model: Any,
+        optimizer: optax.GradientTransformation = optax.identity(),  # noqa: B008 (immutable)
+        partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
+        train: bool = False,
+        should_shard_batch: bool = True,
+        nnx_model_args: Sequence[Any] | None = None,
+        begin_actions: Sequence[Action] | None = None,
+        end_actions: Sequence[Action] | None = None,
+        **nnx_model_kwargs: Any,
+    ):
+        known = [name for name in inspect.signature(Step.__init__).parameters if name != "self"][:-1]
+        models.check_model(model, nnx_model_args, nnx_model_kwargs, known)
+        self._base_prng = base_prng
+        self._model = model
+        self._optimizer = optimizer
+        self._partitioner = partitioner
+        self._train = train
+        self._should_shard_batch = should_shard_batch
+        self._nnx_model_args = tuple(nnx_model_args or ())
+        self._nnx_model_kwargs = nnx_model_kwargs
+        self._begin_actions = ActionList(begin_actions, unit="steps within the loop")
+        self._end_actions = ActionList(end_actions, unit="steps within the loop")
+        self._jit_kwargs: dict[str, Any] = {}
+        self._compiled_run: Callable[..., Any] | None = None
+        self._compiled_evaluation: Callable[..., Any] | None = None
+        self._known_step: Any = None  # `state.step` of the newest state that was checked, or made here.
+        self._num_params: int | None = None
+        self._num_flops: float | None = None
+
+    def __repr__(self) -> str:
+        model = self._model.__name__ if inspect.isclass(self._model) else type(self._model).__name__
+        return f"{type(self).__name__}(model={model}, train={self._train})"
+
+    # To override ---------------------------------------------------------------------------------
+
+    def preprocess_batch(self, batch: types.Batch) -> types.Batch:
+        """Transforms a host batch; sees no state, so that it may run ahead of the step."""
+        return batch
+
+    def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
+        """Runs on the host before `run`; turns `tf.Tensor` into NumPy, for example."""
+        return state, batch
+
+    def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        """Computes `(state, outputs)` from one batch. Pure and jitted; a training step adds one to `state.step`."""
+        raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
+
+    def end(self, state: Any, outputs: types.Output) -> tuple[Any, types.Output]:
+        """Runs on the host after `run`; the outputs are still on the devices."""
+        return state, outputs
+
+    def num_examples(self, batch: types.Batch) -> int:
+        """How many examples a batch, as the dataset gave it, counts for in weighted means.
+
+        By default the length of its leading axis; override it for batches with padding, or whose leaves differ.
+        """
+        count = checks.num_examples(batch)
+        if count is None:
+            logging.log_first_n(
+                logging.WARNING,
+                "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
+                "Step.num_examples(batch) for weighted means.",
+                1,
+                self,
+            )
+            return 1
+        return count
+
+    # The model -----------------------------------------------------------------------------------
+
+    def initialize_model(self, spec: types.BatchSpec, log_num_params: bool = False, **init_kwargs: Any) -> Any:
+        """Makes the first state, each leaf where the partitioner wants it.
+
+        Args:
+          spec: what the model takes as its one argument: a shape (`[1, 28, 28, 1]`, float32), a `(shape, dtype)` pair,
+            or these nested in dicts, lists and named tuples. It is initialised with ones. Not used by NNX classes.
+          log_num_params: logs the number of parameters.
+          **init_kwargs: passed on to `model.init` (Linen) or the constructor (NNX).
+
+        Returns:
+          A `TrainState` at step 0. Linen variables beside `params` and `batch_stats` are in `state.collections`.
+        """
+        init = models.init_fn(
+            self._model,
+            self._optimizer,
+            self._base_prng,
+            spec,
+            self._nnx_model_args,
+            self._nnx_model_kwargs,
+            init_kwargs,
+        )
+        state = self._partitioner.shard_init_fn(init)()
+        self._num_params = self.compute_num_params(state)
+        if log_num_params:
+            logging.info("%r has %s parameters.", self, f"{self._num_params:,}")
+        return state
+
+    def restore_model(
+        self, state: Any, checkpoint_dir: epath.PathLike, step: int | None = None, transforms: Any = None
+    ) -> Any:
+        """Returns the state of a checkpoint, laid out like `state`, which stays usable.
+
+        Reads what a `CheckpointAction`, or a plain Orbax `CheckpointManager` with `PyTreeSave`, wrote.
+
+        Args:
+          state: a state of the same structure, shapes and dtypes.
+          checkpoint_dir: the directory with one subdirectory a step. Without a checkpoint there, the state is
+            returned as it is, and that is logged.
+          step: which checkpoint; None for the newest.
+          transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
+
+        Raises:
+          FileNotFoundError: there are checkpoints, but none of `step`.
+          ValueError: the checkpoint is of another model; the error lists the leaves that differ.
+        """
+        found = checkpoint.all_steps(checkpoint_dir)
+        if not found:
+            logging.info("No checkpoint found in %s", checkpoint_dir)
+            return state
+        step = max(found) if step is None else step
+        if step not in found:
+            raise FileNotFoundError(
+                f"No checkpoint of step {step} in {checkpoint_dir}, which holds steps {', '.join(map(str, found))}."
+            )
+        return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
+
+    def compute_num_params(self, state: Any) -> int:
+        """The number of parameters in `state.params`."""
+        return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+    def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
+        """The floating-point operations of one `run`, as XLA counts them before it optimizes; None if it doesn't say.
+
+        Traces `run`, without running it. The state stays usable.
+        """
+        state, batch = self.begin(state, self.preprocess_batch(batch))
+        costs = jax.jit(self._checked_run).lower(state, self.shard_batch(batch)).cost_analysis()
+        self._num_flops = (costs or {}).get("flops")
+        return self._num_flops
+
+    # Running -------------------------------------------------------------------------------------
+
+    def compile(self, **jit_kwargs: Any) -> None:
+        """Prepares `run` for the devices. Called by the first step; by hand to give arguments of `jax.jit`.
+
+        XLA compiles when the first batch shows its shapes.
+        """
+        self._jit_kwargs = jit_kwargs
+        self._compiled_run = self._partitioner.partition(self._checked_run, **jit_kwargs)
+        self._compiled_evaluation = None
+
+    def prng_key(self, step: Any) -> types.PRNGType:
+        """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
+
+        >>> from flax import linen as nn
+        >>> key = Step(jax.random.key(0), nn.Dense(1)).prng_key(7)
+        >>> bool(key == jax.random.fold_in(jax.random.key(0), 7))
+        True
+        """
+        return jax.tree.map(lambda key: jax.random.fold_in(key, step), self._base_prng)
+
+    def shard_batch(self, batch: types.Batch) -> types.Batch:
+        """Places a batch on the devices, unless `should_shard_batch` is False."""
+        return self._partitioner.shard_batch(batch) if self._should_shard_batch else batch
+
+    def prepare_state(self, state: Any) -> Any:
+        """Returns the state as `run` takes it: on the partitioner's devices, with an array for its step.
+
+        Loops do this once; states that this step has made or seen pass through.
+
+        Raises:
+          ValueError: the state was donated to an earlier call.
+        """
+        count = getattr(state, "step", None)
+        if isinstance(count, jax.Array) and count is self._known_step and not count.is_deleted():
+            return state
+        checks.check_alive(state, repr(self))
+        state = self._partitioner.place_state(checks.adopt(state))
+        self._known_step = getattr(state, "step", None)
+        return state
+
+    def step(
+        self, state: Any, batch: types.Batch, per_loop_step_number: int = 0, log_num_flops: bool = False
+    ) -> tuple[Any, types.Output]:
+        """Takes one batch through the hooks. The state is donated: use the one that is returned.
+
+        Args:
+          state: the train state.
+          batch: a host batch.
+          per_loop_step_number: how many steps the loop has done before this one, for the step's actions.
+          log_num_flops: counts and logs the operations of `run`, at the first call.
+
+        Returns:
+          `(state, outputs)`, the outputs still on the devices.
+        """
+        if self._compiled_run is None:
+            self.compile()
+        given = state
+        state = self.prepare_state(state)
+        if log_num_flops and self._num_flops is None:
+            logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
+        state, batch = self._begin(state, batch, per_loop_step_number)
+        try:
+            state, outputs = self._compiled_run(state, self.shard_batch(batch))  # pyright: ignore[reportOptionalCall]
+        except (TypeError, ValueError):
+            checks.check_batch(batch)
+            raise
+        checks.mark_taken(given, f"{type(self).__name__}.step")
+        self._known_step = getattr(state, "step", None)
+        return self._end(state, outputs, per_loop_step_number)
+
+    def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
+        """Takes one batch through the hooks for its outputs alone: the state stays as it is, and usable.
+
+        A batch whose rows do not divide over the devices is replicated.
+        """
+        if self._compiled_evaluation is None:
+            # The state is not donated, and what `run` makes of it is never computed.
+            jit_kwargs = {"donate_argnums": (), "out_shardings": None, **self._jit_kwargs}
+            self._compiled_evaluation = self._partitioner.partition(self._checked_outputs, **jit_kwargs)
+        state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number)
+        try:
+            if self._should_shard_batch:
+                batch = self._partitioner.shard_short_batch(batch)
+            outputs = self._compiled_evaluation(state, batch)
+        except (TypeError, ValueError):
+            checks.check_batch(batch)
+            raise
+        return self._end(state, outputs, per_loop_step_number)[1]
+
+    def _begin(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Batch]:
+        state, batch = self.begin(state, self.preprocess_batch(batch))
+        self._call_actions(self._begin_actions, state, None, number)
+        return state, batch
+
+    def _end(self, state: Any, outputs: types.Output, number: int) -> tuple[Any, types.Output]:
+        state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+        self._call_actions(self._end_actions, state, outputs, number)
+        return state, outputs
+
+    def _call_actions(self, actions: ActionList, state: Any, outputs: types.Output, number: int) -> None:
+        for index in range(len(actions.actions)):
+            if actions.is_due(index, number + 1):
+                actions.call(index, state, outputs, int(metrics.fetch(state.step)))
+
+    def _checked_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        hook = f"{type(self).__name__}.run"
+        new_state, outputs = checks.check_result(self.run(state, batch), hook)
+        checks.check_same_state(state, new_state, hook)
+        return new_state, outputs
+
+    def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:
+        return checks.check_result(self.run(state, batch), f"{type(self).__name__}.run")[1]
+
+    # Properties ----------------------------------------------------------------------------------
+
+    @property
+    def train(self) -> bool:
+        """Whether this step trains."""
+        return self._train
+
+    @property
+    def model(self) -> Any:
+        """The Linen module, or the NNX module class."""
+        return self._model
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The Optax transformation."""
+        return self._optimizer
+
+    @property
+    def partitioner(self) -> partition.Partitioner:
+        """Where the state and the batches live."""
+        return self._partitioner
+
+    @property
+    def base_prng(self) -> types.PRNGType:
+        """The key, or the dict of keys, from which all others derive."""
+        return self._base_prng
+
+    @property
+    def num_params(self) -> int | None:
+        """The number of parameters; None before `initialize_model`."""
+        return self._num_params
+
+    @property
+    def num_flops(self) -> float | None:
+        """What `compute_num_flops` found last; None before."""
+        return self._num_flops
+
+    @property
+    def begin_actions(self) -> Sequence[Action]:
+        """The actions before `run`."""
+        return self._begin_actions.actions
+
+    @property
+    def end_actions(self) -> Sequence[Action]:
+        """The actions after `end`."""
+        return self._end_actions.actions
+
+    @property
+    def action_lists(self) -> Sequence[ActionList]:
+        """Both, and how often each action has been called."""
+        return (self._begin_actions, self._end_actions)

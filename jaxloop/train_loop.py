@@ -1,0 +1,32 @@
+"""A loop that trains."""
+
+from typing import Any
+
+from jaxloop import metrics
+from jaxloop.action_loop import ActionLoop
+
+
+class TrainLoop(ActionLoop):
+    """Trains: each step makes one optimizer update, and the state that comes out goes into the next.
+
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> train_loop = TrainLoop(step)
+    >>> state, outputs = train_loop(state, batches, num_steps=100)
+    >>> int(state.step), bool(outputs["loss"][-1] < outputs["loss"][0])
+    (100, True)
+    """
+
+    def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+        if self.loop_count == 0 and self.num_examples and hasattr(state, "step"):
+            self._check_count(int(metrics.fetch(state.step)))
+        return super().end(state, outputs)
+
+    def _check_count(self, count: int) -> None:
+        if count != self.step_num:
+            steps = len(self.num_examples)
+            raise ValueError(
+                f"{self.step!r} ran {steps} steps from state.step {self.step_num - steps}, and state.step is now "
+                f"{count}, not {self.step_num}. Each run must add one to it: return state.apply_gradients(grads=...), or "
+                "state.replace(step=state.step + 1)."
+            )

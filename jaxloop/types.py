@@ -1,0 +1,129 @@
+"""The words that every module shares: train states, batches, outputs and typed metrics."""
+
+import dataclasses
+import enum
+from collections.abc import Hashable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from flax.training import train_state
+
+Batch = Any
+"""A pytree of arrays whose leading axis counts examples: a dict, a tuple, a named tuple, ..."""
+
+BatchSpec = Any
+"""A shape, a `(shape, dtype)` pair, or these nested in dicts, lists, tuples and named tuples."""
+
+Output = Mapping[str, Any] | None
+"""What a step reports: values by name, or None."""
+
+PRNGType = jax.Array | Mapping[str, jax.Array]
+"""One PRNG key (old-style or typed), or one for each name that the model asks for."""
+
+STOP_LOOP = "jaxloop/stop_loop"
+"""A loop stops the experiment by setting `outputs[STOP_LOOP] = True`."""
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` with all of a model's variables.
+
+    Attributes:
+      step: completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
+      apply_fn: for a Linen model `module.apply`; for an NNX model `graphdef.apply`.
+      params: the parameters, which `tx` updates.
+      tx: the Optax optimizer.
+      opt_state: its state.
+      batch_stats: running statistics of normalisation layers; empty for a model without them.
+      collections: every other variable. For Linen a dict by collection name (`{"cache": ...}`), for
+        NNX one `nnx.State` (the counters and keys of its `Rngs`, caches, ...).
+
+    >>> import optax
+    >>> from flax import linen as nn
+    >>> model = nn.Dense(2)
+    >>> variables = model.init(jax.random.key(0), jnp.ones([1, 3]))
+    >>> state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(0.1))
+    >>> state.apply_fn(state.variables, jnp.ones([5, 3])).shape
+    (5, 2)
+    """
+
+    batch_stats: Any = struct.field(default_factory=dict)
+    collections: Any = struct.field(default_factory=dict)
+
+    @classmethod
+    def create(cls, *, apply_fn, params, tx, **kwargs) -> Self:
+        """Makes a state at step 0, with the optimizer's state initialised."""
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        # Flax counts with a Python int, which would make the first call of a jitted step a special case.
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of a Linen model, as `apply_fn` takes them: `params` and all collections."""
+        if isinstance(self.params, nnx.State):
+            raise TypeError(
+                "TrainState.variables belongs to Linen models, and this state holds an NNX model. "
+                "Call state.apply_fn(state.params, state.batch_stats, state.collections)(inputs)."
+            )
+        batch_stats = {"batch_stats": self.batch_stats} if self.batch_stats else {}
+        return {"params": self.params, **batch_stats, **self.collections}
+
+    def update_variables(self, updates: Any) -> Self:
+        """Takes over what a forward pass changed beside the parameters.
+
+        Args:
+          updates: for Linen the second result of `apply_fn(..., mutable=[...])`; for NNX the
+            `nnx.State` that `apply_fn(...)(inputs)` returns, of which all but the parameters is taken.
+        """
+        if isinstance(self.params, nnx.State):
+            _, batch_stats, rest = nnx.split_state(updates, nnx.Param, nnx.BatchStat, ...)
+            return self.replace(batch_stats=batch_stats, collections=rest)
+        rest = dict(updates)
+        if "params" in rest:
+            raise ValueError("update_variables got 'params': parameters change through apply_gradients(grads=...).")
+        batch_stats = rest.pop("batch_stats", self.batch_stats)
+        return self.replace(batch_stats=batch_stats, collections={**self.collections, **rest})
+
+
+class MetricType(enum.Enum):
+    """The kind of a value, which decides how a summary shows it."""
+
+    SCALAR = "scalar"
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+    TEXT = "text"
+    HISTOGRAM = "histogram"
+    OTHER = "other"
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class MetricWithMetadata:
+    """A value and how it is to be shown. A pytree, so that `Step.run` can return it.
+
+    Attributes:
+      value: the array: `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, any
+        shape for scalars and histograms; a string for text (from `Step.end`: jitted code has no strings).
+      type: the kind.
+      metadata: hashable values by name, for the writer: `{"sample_rate": 16_000}` for audio,
+        `{"num_buckets": 30}` for a histogram.
+
+    >>> images = MetricWithMetadata(jnp.zeros([4, 8, 8, 1]), MetricType.IMAGE)
+    >>> jax.tree.map(jnp.shape, images).value
+    (4, 8, 8, 1)
+    """
+
+    value: Any
+    type: MetricType = MetricType.SCALAR
+    metadata: Mapping[str, Hashable] | None = None
+
+    def tree_flatten(self):
+        metadata = None if self.metadata is None else tuple(sorted(self.metadata.items()))
+        return (self.value,), (self.type, metadata)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children) -> Self:
+        kind, metadata = aux
+        return cls(children[0], kind, None if metadata is None else dict(metadata))
