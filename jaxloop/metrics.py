@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from clu import metrics as clu_metrics
 
@@ -158,11 +159,17 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     num_examples = getattr(outputs, "num_examples", ())
     for name, value in _reduced(outputs):
         values = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, bool | int | float | np.number | np.bool_) for item in values):
+        if not all(map(_is_number, values)):
             continue
         weights = num_examples if isinstance(value, list) and len(num_examples) == len(values) else None
         scalars[name] = float(np.average(np.asarray(values, np.float64), weights=weights))
     return scalars
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.generic):  # Among them bfloat16, which is no np.number.
+        return jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_
+    return isinstance(value, bool | int | float)
 
 
 def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:

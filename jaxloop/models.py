@@ -84,14 +84,30 @@ def _init_nnx(model_class, optimizer, base_prng, args, kwargs) -> types.TrainSta
     rngs = nnx.Rngs(**base_prng) if isinstance(base_prng, Mapping) else nnx.Rngs(base_prng)
     model = model_class(*args, rngs=rngs, **kwargs)
     graphdef, params, batch_stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-
-    # A closure, because jit hashes the state's static fields at each call, and a graphdef takes long to hash.
-    def apply_fn(*states: Any) -> Any:
-        return graphdef.apply(*states)
-
     return types.TrainState.create(
-        apply_fn=apply_fn, params=params, tx=optimizer, batch_stats=batch_stats, collections=rest
+        apply_fn=NNXApply(graphdef), params=params, tx=optimizer, batch_stats=batch_stats, collections=rest
     )
+
+
+class NNXApply:
+    """The `apply_fn` of an NNX model: `apply_fn(params, batch_stats, collections)(inputs)`, as `graphdef.apply`.
+
+    jit hashes the state's static fields at each call, and a graphdef takes about a millisecond: so it is done once.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef):
+        self.graphdef = graphdef
+        self._hash = hash(graphdef)
+
+    def __call__(self, *states: Any) -> Callable[..., Any]:
+        # New variables, because inside a gradient NNX lets a model change only those that were made there.
+        return self.graphdef.apply(*jax.tree.map(lambda leaf: leaf, states))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, NNXApply) and self.graphdef == other.graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:

@@ -92,7 +92,7 @@ class SingleDevicePartitioner(Partitioner):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
 
 
-def _default_device() -> jax.Device:
+def _default_device() -> Any:
     device = getattr(jax.config, "jax_default_device", None)
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
 

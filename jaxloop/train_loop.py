@@ -17,9 +17,13 @@ class TrainLoop(ActionLoop):
     (100, True)
     """
 
+    _count_is_checked = False
+
     def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
-        if self.loop_count == 0 and self.num_examples and hasattr(state, "step"):
+        # Once is enough, and costs nothing now that the outputs have been read.
+        if not self._count_is_checked and self.num_examples and hasattr(state, "step"):
             self._check_count(int(metrics.fetch(state.step)))
+            self._count_is_checked = True
         return super().end(state, outputs)
 
     def _check_count(self, count: int) -> None:
@@ -27,6 +31,6 @@ class TrainLoop(ActionLoop):
             steps = len(self.num_examples)
             raise ValueError(
                 f"{self.step!r} ran {steps} steps from state.step {self.step_num - steps}, and state.step is now "
-                f"{count}, not {self.step_num}. Each run must add one to it: return state.apply_gradients(grads=...), or "
-                "state.replace(step=state.step + 1)."
+                f"{count}, not {self.step_num}. Each run must add one to it: return "
+                "state.apply_gradients(grads=...), or state.replace(step=state.step + 1)."
             )

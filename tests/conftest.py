@@ -1,0 +1,72 @@
+"""Eight virtual CPU devices, strict types and ranks, and what several tests share."""
+
+import os
+
+# Read when JAX starts: with fewer threads, several devices on few cores wait for each other for ever.
+os.environ["NPROC"] = "32"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import logging as python_logging
+
+import numpy as np
+import pytest
+from absl import logging
+from jax.sharding import Mesh
+
+from jaxloop import partition
+
+
+class RecordingWriter:
+    """Has the methods of clu's `MetricWriter`, and remembers what they were given."""
+
+    def __init__(self):
+        self.written = []
+        self.flushes = 0
+
+    def __getattr__(self, name):
+        if not name.startswith("write_"):
+            raise AttributeError(name)
+
+        def write(step, values, **options):
+            self.written.append((name, step, values, options) if options else (name, step, values))
+
+        return write
+
+    def flush(self):
+        self.flushes += 1
+
+    def scalars(self, name):
+        """The `(step, value)` pairs that were written under a name."""
+        calls = [call for call in self.written if call[0] == "write_scalars"]
+        return [(step, values[name]) for _, step, values in calls if name in values]
+
+
+@pytest.fixture
+def writer():
+    return RecordingWriter()
+
+
+@pytest.fixture
+def data_parallel():
+    """Makes a `DataParallelPartitioner` over the first `n` devices."""
+    return lambda n: partition.DataParallelPartitioner(Mesh(np.array(jax.devices()[:n]), ("data",)), "data")
+
+
+@pytest.fixture
+def logs(caplog):
+    """The log of the test, from INFO up."""
+    caplog.set_level(python_logging.INFO, logger="absl")
+    logging.set_verbosity(logging.INFO)
+    yield caplog
+    logging.set_verbosity(logging.WARNING)
+
+
+@pytest.fixture
+def warnings_logged(logs):
+    """The texts of the warnings logged so far."""
+    return lambda: [record.getMessage() for record in logs.records if record.levelno >= python_logging.WARNING]

@@ -1,0 +1,144 @@
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import metrics as clu_metrics
+
+from jaxloop import metrics, types
+from jaxloop.metrics import LoopOutputs, summarize
+from jaxloop.types import MetricType, MetricWithMetadata
+
+
+def push_all(queue, steps):
+    """Runs a queue over the outputs of all steps; returns them as a loop would see them."""
+    arrived = [each for outputs in steps for each in queue.push(outputs, state=jnp.zeros(()))]
+    rest, merged = queue.drain()
+    return [*arrived, *rest], merged
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 4, 5, 8, 9, 21])
+def test_a_queue_loses_nothing_and_keeps_the_order(num_steps):
+    steps = [{"loss": jnp.float32(i)} for i in range(num_steps)]
+    arrived, merged = push_all(metrics.OutputQueue(chunk_size=4), steps)
+    assert [outputs["loss"] for outputs in arrived] == list(range(num_steps))
+    assert all(isinstance(outputs["loss"], np.float32) for outputs in arrived)
+    assert merged == {}
+
+
+def test_a_queue_holds_at_most_two_chunks():
+    queue = metrics.OutputQueue(chunk_size=4)
+    waiting = 0
+    for i in range(40):
+        waiting += 1 - len(queue.push({"loss": jnp.float32(i)}, state=None))
+        assert waiting <= 8
+
+
+def test_a_queue_takes_steps_without_outputs():
+    arrived, _ = push_all(metrics.OutputQueue(chunk_size=2), [None, {"a": jnp.ones(())}, None, None, None])
+    assert [outputs is None for outputs in arrived] == [True, False, True, True, True]
+
+
+@flax.struct.dataclass
+class Scores(clu_metrics.Collection):
+    accuracy: clu_metrics.Accuracy
+    loss: clu_metrics.Average.from_output("loss")
+
+
+def scores(logits, labels):
+    loss = -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+    return Scores.single_from_model_output(logits=logits, labels=labels, loss=loss)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 4, 9])
+def test_clu_metrics_are_merged_on_the_device_and_computed_once(num_steps, monkeypatch):
+    rng = np.random.default_rng(0)
+    batches = [(rng.normal(size=(n, 3)).astype(np.float32), rng.integers(3, size=n)) for n in range(2, 2 + num_steps)]
+    states = [{"scores": jax.jit(scores)(*batch), "other": jnp.ones(())} for batch in batches]
+
+    reads = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or device_get(tree))
+    arrived, merged = push_all(metrics.OutputQueue(chunk_size=4), states)
+    read_before_the_end = jax.tree.leaves(reads[:-1], is_leaf=lambda node: isinstance(node, Scores))
+    assert not any(isinstance(leaf, Scores) for leaf in read_before_the_end)
+    assert all(set(outputs) == {"other"} for outputs in arrived)
+
+    logits, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    expected = np.mean(np.argmax(logits, -1) == labels)
+    summary = summarize({"scores": [merged["scores"]]})
+    assert summary["scores/accuracy"] == pytest.approx(expected)
+    assert set(summary) == {"scores/accuracy", "scores/loss"}
+
+
+def test_collecting_metrics_are_merged_on_the_host():
+    collecting = clu_metrics.CollectingMetric.from_outputs(("labels",))
+    steps = [{"all": collecting.from_model_output(labels=jnp.arange(3) + i)} for i in range(5)]
+    _, merged = push_all(metrics.OutputQueue(chunk_size=2), steps)
+    np.testing.assert_array_equal(
+        merged["all"].compute()["labels"], np.concatenate([np.arange(3) + i for i in range(5)])
+    )
+
+
+def test_a_mean_is_weighted_by_examples():
+    outputs = LoopOutputs({"loss": [np.float32(1), np.float32(2), np.float32(6)]}, num_examples=[32, 32, 8])
+    assert summarize(outputs) == {"loss": (32 + 64 + 48) / 72}
+    assert summarize(dict(outputs)) == {"loss": 3.0}  # A plain dict knows no weights.
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, 3.0),
+        (np.float32(0.5), 0.5),
+        (jnp.float32(0.5), 0.5),
+        ([True, False], 0.5),
+        (jnp.array(2, jnp.int32), 2.0),
+        ([jnp.bfloat16(1.5), jnp.bfloat16(2.5)], 2.0),
+        ([MetricWithMetadata(np.float32(2)), MetricWithMetadata(np.float32(4))], 3.0),
+        (clu_metrics.Average(total=jnp.float32(6), count=jnp.float32(4)), 1.5),
+        ([float("nan"), 1.0], float("nan")),
+    ],
+)
+def test_scalars_of_every_kind_are_summarized(value, expected):
+    assert summarize({"x": value})["x"] == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("value", [[np.zeros(3)], "text", [MetricWithMetadata(np.zeros(2), MetricType.HISTOGRAM)]])
+def test_what_is_no_scalar_is_no_scalar(value):
+    assert summarize({"x": value}) == {}
+
+
+def test_the_stop_flag_is_no_metric():
+    assert summarize({types.STOP_LOOP: True, "loss": [1.0]}) == {"loss": 1.0}
+
+
+def test_media_know_their_kind():
+    found = metrics.media(
+        {
+            "images": [np.zeros([2, 8, 8, 3]), np.ones([2, 8, 8, 3])],
+            "per_example": [np.zeros(3), np.ones(2)],
+            "weights": [MetricWithMetadata(np.zeros([2, 2]), MetricType.HISTOGRAM, {"num_buckets": 5})] * 2,
+            "sound": [MetricWithMetadata(np.zeros([1, 9, 1]), MetricType.AUDIO, {"sample_rate": 8000})],
+            "note": "hello",
+            "loss": [1.0],
+        }
+    )
+    assert {name: metric.type for name, metric in found.items()} == {
+        "images": MetricType.IMAGE,
+        "per_example": MetricType.HISTOGRAM,
+        "weights": MetricType.HISTOGRAM,
+        "sound": MetricType.AUDIO,
+        "note": MetricType.TEXT,
+    }
+    assert found["images"].value.max() == 1  # The last step's.
+    np.testing.assert_array_equal(found["per_example"].value, [0, 0, 0, 1, 1])
+    assert found["weights"].value.shape == (8,)
+
+
+def test_outputs_of_several_loops_are_joined_with_their_weights():
+    seen = LoopOutputs()
+    seen.extend(LoopOutputs({"loss": [1.0], "images": [np.zeros([1, 2, 2, 1])], "rate": 5.0}, num_examples=[10]))
+    seen.extend(LoopOutputs({"loss": [4.0], "images": [np.ones([1, 2, 2, 1])], "rate": 7.0}, num_examples=[20]))
+    assert summarize(seen) == {"loss": 3.0, "rate": 7.0}
+    assert len(seen["images"]) == 1  # Only the newest are kept.

@@ -1,0 +1,176 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxloop import examples, loop, partition, types
+from jaxloop.step import Step
+
+AUTO = Mesh(np.array(jax.devices()), ("data",))
+EXPLICIT = jax.make_mesh((8,), ("data",))
+TWO_AXES = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+
+def losses(partitioner, num_steps=5):
+    step, state, batches = examples.tiny_regression(partitioner=partitioner)
+    _, outputs = loop.Loop(step)(state, batches, num_steps)
+    return outputs["loss"]
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, TWO_AXES], ids=["auto", "explicit", "two axes"])
+@pytest.mark.parametrize("kind", [partition.DataParallelPartitioner, partition.SPMDPartitioner])
+def test_training_is_the_same_on_one_device_and_on_a_mesh(mesh, kind):
+    expected = losses(partition.SingleDevicePartitioner())
+    np.testing.assert_allclose(losses(kind(mesh, "data")), expected, rtol=1e-5)
+
+
+def test_data_parallel_replicates_the_state_and_splits_the_batch():
+    partitioner = partition.DataParallelPartitioner(AUTO, "data")
+    assert partitioner.sharding == NamedSharding(AUTO, P())
+    assert (partitioner.mesh, partitioner.data_axis) == (AUTO, "data")
+    _, state, batches = examples.tiny_regression(partitioner=partitioner)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    batch = partitioner.shard_batch({**batches[0], "temperature": np.float32(2)})
+    assert batch["x"].sharding == NamedSharding(AUTO, P("data"))
+    assert batch["temperature"].sharding.is_fully_replicated
+
+
+def test_an_explicit_mesh_is_taken_as_an_automatic_one():
+    assert EXPLICIT.axis_types == (AxisType.Explicit,)
+    assert partition.DataParallelPartitioner(EXPLICIT, "data").mesh.axis_types == (AxisType.Auto,)
+
+
+def test_a_batch_that_does_not_divide_is_refused_by_name():
+    partitioner = partition.DataParallelPartitioner(AUTO, "data")
+    with pytest.raises(ValueError, match=r"batch\['image'\] has 30 rows.*8 devices of mesh axis 'data'.*multiple of 8"):
+        partitioner.shard_batch({"image": np.zeros([30, 2])})
+
+
+def test_a_short_batch_is_replicated_when_evaluating():
+    partitioner = partition.DataParallelPartitioner(AUTO, "data")
+    assert partitioner.shard_short_batch({"x": np.zeros([3, 2])})["x"].sharding.is_fully_replicated
+    assert not partitioner.shard_short_batch({"x": np.zeros([16, 2])})["x"].sharding.is_fully_replicated
+
+
+def test_an_unknown_axis_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="'batch' is no axis of the mesh; those are 'data', 'model'"):
+        partition.DataParallelPartitioner(TWO_AXES, "batch")
+
+
+@pytest.mark.parametrize("make", [partition.SingleDevicePartitioner, lambda: partition.SPMDPartitioner(AUTO, "data")])
+def test_the_incoming_state_is_donated(make):
+    partitioner = make()
+    state = partitioner.shard_init_fn(lambda: {"w": jnp.ones(16)})()
+    fn = partitioner.partition(lambda state, batch: ({"w": state["w"] + batch["x"].sum()}, {}))
+    new_state, _ = fn(state, partitioner.shard_batch({"x": np.ones(8, np.float32)}))
+    assert state["w"].is_deleted()
+    np.testing.assert_array_equal(new_state["w"], np.full(16, 9))
+
+
+def test_jit_arguments_replace_the_partitioners_own():
+    partitioner = partition.SingleDevicePartitioner()
+    state = {"w": jnp.ones(2)}
+    partitioner.partition(lambda state, batch: (state, {}), donate_argnums=())(state, None)
+    assert not state["w"].is_deleted()
+
+
+class LinenTwoLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        x = nn.relu(nn.Dense(16, kernel_init=nn.with_partitioning(init, (None, "model")))(x))
+        return nn.Dense(1, kernel_init=nn.with_partitioning(init, ("model", None)))(x)
+
+
+class NNXTwoLayers(nnx.Module):
+    def __init__(self, *, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(3, 16, kernel_init=nnx.with_partitioning(init, (None, "model")), rngs=rngs)
+        self.down = nnx.Linear(16, 1, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class LinenStep(Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            return jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+class NNXStep(Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            predicted, _ = state.apply_fn(params, state.batch_stats, state.collections)(batch["x"])
+            return jnp.mean((predicted - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def linen_step(partitioner):
+    return LinenStep(jax.random.key(0), LinenTwoLayers(), optax.sgd(0.1, momentum=0.9), partitioner, train=True)
+
+
+def nnx_step(partitioner):
+    return NNXStep(
+        jax.random.key(0), NNXTwoLayers, optax.sgd(0.1, momentum=0.9), partitioner, train=True, nnx_model_args=()
+    )
+
+
+@pytest.mark.parametrize("make_step", [linen_step, nnx_step])
+def test_spmd_lays_the_state_out_by_the_models_metadata(make_step):
+    partitioner = partition.SPMDPartitioner(TWO_AXES, "data")
+    with pytest.raises(ValueError, match=r"initialize_model\(\.\.\.\) of a step with this partitioner first"):
+        _ = partitioner.sharding
+    step = make_step(partitioner)
+    state = step.initialize_model([1, 3])
+    assert jax.tree.structure(partitioner.sharding) == jax.tree.structure(state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    equivalent = jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, partitioner.sharding)
+    assert all(jax.tree.leaves(equivalent))
+    kernels = [s for s in jax.tree.leaves(shardings) if s.spec and "model" in s.spec]
+    assert len(kernels) == 4  # Two kernels, and the momentum of each.
+
+    _, _, batches = examples.tiny_regression()
+    _, outputs = loop.Loop(step)(state, batches, num_steps=5)
+    single_step = make_step(partition.SingleDevicePartitioner())
+    if make_step is nnx_step:
+        with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Auto,))):
+            single_state = single_step.initialize_model([1, 3])
+            _, expected = loop.Loop(single_step)(single_state, batches, num_steps=5)
+    else:
+        single_state = types.TrainState.create(
+            apply_fn=state.apply_fn,
+            params=nn.meta.unbox(LinenTwoLayers().init(jax.random.key(0), jnp.ones([1, 3])))["params"],
+            tx=optax.sgd(0.1, momentum=0.9),
+        )
+        _, expected = loop.Loop(single_step)(single_state, batches, num_steps=5)
+    np.testing.assert_allclose(outputs["loss"], expected["loss"], rtol=1e-4)
+
+
+def test_a_sharding_constraint_needs_no_mesh_around_it():
+    class Constrained(LinenStep):
+        def run(self, state, batch):
+            batch = {**batch, "x": jax.lax.with_sharding_constraint(batch["x"], P("data"))}
+            return super().run(state, batch)
+
+    step = Constrained(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partition.SPMDPartitioner(AUTO, "data"))
+    _, _, batches = examples.tiny_regression()
+    state, _ = step.step(step.initialize_model([1, 3]), batches[0])
+    assert int(state.step) == 1
+
+
+def test_a_state_made_elsewhere_is_moved_to_the_mesh():
+    _, state, batches = examples.tiny_regression()
+    step, _, _ = examples.tiny_regression(partitioner=partition.DataParallelPartitioner(AUTO, "data"))
+    state, _ = step.step(state, batches[0])
+    assert jax.tree.leaves(state.params)[0].sharding.mesh == AUTO

@@ -1,0 +1,360 @@
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxloop import actions, examples, types
+from jaxloop.step import Step
+
+KEY = jax.random.key(0)
+
+
+class Dropout(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
+
+
+class NNXNet(nnx.Module):
+    """Batch statistics, dropout keys and an own variable: all that an NNX model can carry along."""
+
+    def __init__(self, width, *, rate=0.5, rngs):
+        self.dense = nnx.Linear(3, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.dropout(self.norm(self.dense(x)))
+
+
+class NNXStep(Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections)(batch["x"])
+            return jnp.mean(outputs**2), updates
+
+        (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
+
+
+def make_step(run, **options):
+    return type("MadeStep", (Step,), {"run": run})(KEY, nn.Dense(1), optax.sgd(0.1), **options)
+
+
+def advance(self, state, batch):
+    return state.replace(step=state.step + 1), {"mean": batch["x"].mean()}
+
+
+BATCH = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
+
+
+def test_hooks_come_in_their_order():
+    calls = []
+
+    class Ordered(Step):
+        def preprocess_batch(self, batch):
+            calls.append(("preprocess_batch", batch))
+            return batch + 1
+
+        def begin(self, state, batch):
+            assert isinstance(batch, np.ndarray)
+            calls.append(("begin", int(batch[0])))
+            return state, batch + 1
+
+        def run(self, state, batch):
+            calls.append("trace")
+            return state.replace(step=state.step + 1), {"sum": batch.sum()}
+
+        def end(self, state, outputs):
+            calls.append(("end", int(outputs["sum"])))
+            return state, {**outputs, "more": 1}
+
+    step = Ordered(KEY, nn.Dense(1))
+    state = step.initialize_model([1, 3])
+    for _ in range(2):
+        state, outputs = step.step(state, np.zeros(4, np.int32))
+    assert [call if isinstance(call, str) else call[0] for call in calls] == [
+        *["preprocess_batch", "begin", "trace", "end"],
+        *["preprocess_batch", "begin", "end"],
+    ]
+    assert calls[1] == ("begin", 1) and calls[3] == ("end", 8) and outputs["more"] == 1
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "old-style"])
+def test_the_key_of_a_step_depends_on_the_step_alone(key):
+    step = Step(key, nn.Dense(1))
+    same = lambda a, b: np.array_equal(jax.random.normal(a), jax.random.normal(b))
+    assert same(step.prng_key(3), step.prng_key(jnp.int32(3)))
+    assert not same(step.prng_key(3), step.prng_key(4))
+    several = Step({"params": key, "dropout": jax.random.fold_in(key, 1)}, nn.Dense(1)).prng_key(3)
+    assert set(several) == {"params", "dropout"} and not same(several["params"], several["dropout"])
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ([1, 3], "float32[1, 3]"),
+        ((1, 3), "float32[1, 3]"),
+        (([1, 3], jnp.int32), "int32[1, 3]"),
+        (((1, 3), "bfloat16"), "bfloat16[1, 3]"),
+        ([], "float32[]"),
+        ({"a": [2], "b": ([3], np.int8)}, {"a": "float32[2]", "b": "int8[3]"}),
+        ([[2], [3]], ["float32[2]", "float32[3]"]),
+        (Pair([2], ([3], jnp.bool_)), Pair("float32[2]", "bool[3]")),
+        (jax.ShapeDtypeStruct((2,), jnp.int32), "int32[2]"),
+    ],
+)
+def test_a_spec_is_a_shape_a_pair_or_a_nesting(spec, expected):
+    class Shows(nn.Module):
+        @nn.compact
+        def __call__(self, inputs):
+            shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", inputs)
+            assert shown == expected
+            self.param("w", nn.initializers.ones, [2])
+
+    Step(KEY, Shows()).initialize_model(spec)
+
+
+def test_a_wrong_spec_says_what_a_spec_is():
+    with pytest.raises(ValueError, match=r"A spec is a shape.*'image' in it is none"):
+        Step(KEY, nn.Dense(1)).initialize_model({"x": "image"})
+
+
+def test_no_linen_collection_is_dropped():
+    class Counting(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.variable("counters", "seen", lambda: jnp.zeros((), jnp.int32))
+            self.variable("cache", "last", lambda: jnp.zeros(3))
+            return nn.BatchNorm(use_running_average=False)(x)
+
+    state = Step(KEY, Counting()).initialize_model([2, 3])
+    assert set(state.collections) == {"counters", "cache"}
+    assert set(state.batch_stats) == {"BatchNorm_0"}
+    assert isinstance(state, types.TrainState)
+
+
+def test_arguments_of_init_reach_the_model():
+    state = Step({"params": KEY, "dropout": KEY}, Dropout()).initialize_model([2, 3], train=False)
+    assert state.params["Dense_0"]["kernel"].shape == (3, 4)
+
+
+def test_an_nnx_model_trains_with_all_its_variables():
+    step = NNXStep(KEY, NNXNet, optax.sgd(0.1), train=True, nnx_model_args=(4,), rate=0.1)
+    state = step.initialize_model([1, 3])
+    mean = np.asarray(state.batch_stats["norm"]["mean"][...])
+    for _ in range(3):
+        state, _ = step.step(state, {"x": np.arange(24, dtype=np.float32).reshape(8, 3)})
+    assert int(state.step) == 3
+    assert int(state.collections["calls"][...]) == 3
+    assert not np.allclose(state.batch_stats["norm"]["mean"][...], mean)
+    assert int(state.collections["dropout"]["rngs"]["count"][...]) == 3
+
+
+def test_two_initialisations_of_an_nnx_model_share_one_compilation():
+    step = NNXStep(KEY, NNXNet, optax.sgd(0.1), nnx_model_args=(4,))
+    traces = []
+    original = step.run
+    step.run = lambda state, batch: traces.append(1) or original(state, batch)
+    for _ in range(2):
+        step.step(step.initialize_model([1, 3]), BATCH)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
+        (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "Dense is a Linen module"),
+        (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
+        (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
+        (nn.Dense, {}, TypeError, "must be a Linen module or an NNX module class"),
+    ],
+)
+def test_a_model_and_its_arguments_must_belong_together(model, options, error, message):
+    with pytest.raises(error, match=message):
+        Step(KEY, model, **options)
+
+
+def test_parameters_and_operations_are_counted(logs):
+    step, state, batches = examples.tiny_regression()
+    assert step.num_params == step.compute_num_params(state) == 4
+    assert step.num_flops is None
+    assert step.compute_num_flops(state, batches[0]) > 8 * 3
+    state, _ = step.step(state, batches[0], log_num_flops=True)  # Counting did not use the state up.
+    step.initialize_model([1, 3], log_num_params=True)
+    assert "has 4 parameters" in logs.text
+
+
+def test_run_is_traced_once():
+    traces = []
+
+    def run(self, state, batch):
+        traces.append(1)
+        return advance(self, state, batch)
+
+    step = make_step(run)
+    state = step.initialize_model([1, 3])
+    for _ in range(5):
+        state, _ = step.step(state, BATCH)
+    assert len(traces) == 1
+
+
+def test_a_python_int_for_a_step_does_not_compile_twice():
+    traces = []
+    step = make_step(lambda self, state, batch: traces.append(1) or advance(self, state, batch))
+    state = step.initialize_model([1, 3]).replace(step=55)
+    state, _ = step.step(state, BATCH)
+    state, _ = step.step(state, BATCH)
+    assert (int(state.step), len(traces)) == (57, 1)
+
+
+@pytest.mark.parametrize("count", [True, 1.5, "3"])
+def test_a_step_that_is_no_integer_is_refused(count):
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(TypeError, match="state.step must be an integer scalar"):
+        step.step(state.replace(step=count), batches[0])
+
+
+def test_evaluating_leaves_the_state_usable_and_unchanged():
+    step = make_step(lambda self, state, batch: (state.replace(params=jax.tree.map(jnp.zeros_like, state.params)), {}))
+    state = step.initialize_model([1, 3])
+    before = jax.device_get(state.params)
+    assert step.evaluate(state, BATCH) == {}
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+    first, _ = step.step(state, batches[0])
+    with pytest.raises(
+        ValueError, match=r"_RegressionStep.step has already taken.*params/bias.*jax.tree.map\(jnp.copy"
+    ):
+        step.step(state, batches[0])
+    with pytest.raises(ValueError, match="has already taken"):
+        step.evaluate(state.replace(params=state.params), batches[0])
+    second, _ = step.step(first, batches[0])
+    with pytest.raises(ValueError, match="has already taken"):
+        step.step(first, batches[0])
+    assert int(second.step) == 2
+
+
+def test_a_batch_that_is_placed_already_is_left_alone():
+    seen = []
+
+    class Placed(Step):
+        def begin(self, state, batch):
+            return state, jax.device_put(batch, jax.devices()[0])
+
+        def run(self, state, batch):
+            return advance(self, state, batch)
+
+        def shard_batch(self, batch):
+            seen.append(super().shard_batch(batch) is batch)
+            return batch
+
+    step = Placed(KEY, nn.Dense(1), should_shard_batch=False)
+    step.step(step.initialize_model([1, 3]), BATCH)
+    assert seen == [True]
+
+
+def test_actions_of_a_step_count_the_steps_within_the_loop():
+    class Note(actions.Action):
+        def __init__(self, interval):
+            super().__init__(interval)
+            self.noted = []
+
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            self.noted.append((step_num, outputs is None))
+
+    before, after = Note(1), Note(2)
+    step = make_step(advance, begin_actions=[before], end_actions=[after])
+    state = step.initialize_model([1, 3])
+    for number in range(4):
+        state, _ = step.step(state, BATCH, per_loop_step_number=number)
+    assert before.noted == [(0, True), (1, True), (2, True), (3, True)]
+    assert after.noted == [(2, False), (4, False)]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda state: state, r"MadeStep.run must return \(state, outputs\), got TrainState"),
+        (lambda state: [state, {}], "got list"),
+        (lambda state: (state, {}, {}), "a tuple of 3"),
+        (lambda state: (state, 1.0), "outputs as a dict with string keys or None, got float"),
+        (lambda state: (state, {1: 2.0}), "under the key 1; the keys of outputs must be strings"),
+    ],
+)
+def test_results_of_another_form_are_refused(result, message):
+    step = make_step(lambda self, state, batch: result(state))
+    with pytest.raises(TypeError, match=message):
+        step.step(step.initialize_model([1, 3]), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: {**p, "bias": p["bias"].astype(jnp.bfloat16)}, r"params/bias: float32\[1\] -> bfloat16\[1\]"),
+        (lambda p: {**p, "bias": p["bias"][None]}, r"params/bias: float32\[1\] -> float32\[1, 1\]"),
+        (lambda p: {"kernel": p["kernel"]}, r"params/bias: float32\[1\] -> \(none\)"),
+        (lambda p: {**p, "scale": jnp.ones(2)}, r"params/scale: \(none\) -> float32\[2\]"),
+    ],
+)
+def test_a_state_of_another_form_is_refused_leaf_by_leaf(change, message):
+    step = make_step(lambda self, state, batch: (state.replace(params=change(state.params)), {}))
+    with pytest.raises(TypeError, match=message):
+        step.step(step.initialize_model([1, 3]), BATCH)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.array(["a"] * 8), r"batch\['id'\] is <U1\[8\], which holds strings"),
+        (np.array([b"a"] * 8), "holds strings"),
+        (np.array([object()] * 8), "holds Python objects"),
+        ("text", "is the string 'text'"),
+        ({1, 2}, "of type set"),
+    ],
+)
+def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, message, data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+    for call in (step.step, step.evaluate):
+        with pytest.raises(TypeError, match=message) as caught:
+            call(state, {**batches[0], "id": leaf})
+        assert "Step.preprocess_batch" in str(caught.value)
+    step.step(state, batches[0])  # The state was not taken.
+
+
+def test_tensors_of_other_libraries_are_refused_with_the_remedy():
+    tf = pytest.importorskip("tensorflow")
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a tf.Tensor \(float32\[8, 3\]\).*as_numpy_iterator"):
+        step.step(state, jax.tree.map(tf.constant, batches[0]))
+
+    class Tensor:
+        """As much of a torch.Tensor as the message needs."""
+
+        __module__ = "torch"
+        dtype, shape = "torch.float32", (8, 3)
+
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a torch.Tensor \(torch.float32\[8, 3\]\).*Step.begin"):
+        step.step(state, {**batches[0], "x": Tensor()})
+
+
+def test_a_step_without_run_says_so():
+    step = Step(KEY, nn.Dense(1))
+    with pytest.raises(NotImplementedError, match="Step must define run"):
+        step.step(step.initialize_model([1, 3]), BATCH)

@@ -1,0 +1,60 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from jaxloop import types
+
+
+class WithCollections(nn.Module):
+    """Has parameters, batch statistics, and a collection that jaxloop has never heard of."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(2)(x))
+        seen = self.variable("counters", "seen", lambda: jnp.zeros((), jnp.int32))
+        if train and not self.is_initializing():
+            seen.value += x.shape[0]
+        return x
+
+
+def make_state():
+    model = WithCollections()
+    variables = dict(model.init(jax.random.key(0), jnp.ones([1, 3])))
+    params, batch_stats = variables.pop("params"), variables.pop("batch_stats")
+    return types.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.sgd(0.1), batch_stats=batch_stats, collections=variables
+    )
+
+
+def test_a_state_needs_no_more_than_flax_asks_for():
+    state = types.TrainState.create(apply_fn=lambda x: x, params={"w": jnp.ones(2)}, tx=optax.adam(1e-3))
+    assert state.step.dtype == jnp.int32 and state.step.shape == ()
+    assert state.variables == {"params": state.params}
+
+
+def test_update_variables_takes_over_every_collection():
+    state = make_state()
+    _, updates = state.apply_fn(state.variables, jnp.ones([5, 3]), mutable=["batch_stats", "counters"])
+    state = state.update_variables(updates)
+    assert int(state.collections["counters"]["seen"]) == 5
+    assert not np.allclose(state.batch_stats["BatchNorm_0"]["mean"], 0)
+    assert set(state.variables) == {"params", "batch_stats", "counters"}
+
+
+def test_update_variables_refuses_parameters():
+    with pytest.raises(ValueError, match="apply_gradients"):
+        make_state().update_variables({"params": {}})
+
+
+def test_a_metric_with_metadata_goes_through_jit():
+    metric = types.MetricWithMetadata(jnp.ones(3), types.MetricType.AUDIO, {"sample_rate": 16_000})
+    doubled = jax.jit(lambda m: jax.tree.map(lambda x: 2 * x, m))(metric)
+    np.testing.assert_array_equal(doubled.value, [2, 2, 2])
+    assert (doubled.type, doubled.metadata) == (types.MetricType.AUDIO, {"sample_rate": 16_000})
+
+
+def test_a_metric_is_a_scalar_unless_it_says_otherwise():
+    assert types.MetricWithMetadata(1.0) == types.MetricWithMetadata(1.0, types.MetricType.SCALAR, None)
