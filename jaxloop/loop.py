@@ -144,8 +144,9 @@ class Loop:
         except BaseException as error:
             error.add_note(f"in {place}, after step {self._step_num}, in {self!r}")
             raise
-        for arrived in (*rest, merged):
+        for arrived in rest:
             outputs = self.update_outputs(outputs, arrived)
+        outputs.update({name: [metric] for name, metric in merged.items()})
         return state, self._with_num_examples(outputs)
 
     def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
@@ -155,7 +156,8 @@ class Loop:
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
         """Adds the outputs of one step, in order, to those of the loop; returns the latter.
 
-        Called some steps later than the step itself ran, when its values have reached the host.
+        Called some steps later than the step itself ran, when its values have reached the host, and without `clu.metrics`,
+        which are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

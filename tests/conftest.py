@@ -52,6 +52,17 @@ def writer():
 
 
 @pytest.fixture
+def assert_same():
+    """Compares two trees, whose static fields may differ, bit by bit."""
+
+    def compare(one, two):
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    return compare
+
+
+@pytest.fixture
 def data_parallel():
     """Makes a `DataParallelPartitioner` over the first `n` devices."""
     return lambda n: partition.DataParallelPartitioner(Mesh(np.array(jax.devices()[:n]), ("data",)), "data")

@@ -1,0 +1,96 @@
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from clu import metrics as clu_metrics
+
+from jaxloop import examples, metrics
+from jaxloop.eval_loop import EvalLoop
+from jaxloop.step import Step
+from jaxloop.train_loop import TrainLoop
+
+
+class ErrorStep(Step):
+    """Reports the mean error of a batch twice: as a scalar, and as a clu metric."""
+
+    def run(self, state, batch):
+        error = ((state.apply_fn({"params": state.params}, batch["x"]) - batch["y"]) ** 2)[:, 0]
+        return state, {"error": error.mean(), "clu": clu_metrics.Average.from_model_output(error)}
+
+
+def short_batches(num_examples, batch_size):
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(num_examples, 3)).astype(np.float32), rng.normal(size=(num_examples, 1)).astype(np.float32)
+    starts = range(0, num_examples, batch_size)
+    return x, y, [{"x": x[i : i + batch_size], "y": y[i : i + batch_size]} for i in starts]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("num_examples", [1, 7, 8, 13, 16, 17, 24])
+def test_the_mean_is_exact_when_the_last_batch_is_short(devices, num_examples, data_parallel):
+    tiny, state, _ = examples.tiny_regression(partitioner=data_parallel(devices))
+    x, y, batches = short_batches(num_examples, batch_size=8)
+    kernel, bias = (np.asarray(state.params[name], np.float64) for name in ("kernel", "bias"))
+    expected = np.mean((x.astype(np.float64) @ kernel + bias - y) ** 2)
+
+    step = ErrorStep(tiny.base_prng, tiny.model, partitioner=tiny.partitioner)
+    _, outputs = EvalLoop(step, stat_names=[])(state, batches)
+    summary = metrics.summarize(outputs)
+    assert summary["error"] == pytest.approx(expected, rel=1e-6)
+    assert summary["clu"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluation_can_not_change_the_state():
+    step, state, batches = examples.tiny_regression()  # Its run makes an update.
+    before = jax.device_get(state)
+    same_state, _ = EvalLoop(step)(state, batches)
+    assert same_state is state
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+def test_evaluation_between_train_loops_changes_no_bit(assert_same):
+    def train(evaluates):
+        step, state, batches = examples.tiny_regression()
+        train_loop, eval_loop = TrainLoop(step), EvalLoop(step)
+        for _ in range(3):
+            state, _ = train_loop(state, batches, 5)
+            if evaluates:
+                eval_loop(state, batches, 7)
+        return jax.device_get(state)
+
+    assert_same(train(True), train(False))
+
+
+def test_asking_for_a_new_state_is_refused():
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(ValueError, match="has no place in an EvalLoop"):
+        EvalLoop(step)(state, batches, return_state_from_step=True)
+
+
+def test_an_endless_dataset_is_said_out_loud(warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    endless = itertools.islice(itertools.cycle(batches), 120)  # For the test to end.
+    EvalLoop(step, endless_after=100)(state, endless)
+    assert len(warnings_logged()) == 1
+    assert "has run 100 steps, and its dataset has not ended" in warnings_logged()[0]
+    assert "num_steps" in warnings_logged()[0]
+
+
+def test_a_dataset_of_many_steps_that_was_asked_for_is_not(warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    EvalLoop(step, endless_after=10)(state, batches, num_steps=20)
+    assert warnings_logged() == []
+
+
+def test_one_compilation_serves_a_whole_evaluation():
+    traces = []
+    tiny, state, _ = examples.tiny_regression()
+    step = ErrorStep(tiny.base_prng, tiny.model)
+    original = step.run
+    step.run = lambda state, batch: traces.append(1) or original(state, batch)
+    _, _, batches = short_batches(24, batch_size=8)
+    loop = EvalLoop(step)
+    loop(state, batches)
+    loop(state, batches)
+    assert len(traces) == 1

@@ -1,0 +1,256 @@
+import _thread
+import itertools
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from jaxloop import examples, metrics
+from jaxloop.action_loop import ActionLoop
+from jaxloop.loop import Loop
+from jaxloop.step import Step
+from jaxloop.train_loop import TrainLoop
+
+
+def test_a_loop_is_the_hand_written_loop(assert_same):
+    step, state, batches = examples.tiny_regression()
+    expected = []
+    for batch in batches[:70]:
+        state, outputs = step.step(state, batch)
+        expected.append(float(outputs["loss"]))
+
+    step, same_state, _ = examples.tiny_regression()
+    same_state, outputs = Loop(step)(same_state, iter(batches), num_steps=70)
+    assert outputs["loss"] == expected
+    assert outputs.num_examples == [8] * 70
+    assert all(isinstance(loss, np.float32) for loss in outputs["loss"])
+    assert_same(same_state, state)
+
+
+def test_an_iterator_goes_on_where_the_last_loop_stopped():
+    step, state, batches = examples.tiny_regression()
+    iterator, loop = iter(batches), Loop(step)
+    state, _ = loop(state, iterator, num_steps=3)
+    state, outputs = loop(state, iterator, num_steps=3)
+    step, state, _ = examples.tiny_regression()
+    _, expected = Loop(step)(state, iter(batches), num_steps=6)
+    assert outputs["loss"] == expected["loss"][3:]
+
+
+@pytest.mark.parametrize("num_steps", [None, 100])
+def test_a_dataset_that_ends_ends_the_loop(num_steps):
+    step, state, batches = examples.tiny_regression()
+    loop = Loop(step)
+    state, outputs = loop(state, batches[:7], num_steps)
+    assert (int(state.step), loop.step_num, len(outputs["loss"])) == (7, 7, 7)
+    state, outputs = loop(state, iter([]), num_steps)
+    assert (int(state.step), outputs) == (7, {})
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)]
+)
+def test_a_number_of_steps_must_be_positive(num_steps, error):
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(error, match="num_steps must be a positive int or None, got"):
+        Loop(step)(state, batches, num_steps)
+    Loop(step)(state, batches, 1)  # Nothing was lost.
+
+
+@pytest.mark.parametrize("dataset", ["train", 5, {"x": np.zeros(3)}, np.zeros([3, 3]), None])
+def test_what_is_no_dataset_is_refused(dataset):
+    step, state, _ = examples.tiny_regression()
+    with pytest.raises(TypeError, match="A dataset is an iterator of batches, or an iterable, got"):
+        Loop(step)(state, dataset, 1)
+
+
+def test_steps_that_do_not_return_their_state_leave_it_usable():
+    step, state, batches = examples.tiny_regression()
+    before = jax.device_get(state)
+    same_state, outputs = Loop(step)(state, batches, num_steps=5, return_state_from_step=False)
+    assert len(outputs["loss"]) == 5
+    jax.tree.map(np.testing.assert_array_equal, same_state, before)
+    Loop(step)(state, batches, num_steps=1)
+
+
+def test_begin_run_and_end_can_be_overridden():
+    class Doubled(Loop):
+        def begin(self, state, dataset):
+            state, iterator = super().begin(state, dataset)
+            return state, itertools.chain.from_iterable((batch, batch) for batch in iterator)
+
+        def run(self, state, dataset, num_steps):
+            state, outputs = super().run(state, dataset, num_steps)
+            return state, {**outputs, "note": "from run"}
+
+        def end(self, state, outputs):
+            state, outputs = super().end(state, outputs)
+            return state, {**outputs, "last": outputs["loss"][-1]}
+
+    step, state, batches = examples.tiny_regression()
+    _, outputs = Doubled(step)(state, batches[:2])
+    assert len(outputs["loss"]) == 4 and outputs["last"] == outputs["loss"][-1] and outputs["note"] == "from run"
+    assert outputs.num_examples == [8] * 4
+
+
+def test_update_outputs_sees_each_step_in_order_on_the_host():
+    class Best(Loop):
+        def update_outputs(self, loop_outputs, step_outputs):
+            assert isinstance(step_outputs["loss"], np.float32)
+            loop_outputs["best"] = min(step_outputs["loss"], loop_outputs.get("best", np.inf))
+            return super().update_outputs(loop_outputs, step_outputs)
+
+    step, state, batches = examples.tiny_regression()
+    _, outputs = Best(step)(state, batches, num_steps=50)
+    assert outputs["best"] == min(outputs["loss"])
+
+
+def test_batches_and_steps_can_be_overridden():
+    class Odd(Loop):
+        def _get_next_batch(self, dataset):
+            batch = super()._get_next_batch(dataset)
+            return {**batch, "x": -batch["x"]}
+
+        def _run_one_step(self, state, batch, per_loop_step_number):
+            state, outputs = super()._run_one_step(state, batch, per_loop_step_number)
+            return state, {**outputs, "number": per_loop_step_number}
+
+    step, state, batches = examples.tiny_regression()
+    _, outputs = Odd(step)(state, batches, num_steps=3)
+    assert outputs["number"] == [0, 1, 2]
+
+
+def failing_dataset(batches, after):
+    yield from batches[:after]
+    raise OSError("the disk is gone")
+
+
+def test_an_iterator_that_raises_loses_nothing():
+    step, state, batches = examples.tiny_regression()
+    loop = Loop(step)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        loop(state, failing_dataset(batches, after=5), num_steps=10)
+    assert "in the dataset, after step 5" in caught.value.__notes__[0]
+    assert int(loop.rescued_state.step) == 5
+    rescued, _ = loop(loop.rescued_state, iter(batches), 1)
+    assert int(rescued.step) == 6 and loop.rescued_state is None
+
+
+def test_a_step_that_raises_loses_nothing():
+    class Fails(Step):
+        def begin(self, state, batch):
+            if batch["x"][0] == 3:
+                raise RuntimeError("a bad batch")
+            return state, batch
+
+        def run(self, state, batch):
+            return state.replace(step=state.step + 1), {}
+
+    step = Fails(jax.random.key(0), nn.Dense(1))
+    loop = Loop(step)
+    with pytest.raises(RuntimeError, match="a bad batch") as caught:
+        loop(step.initialize_model([1, 1]), ({"x": np.full(2, i)} for i in range(9)))
+    assert caught.value.__notes__ == ["in Fails(model=Dense, train=False), after step 3, in Loop(" + repr(step) + ")"]
+    assert int(loop.rescued_state.step) == 3
+
+
+def test_the_error_of_a_state_used_twice_names_the_loop_that_took_it():
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step)
+    state, _ = loop(state, batches, 3)
+    loop(state, batches, 3)
+    with pytest.raises(ValueError, match=r"TrainLoop\(.*\), which began at step 3, has already taken.*jnp.copy"):
+        loop(state, batches, 3)
+
+
+def test_ctrl_c_ends_a_loop_after_the_step_and_the_state_comes_back(logs):
+    def interrupted(batches):
+        for number, batch in enumerate(batches):
+            if number == 4:
+                _thread.interrupt_main()
+            yield batch
+
+    step, state, batches = examples.tiny_regression()
+    state, outputs = Loop(step)(state, interrupted(batches), num_steps=50)
+    assert (int(state.step), len(outputs["loss"])) == (5, 5)
+    assert "the run ends after this step" in logs.text
+    state, _ = Loop(step)(state, batches, num_steps=50)  # And the next one runs.
+    assert int(state.step) == 55
+
+
+def test_memory_does_not_grow_with_the_steps():
+    """Of what the steps put out, a bounded number is alive at any time; the outputs of the steps are 1 kB each."""
+    alive, most = weakref.WeakSet(), 0
+
+    class Watched(Step):
+        def run(self, state, batch):
+            return state.replace(step=state.step + 1), {"x": jnp.broadcast_to(batch["x"].sum(), (256,))}
+
+        def end(self, state, outputs):
+            nonlocal most
+            alive.add(Holder(outputs["x"]))
+            most = max(most, len(alive))
+            return state, outputs
+
+    class Holder:
+        def __init__(self, array):
+            array.holder = self  # Lives as long as the array does.
+
+    step = Watched(jax.random.key(0), nn.Dense(1))
+    state = step.initialize_model([1, 1])
+    Loop(step)(state, ({"x": np.ones(2, np.float32)} for _ in range(500)))
+    assert 0 < most <= 2 * 32 + 2
+
+
+@pytest.mark.parametrize("num_steps", [10, 100, 1000])
+def test_the_host_reads_in_chunks(num_steps, monkeypatch):
+    reads = []
+    fetch = metrics.fetch
+    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(1) or fetch(tree))
+    step, state, batches = examples.tiny_regression()
+    Loop(step)(state, itertools.islice(itertools.cycle(batches), num_steps))
+    assert len(reads) <= num_steps / 32 + 3
+
+
+def test_a_second_loop_does_not_ask_the_device_for_the_step(monkeypatch):
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step)
+    state, _ = loop(state, batches, 3)
+    reads = []
+    fetch = metrics.fetch
+    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(tree) or fetch(tree))
+    loop(state, batches, 3)
+    assert len(reads) == 1 and loop.step_num == 6  # One, for the outputs.
+
+
+def test_a_train_step_must_count():
+    class Stuck(Step):
+        def run(self, state, batch):
+            return state, {"loss": jnp.ones(())}
+
+    step = Stuck(jax.random.key(0), nn.Dense(1))
+    loop = TrainLoop(step)
+    with pytest.raises(ValueError, match=r"ran 3 steps from state.step 0, and state.step is now 0, not 3.*\+ 1"):
+        loop(step.initialize_model([1, 3]), [{"x": np.ones(3)}] * 3)
+
+
+def test_outputs_differ_from_step_to_step_as_end_likes():
+    class Sometimes(Step):
+        def run(self, state, batch):
+            return state.apply_gradients(grads=state.params), {"loss": batch["x"].mean()}
+
+        def end(self, state, outputs):
+            return state, {**outputs, "text": "note"} if self.prng_key(0) is None else outputs
+
+    step = Sometimes(jax.random.key(0), nn.Dense(1), optax.sgd(0.1))
+    _, outputs = ActionLoop(step, stat_names=[])(step.initialize_model([1, 3]), [{"x": np.ones(3, np.float32)}] * 3)
+    assert set(outputs) == {"loss"}
+
+
+def test_a_loop_takes_a_step():
+    with pytest.raises(TypeError, match="TrainLoop takes a jaxloop Step, got <function"):
+        TrainLoop(lambda state, batch: None)  # pyright: ignore[reportArgumentType]

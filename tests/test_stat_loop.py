@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+
+from jaxloop import examples, stat_loop
+from jaxloop.stat_loop import StatLoop
+
+
+class Clock:
+    """Each look at it takes one second."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def test_statistics_are_plain_numbers_of_the_loop():
+    step, state, batches = examples.tiny_regression()
+    loop = StatLoop(step, clock=Clock())  # Made at 101, begins at 102, ends at 103.
+    _, outputs = loop(state, batches, num_steps=10)
+    assert outputs[stat_loop.STAT_NUM_PARAMS] == 4
+    assert outputs[stat_loop.STAT_LIFE_TIME_SECS] == 2
+    assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 1
+    assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 10
+    assert outputs[stat_loop.STAT_EXAMPLES_PER_SEC] == 80
+    assert outputs[stat_loop.STAT_BEGIN_TIME] >= outputs[stat_loop.STAT_INIT_TIME] > 1.7e9
+    assert stat_loop.STAT_NUM_FLOPS not in outputs
+    assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
+
+
+def test_operations_are_counted_where_asked_for():
+    step, state, batches = examples.tiny_regression()
+    _, outputs = StatLoop(step, [stat_loop.STAT_NUM_FLOPS])(state, batches, num_steps=2)
+    assert set(outputs) == {"loss", stat_loop.STAT_NUM_FLOPS}
+    assert outputs[stat_loop.STAT_NUM_FLOPS] > 0
+
+
+def test_a_given_batch_size_replaces_the_count():
+    step, state, batches = examples.tiny_regression()
+    names = [stat_loop.STAT_STEPS_PER_SEC, stat_loop.STAT_EXAMPLES_PER_SEC]
+    _, outputs = StatLoop(step, names, global_batch_size=64)(state, batches, num_steps=3)
+    np.testing.assert_allclose(outputs[names[1]], 64 * outputs[names[0]])
+
+
+def test_an_unknown_statistic_is_refused_with_those_there_are():
+    step, _, _ = examples.tiny_regression()
+    with pytest.raises(
+        ValueError, match="'steps_per_sec', which is none of jaxloop/num_params, .*jaxloop/steps_per_sec"
+    ):
+        StatLoop(step, ["steps_per_sec"])
