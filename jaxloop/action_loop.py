@@ -81,12 +81,12 @@ class ActionLoop(StatLoop):
                 self._begin_actions.call(index, state, None, self.step_num)
         return state, iterator
 
-    def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state, outputs = super().end(state, outputs)
         if not self.num_examples:
             return state, outputs  # The dataset had ended before: this was no loop.
         for index in range(len(self.end_actions)):
-            self._unseen[index].extend(outputs)
+            self._unseen[index].extend(metrics.LoopOutputs(outputs, self.num_examples))
             if self._end_actions.is_due(index, self._loop_count + 1):
                 seen, self._unseen[index] = self._unseen[index], metrics.LoopOutputs()
                 self._end_actions.call(index, state, seen, self.step_num)

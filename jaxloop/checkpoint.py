@@ -28,25 +28,31 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
       ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype.
     """
     path = _absolute(directory) / str(step) / _ITEM
+    handler = ocp.PyTreeCheckpointHandler()
     template = _storable(state)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        if transforms is None:
-            saved = checks.leaves_by_path(checkpointer.metadata(path).item_metadata.tree)
-            differences = checks.compare(saved, checks.leaves_by_path(template))
-            if differences:
-                raise ValueError(
-                    f"The checkpoint {path.parent} does not fit this state. Leaves that differ (checkpoint -> state):\n"
-                    + "\n".join(differences)
-                    + "\nBuild the model and the optimizer as they were when it was saved, give another directory, or "
-                    "map the old names onto the new ones with `transforms`."
-                )
+    if transforms is None:
+        # The saved tree with our leaves: where it has no leaf, as in an empty dict, the two may differ.
+        saved, wanted = handler.metadata(path).tree, checks.leaves_by_path(template)
+        _check_fits(path.parent, checks.leaves_by_path(saved), wanted)
+        template = jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
+    restore_args = jax.tree.map(_restore_args, template)
+    with ocp.Checkpointer(handler) as checkpointer:
         restored = checkpointer.restore(
-            path,
-            args=ocp.args.PyTreeRestore(
-                item=template, restore_args=jax.tree.map(_restore_args, template), transforms=transforms
-            ),
+            path, args=ocp.args.PyTreeRestore(item=template, restore_args=restore_args, transforms=transforms)
         )
-    return jax.tree.map(_as_in, state, restored)
+    values = checks.leaves_by_path(restored)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), state)
+
+
+def _check_fits(directory: epath.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    differences = checks.compare(saved, wanted)
+    if differences:
+        raise ValueError(
+            f"The checkpoint {directory} does not fit this state. Leaves that differ (checkpoint -> state):\n"
+            + "\n".join(differences)
+            + "\nBuild the model and the optimizer as they were when it was saved, give another directory, or "
+            "map the old names onto the new ones with `transforms`."
+        )
 
 
 def _restore_args(leaf: jax.Array) -> ocp.RestoreArgs:

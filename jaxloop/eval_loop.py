@@ -1,7 +1,7 @@
 """A loop that evaluates."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
@@ -47,7 +47,7 @@ class EvalLoop(ActionLoop):
     def __call__(
         self,
         state: Any,
-        dataset_iterator: Iterator[types.Batch],
+        dataset_iterator: Iterable[types.Batch],
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:

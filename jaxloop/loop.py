@@ -1,7 +1,7 @@
 """A bounded series of steps over one dataset. The only place that repeats steps."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -72,7 +72,7 @@ class Loop:
     def __call__(
         self,
         state: Any,
-        dataset_iterator: Iterator[types.Batch],
+        dataset_iterator: Iterable[types.Batch],
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
@@ -104,6 +104,7 @@ class Loop:
             with self._interrupt:
                 state, dataset = self.begin(self._newest_state, dataset_iterator)
                 state, outputs = self.run(state, dataset, num_steps)
+                outputs = self._with_num_examples(outputs)
                 state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
         except BaseException:
             self._rescued_state = self._newest_state if checks.is_alive(self._newest_state) else None
@@ -121,7 +122,7 @@ class Loop:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         outputs = metrics.LoopOutputs()
         queue = metrics.OutputQueue(self._chunk_size())
-        place = "the dataset"
+        place, step_name = "the dataset", repr(self._step)
         try:
             for number in itertools.count() if num_steps is None else range(num_steps):
                 place = "the dataset"
@@ -129,7 +130,7 @@ class Loop:
                     batch = self._get_next_batch(dataset)
                 except StopIteration:
                     break
-                place = repr(self._step)
+                place = step_name
                 num_examples = self._step.num_examples(batch)
                 state, step_outputs = self._run_one_step(state, batch, number)
                 self._newest_state = state
@@ -147,17 +148,17 @@ class Loop:
         for arrived in rest:
             outputs = self.update_outputs(outputs, arrived)
         outputs.update({name: [metric] for name, metric in merged.items()})
-        return state, self._with_num_examples(outputs)
+        return state, outputs
 
-    def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs after the last step, with the outputs on the host."""
+    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Runs after the last step, with the `LoopOutputs` on the host."""
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
         """Adds the outputs of one step, in order, to those of the loop; returns the latter.
 
-        Called some steps later than the step itself ran, when its values have reached the host, and without `clu.metrics`,
-        which are merged on the device.
+        Called some steps later than the step itself ran, when its values have reached the host, and without
+        `clu.metrics`, which are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

@@ -82,7 +82,7 @@ class StatLoop(Loop):
             self.step.compute_num_flops(state, batch)
         return super()._run_one_step(state, batch, per_loop_step_number)
 
-    def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # The outputs are on the host, so the device has finished; without outputs, wait for the state.
         if not outputs:
             metrics.wait(state)

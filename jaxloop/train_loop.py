@@ -19,7 +19,7 @@ class TrainLoop(ActionLoop):
 
     _count_is_checked = False
 
-    def end(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Once is enough, and costs nothing now that the outputs have been read.
         if not self._count_is_checked and self.num_examples and hasattr(state, "step"):
             self._check_count(int(metrics.fetch(state.step)))

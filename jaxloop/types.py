@@ -16,7 +16,7 @@ Batch = Any
 BatchSpec = Any
 """A shape, a `(shape, dtype)` pair, or these nested in dicts, lists, tuples and named tuples."""
 
-Output = Mapping[str, Any] | None
+Output = dict[str, Any] | None
 """What a step reports: values by name, or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]

@@ -82,7 +82,7 @@ def test_an_interval_must_be_a_positive_int(interval, error):
 def test_what_is_no_action_is_refused():
     step, _, _ = examples.tiny_regression()
     with pytest.raises(TypeError, match="An action must be a jaxloop.actions.Action, got <function"):
-        ActionLoop(step, end_actions=[lambda state, outputs: None])  # pyright: ignore[reportArgumentType]
+        ActionLoop(step, end_actions=[lambda state, outputs: None])
 
 
 def test_an_action_that_does_not_come_due_keeps_no_images():

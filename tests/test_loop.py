@@ -253,4 +253,4 @@ def test_outputs_differ_from_step_to_step_as_end_likes():
 
 def test_a_loop_takes_a_step():
     with pytest.raises(TypeError, match="TrainLoop takes a jaxloop Step, got <function"):
-        TrainLoop(lambda state, batch: None)  # pyright: ignore[reportArgumentType]
+        TrainLoop(lambda state, batch: None)

@@ -1,7 +1,7 @@
 """Writers of summaries."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -101,12 +101,17 @@ class LogWriter:
 
 
 class TensorBoardWriter(LogWriter):
-    """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does."""
+    """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does.
+
+    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. Where they are missing, that is
+    logged once, and the rest is written.
+    """
 
     def __init__(self, workdir: epath.PathLike):
         import tensorboardX
 
         self._events = tensorboardX.SummaryWriter(str(workdir))
+        self._missing: set[str | None] = set()
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         super().write_scalars(step, scalars)
@@ -121,17 +126,19 @@ class TensorBoardWriter(LogWriter):
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
         for name, image in images.items():
             value = np.asarray(image)
-            self._events.add_images(name, value if value.ndim == 4 else value[None], step, dataformats="NHWC")
+            batch = value if value.ndim == 4 else value[None]
+            self._add(self._events.add_images, name, batch, step, dataformats="NHWC")
 
     def write_videos(self, step: int, videos: Mapping[str, Any]) -> None:
         for name, video in videos.items():
             value = np.asarray(video)
-            self._events.add_video(name, value if value.ndim == 5 else value[None], step, dataformats="NTHWC")
+            batch = value if value.ndim == 5 else value[None]
+            self._add(self._events.add_video, name, batch, step, dataformats="NTHWC")
 
     def write_audios(self, step: int, audios: Mapping[str, Any], *, sample_rate: int) -> None:
         for name, audio in audios.items():
             for index, clip in enumerate(np.asarray(audio)):
-                self._events.add_audio(f"{name}/{index}", clip, step, sample_rate=sample_rate)
+                self._add(self._events.add_audio, f"{name}/{index}", clip, step, sample_rate=sample_rate)
 
     def write_histograms(
         self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
@@ -149,3 +156,11 @@ class TensorBoardWriter(LogWriter):
 
     def close(self) -> None:
         self._events.close()
+
+    def _add(self, add: Callable[..., None], name: str, value: Any, step: int, **options: Any) -> None:
+        try:
+            add(name, value, step, **options)
+        except ModuleNotFoundError as error:
+            if error.name not in self._missing:
+                self._missing.add(error.name)
+                logging.warning("%r is not written to the event file: pip install %s mends it.", name, error.name)

@@ -1,0 +1,176 @@
+import logging as python_logging
+import subprocess
+import sys
+
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from orbax import checkpoint as orbax_checkpoint
+
+from jaxloop import actions, checkpoint, examples
+from jaxloop.eval_loop import EvalLoop
+from jaxloop.metrics import LoopOutputs
+from jaxloop.step import Step
+from jaxloop.train_loop import TrainLoop
+from jaxloop.types import MetricType, MetricWithMetadata
+
+
+def test_a_summary_is_the_weighted_mean_since_the_last_one(writer):
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, end_actions=[actions.SummaryAction(writer, interval=2)], stat_names=[])
+    losses = []
+    for _ in range(4):
+        state, outputs = loop(state, batches, num_steps=5)
+        losses += outputs["loss"]
+    written = writer.scalars("loss")
+    assert [step_num for step_num, _ in written] == [10, 20]
+    np.testing.assert_allclose([v for _, v in written], np.mean(np.reshape(losses, [2, 10]).astype(np.float64), axis=1))
+
+
+def test_an_evaluation_with_a_short_batch_is_summarized_exactly(writer):
+    class Mean(Step):
+        def run(self, state, batch):
+            return state, {"mean": batch.mean()}
+
+    step = Mean(examples.tiny_regression()[0].base_prng, nn.Dense(1))
+    loop = EvalLoop(step, end_actions=[actions.SummaryAction(writer, prefix="eval/")], stat_names=[])
+    data = np.arange(10, dtype=np.float32)
+    loop(step.initialize_model([1, 1]), [data[:8], data[8:]])
+    assert writer.scalars("eval/mean") == [(0, 4.5)]
+
+
+def test_each_kind_goes_to_the_writers_method_of_its_kind(writer):
+    image, sound = np.zeros([2, 8, 8, 1]), np.zeros([1, 100, 1])
+    outputs = LoopOutputs(
+        {
+            "image": [image],
+            "video": [MetricWithMetadata(np.zeros([1, 3, 8, 8, 1]), MetricType.VIDEO)],
+            "sound": [MetricWithMetadata(sound, MetricType.AUDIO, {"sample_rate": 16_000})],
+            "note": [MetricWithMetadata("hello", MetricType.TEXT)],
+            "weights": [MetricWithMetadata(np.zeros(5), MetricType.HISTOGRAM, {"num_buckets": 7})],
+            "per_example": [np.zeros(4)],
+            "lr": [MetricWithMetadata(np.float32(0.5))],
+            "private": [MetricWithMetadata(np.zeros(5), MetricType.OTHER)],
+        }
+    )
+    actions.SummaryAction(writer, flush_each_call=True)(None, outputs, step_num=7)
+    calls = {call[0]: list(call[2]) for call in writer.written if call[0] != "write_histograms"}
+    assert calls == {
+        "write_scalars": ["lr"],
+        "write_images": ["image"],
+        "write_videos": ["video"],
+        "write_audios": ["sound"],
+        "write_texts": ["note"],
+    }
+    histograms = [(list(call[2]), call[3]) for call in writer.written if call[0] == "write_histograms"]
+    assert histograms == [(["per_example"], {"num_buckets": None}), (["weights"], {"num_buckets": {"weights": 7}})]
+    assert [call[3] for call in writer.written if call[0] == "write_audios"] == [{"sample_rate": 16_000}]
+    assert {call[1] for call in writer.written} == {7} and writer.flushes == 1
+
+
+def test_audio_needs_a_sample_rate(writer):
+    outputs = {"sound": [MetricWithMetadata(np.zeros([1, 9, 1]), MetricType.AUDIO)]}
+    with pytest.raises(
+        ValueError, match=r"sample rate of the audio output 'sound'.*metadata=\{'sample_rate': 16_000\}"
+    ):
+        actions.SummaryAction(writer)(None, outputs, step_num=1)
+
+
+def test_a_summary_written_twice_for_a_step_is_said(writer, warnings_logged):
+    summary = actions.SummaryAction(writer)
+    summary(None, {"loss": 1.0, "x": 1.0}, step_num=1)
+    summary(None, {"y": 1.0}, step_num=2)
+    assert warnings_logged() == []
+    summary(None, {"loss": 1.0, "y": 2.0}, step_num=2)
+    assert len(warnings_logged()) == 1 and "wrote y twice for step 2" in warnings_logged()[0]
+
+
+def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    action = actions.CheckpointAction(tmp_path / "checkpoints", interval=2, keep=2)
+    loop = TrainLoop(step, end_actions=[action])
+    for _ in range(6):
+        state, _ = loop(state, batches, num_steps=5)
+    action.close()
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [20, 30]
+    action.save(30, state, None)  # It is there: left as it is.
+    action.save(35, state, None)  # The directory is opened again.
+    action.close()
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [30, 35]
+
+
+def test_a_manager_that_the_run_closed_says_so(tmp_path):
+    manager = orbax_checkpoint.CheckpointManager(tmp_path / "checkpoints")
+    action = actions.CheckpointAction(manager)
+    _, state, _ = examples.tiny_regression()
+    action.save(1, state, None)
+    action.close()
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [1]
+    with pytest.raises(ValueError, match=r"was closed when the last run ended.*give CheckpointAction the directory"):
+        action.save(2, state, None)
+
+
+def test_a_directory_that_is_a_file_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for make in (actions.CheckpointAction, actions.default_writer):
+        with pytest.raises(OSError, match="Can't write to the directory .*file"):
+            make(tmp_path / "file")
+    with pytest.raises(OSError, match="Can't write to the directory /proc/nowhere"):
+        actions.CheckpointAction("/proc/nowhere")
+
+
+@pytest.fixture
+def without_tensorflow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+
+
+def test_without_tensorflow_the_default_writer_writes_event_files(without_tensorflow, tmp_path, logs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    writer = actions.default_writer(tmp_path)
+    assert isinstance(writer, actions.TensorBoardWriter)
+    images, text = np.random.default_rng(0).random([2, 8, 8, 1]), {"note": "hello"}
+    writer.write_scalars(3, {"loss": np.float32(0.25)})
+    writer.write_images(3, {"image": images})
+    writer.write_texts(3, text)
+    writer.write_histograms(3, {"weights": np.arange(10.0)}, num_buckets={"weights": 5})
+    for _ in range(2):
+        writer.write_audios(3, {"sound": np.zeros([1, 100, 1])}, sample_rate=8000)
+    assert logs.text.count("'sound/0' is not written to the event file: pip install soundfile mends it") == 1
+    writer.write_hparams({"learning_rate": 0.1})
+    writer.close()
+    assert "[3] loss=0.25" in logs.text
+    # Read by those who know the format, in a process of their own for TensorFlow not to stay in this one.
+    program = (
+        "import sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as E;"
+        "e = E(sys.argv[1], size_guidance={'tensors': 0}); e.Reload(); tags = e.Tags();"
+        "print([(s.step, s.value) for s in e.Scalars('loss')], sorted(tags['images']), sorted(tags['histograms']))"
+    )
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert run.stdout.strip() == "[(3, 0.25)] ['image'] ['weights']", run.stderr
+
+
+def test_without_both_the_default_writer_says_that_it_logs_alone(without_tensorflow, tmp_path, monkeypatch, logs):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    writer = actions.default_writer(tmp_path)
+    assert "pip install tensorboardX" in logs.text
+    writer.write_scalars(3, {"loss": 0.25})
+    writer.write_images(3, {"image": np.zeros([2, 8, 8, 1])})
+    assert "[3] loss=0.25" in logs.text and "'image': (2, 8, 8, 1)" in logs.text
+    assert logs.records[-1].levelno == python_logging.INFO
+
+
+def test_a_state_saved_is_a_copy(tmp_path):
+    """The next step may take the state over while the save is still going on."""
+    step, state, batches = examples.tiny_regression()
+    action = actions.CheckpointAction(tmp_path)
+    state, _ = step.step(state, batches[0])
+    expected = np.array(state.params["kernel"])
+    action.save(1, state, None)
+    for batch in batches[:20]:
+        state, _ = step.step(state, batch)
+    action.close()
+    fresh, template, _ = examples.tiny_regression()
+    restored = fresh.restore_model(template, tmp_path)
+    np.testing.assert_array_equal(restored.params["kernel"], expected)
+    assert optax.tree.norm(restored.params) > 0

@@ -1,0 +1,114 @@
+"""The house itself: what imports what, and what a plain installation needs."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxloop
+
+PACKAGE = pathlib.Path(jaxloop.__file__).parent
+
+# From the cellar to the roof: a module imports only those above it in this list.
+ORDER = """
+types checks interrupt schedules partition models metrics checkpoint
+actions.action actions.checkpoint_action actions.summary_action actions.writers actions
+step loop stat_loop action_loop train_loop eval_loop outer_loop examples
+""".split()
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        if name != "__init__":
+            yield name, ast.parse(path.read_text())
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_module_imports_upwards():
+    for name, tree in modules():
+        place = ORDER.index(name if name in ORDER else name.split(".")[0])
+        for imported in imported_modules(tree):
+            other = imported.removeprefix("jaxloop.")
+            if imported.startswith("jaxloop.") and other in ORDER:
+                assert ORDER.index(other) <= place, f"{name} imports {other}, which stands above it"
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [
+        ("jax.device_get", {"metrics"}),
+        ("jax.block_until_ready", {"metrics"}),
+        ("orbax", {"checkpoint"}),
+        ("jax.device_put", {"partition"}),
+        ("NamedSharding", {"partition"}),
+        ("pickle", set()),
+        ("eval", set()),
+        ("exec", set()),
+    ],
+)
+def test_each_thing_has_its_one_place(what, where):
+    found = set()
+    for name, tree in modules():
+        if not name.startswith("examples"):
+            code = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Name | ast.alias)]
+            texts = {ast.unparse(node).split(" as ")[0] for node in code}
+            if any(text == what or text.startswith(f"{what}.") for text in texts):
+                found.add(name)
+    assert found == where
+
+
+def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
+    program = (
+        "import jax; before = dict(jax.config.values); import jaxloop, sys; assert dict(jax.config.values) == before;"
+        "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
+        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+FIXED_NAMES = {
+    "types": "TrainState Batch BatchSpec Output PRNGType MetricType MetricWithMetadata",
+    "partition": "Partitioner SingleDevicePartitioner DataParallelPartitioner SPMDPartitioner",
+    "step": "Step",
+    "loop": "Loop",
+    "stat_loop": "StatLoop STAT_NUM_PARAMS STAT_NUM_FLOPS STAT_INIT_TIME STAT_BEGIN_TIME STAT_LIFE_TIME_SECS "
+    "STAT_LOOP_TIME_SECS STAT_STEPS_PER_SEC STAT_EXAMPLES_PER_SEC",
+    "action_loop": "ActionLoop",
+    "train_loop": "TrainLoop",
+    "eval_loop": "EvalLoop",
+    "actions": "Action SummaryAction CheckpointAction default_writer",
+    "outer_loop": "OuterLoop EvalSpec EvalContext CheckpointSpec STOP_LOOP",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in FIXED_NAMES.items() for n in names.split()])
+def test_the_public_names_are_where_they_shall_be(module, name):
+    value = getattr(importlib.import_module(f"jaxloop.{module}"), name)
+    if not name.startswith("STAT_"):
+        assert getattr(jaxloop, name) is value
+
+
+def test_public_names_have_docstrings():
+    for name in dir(jaxloop):
+        value = getattr(jaxloop, name)
+        if isinstance(value, type) and value.__module__.startswith("jaxloop") and not name.startswith("_"):
+            assert value.__doc__ and value.__doc__.strip(), name
+
+
+def test_these_tests_run_on_eight_devices():
+    assert jax.device_count() == 8

@@ -1,0 +1,479 @@
+import _thread
+import itertools
+import os
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxloop import STOP_LOOP, actions, checkpoint, examples, metrics
+from jaxloop.eval_loop import EvalLoop
+from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
+from jaxloop.stat_loop import STAT_STEPS_PER_SEC
+from jaxloop.train_loop import TrainLoop
+
+
+class Note(actions.Action):
+    """Notes at which steps it was called."""
+
+    def __init__(self, interval=1, fails_at=None):
+        super().__init__(interval)
+        self.noted = []
+        self.fails_at = fails_at
+        self.closed = 0
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if step_num == self.fails_at:
+            raise RuntimeError("the action failed")
+        self.noted.append(step_num)
+
+    def close(self):
+        self.closed += 1
+
+
+def train(state, step, batches, **options):
+    """Runs a train loop that notes where its loops end."""
+    note = Note()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[note]))
+    state, outputs = outer_loop(state, itertools.cycle(batches), **options)
+    return state, outputs, note.noted
+
+
+# How far it goes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "total", "loop_steps", "ends"),
+    [
+        (0, 30, 10, [10, 20, 30]),
+        (0, 25, 10, [10, 20, 25]),
+        (55, 100, 10, [60, 70, 80, 90, 100]),
+        (55, 100, None, [100]),
+        (0, 5, 10, [5]),
+        (99, 100, 10, [100]),
+    ],
+)
+def test_train_total_steps_counts_all_updates(start, total, loop_steps, ends):
+    step, state, batches = examples.tiny_regression()
+    state = state.replace(step=state.step + start)
+    state, outputs, noted = train(state, step, batches, train_total_steps=total, train_loop_steps=loop_steps)
+    assert (int(state.step), noted) == (total, ends)
+    assert len(outputs["loss"]) == ends[-1] - ([start, *ends])[-2]
+
+
+@pytest.mark.parametrize("start", [100, 101])
+def test_a_finished_run_makes_no_update(start):
+    step, state, batches = examples.tiny_regression()
+    state = state.replace(step=state.step + start)
+    before = jax.device_get(state)
+    state, outputs, noted = train(state, step, batches, train_total_steps=100, train_loop_steps=10)
+    assert (outputs, noted) == (None, [])
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+@pytest.mark.parametrize("loop_steps", [10, 7, None])
+def test_a_dataset_that_ends_early_is_said_with_both_numbers(loop_steps, warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50], train_total_steps=100, train_loop_steps=loop_steps)
+    assert int(state.step) == 50 and outputs["loss"]
+    assert len(warnings_logged()) == 1
+    assert "ended at step 50 of train_total_steps=100" in warnings_logged()[0]
+
+
+def test_without_a_total_the_dataset_sets_the_end(warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50])
+    assert (int(state.step), len(outputs["loss"])) == (50, 50)
+    assert warnings_logged() == []
+
+
+def test_the_loop_length_changes_no_bit(assert_same):
+    def run(loop_steps):
+        step, state, batches = examples.tiny_regression()
+        return train(state, step, batches, train_total_steps=60, train_loop_steps=loop_steps)[0]
+
+    expected = run(None)
+    for loop_steps in (1, 7, 33, 60, 100):
+        assert_same(run(loop_steps), expected)
+
+
+def test_intervals_go_on_after_a_resume():
+    def run(*totals):
+        note = Note(interval=3)
+        step, state, batches = examples.tiny_regression()
+        for total in totals:
+            fresh = TrainLoop(step, end_actions=[note])
+            state, _ = OuterLoop(fresh)(state, batches, train_total_steps=total, train_loop_steps=10)
+        return note.noted
+
+    assert run(100) == run(40, 100) == run(30, 100) == [30, 60, 90]
+
+
+# Evaluation ------------------------------------------------------------------------------------------
+
+
+def test_several_evaluations_run_by_their_specs():
+    step, state, batches = examples.tiny_regression()
+    notes = [Note(), Note(), Note()]
+    contexts = []
+    specs = [
+        EvalSpec(batches[:3]),
+        EvalSpec(batches, num_steps=2, eval_loop_interval=2),
+        EvalSpec(batches[:1], should_eval_fn=lambda context: contexts.append(context) or context.step_num > 20),
+    ]
+    outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note]) for note in notes])
+    state, outputs = outer_loop(state, batches, train_total_steps=40, train_loop_steps=10, eval_specs=specs)
+    assert [note.noted for note in notes] == [[10, 20, 30, 40], [20, 40], [30, 40]]
+    assert contexts[0] == EvalContext(is_continuous_eval=False, step_num=10, loop_count=1)
+    assert len(outputs["loss"]) == 10  # The train loop's.
+
+
+def test_the_interval_and_the_function_must_agree():
+    step, state, batches = examples.tiny_regression()
+    note = Note()
+    spec = EvalSpec(batches[:1], eval_loop_interval=2, should_eval_fn=lambda context: context.loop_count > 2)
+    outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note])])
+    outer_loop(state, batches, train_total_steps=60, train_loop_steps=10, eval_specs=[spec])
+    assert note.noted == [40, 60]
+
+
+def test_evaluations_change_no_bit_of_the_training(assert_same):
+    def run(eval_loops, specs):
+        step, state, batches = examples.tiny_regression()
+        outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step) for _ in range(eval_loops)])
+        return outer_loop(state, batches, train_total_steps=30, train_loop_steps=10, eval_specs=specs(batches))[0]
+
+    expected = run(0, lambda batches: [])
+    assert_same(run(1, lambda batches: [EvalSpec(batches)]), expected)
+    assert_same(run(2, lambda batches: [EvalSpec(batches, num_steps=3), EvalSpec(batches[:1])]), expected)
+
+
+def test_without_a_train_loop_one_evaluation_is_run():
+    step, state, batches = examples.tiny_regression()
+    same_state, outputs = OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5])])
+    assert same_state is state and len(outputs["loss"]) == 5
+
+
+def test_an_eval_iterator_is_gone_on_with():
+    step, state, batches = examples.tiny_regression()
+    spec = EvalSpec(None, dataset_iterator=iter(batches), num_steps=40)
+    outer_loop = OuterLoop(eval_loops=[EvalLoop(step, stat_names=[])])
+    first, second = (outer_loop(state, eval_specs=[spec])[1]["loss"] for _ in range(2))
+    whole = EvalLoop(step)(state, batches, 80)[1]["loss"]
+    assert [*first, *second] == whole
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (lambda: [], "gave no batch. Look at what its pipeline filters out"),
+        (lambda: iter([]), "It is an iterator, which has been used up: give an iterable"),
+    ],
+)
+def test_an_empty_eval_dataset_is_an_error(dataset, message, tmp_path):
+    step, state, batches = examples.tiny_regression()
+    train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
+    outer_loop = OuterLoop(train_loop, [EvalLoop(step)])
+    with pytest.raises(ValueError, match=message):
+        outer_loop(state, batches, 20, 10, eval_specs=[EvalSpec(dataset())])
+    assert checkpoint.all_steps(tmp_path) == [10]  # Nothing was lost.
+    assert int(outer_loop.rescued_state.step) == 10
+
+
+def test_an_eval_dataset_shorter_than_asked_for_is_said(warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5], num_steps=7)])
+    assert "ended after 5 of num_steps=7 batches" in warnings_logged()[0]
+
+
+# Stopping --------------------------------------------------------------------------------------------
+
+
+class StopAt(actions.Action):
+    def __init__(self, step_num):
+        super().__init__()
+        self.step_num = step_num
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if step_num == self.step_num:
+            outputs[STOP_LOOP] = True
+
+
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_a_loop_stops_the_experiment(where, tmp_path):
+    step, state, batches = examples.tiny_regression()
+    stop = [StopAt(20)]
+    train_loop = TrainLoop(step, end_actions=stop if where == "train" else [])
+    eval_loop = EvalLoop(step, end_actions=stop if where == "eval" else [])
+    outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
+    state, outputs = outer_loop(state, batches, 100, 10, eval_specs=[EvalSpec(batches[:2])])
+    assert int(state.step) == 20 and outputs[STOP_LOOP] is True
+    assert len(outputs["loss"]) == 10
+    assert (tmp_path / "STOPPED").exists()
+
+
+def test_a_loop_stops_the_experiment_from_its_end():
+    class Stops(TrainLoop):
+        def end(self, state, outputs):
+            state, outputs = super().end(state, outputs)
+            return state, {**outputs, STOP_LOOP: outputs["loss"][-1] < 0.1}
+
+    step, state, batches = examples.tiny_regression()
+    state, outputs = OuterLoop(Stops(step))(state, batches, 100, 5)
+    assert int(state.step) < 100 and outputs[STOP_LOOP] is True and outputs["loss"][-1] < 0.1
+
+
+def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_logged):
+    def interrupted(batches):
+        for number, batch in enumerate(batches):
+            if number == 24:
+                _thread.interrupt_main()
+            yield batch
+
+    step, state, batches = examples.tiny_regression()
+    action = actions.CheckpointAction(tmp_path)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
+    state, outputs = outer_loop(state, interrupted(batches), 100, 10)
+    assert int(state.step) == 25 and len(outputs["loss"]) == 5
+    assert any("Ended by Ctrl-C. The state of step 25" in warning for warning in warnings_logged())
+    assert not (tmp_path / "STOPPED").exists()
+    state, _ = outer_loop(state, itertools.cycle(batches), 100, 10)
+    assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
+
+
+# Resuming --------------------------------------------------------------------------------------------
+
+
+def resumable(directory, total, batches=None):
+    step, state, all_batches = examples.tiny_regression()
+    action = actions.CheckpointAction(directory)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(directory))
+    return outer_loop(state, all_batches if batches is None else batches, total, 10)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, assert_same, logs):
+    expected, _ = resumable(tmp_path / "unbroken", 60)
+    resumable(tmp_path / "broken", 30)
+    _, _, batches = examples.tiny_regression()
+    state, outputs = resumable(tmp_path / "broken", 60, batches[30:])
+    assert_same(state, expected)
+    assert len(outputs["loss"]) == 10
+    assert f"Resumed at step 30 from {tmp_path / 'broken'}" in logs.text
+    state, outputs = resumable(tmp_path / "broken", 60, batches)
+    assert int(state.step) == 60 and outputs is None
+
+
+def test_a_stale_stopped_file_is_removed_while_training(tmp_path):
+    (tmp_path / "STOPPED").touch()
+
+    def look(batches):
+        assert not (tmp_path / "STOPPED").exists()
+        yield from batches
+
+    _, _, batches = examples.tiny_regression()
+    resumable(tmp_path, 10, look(batches))
+    assert (tmp_path / "STOPPED").exists() and os.path.getsize(tmp_path / "STOPPED") == 0
+
+
+def test_an_exception_saves_the_last_whole_step_and_closes_everything(tmp_path, writer):
+    def fails(batches):
+        yield from batches[:25]
+        raise OSError("the network is gone")
+
+    step, state, batches = examples.tiny_regression()
+    note = Note()
+    ckpt = actions.CheckpointAction(tmp_path, interval=100)
+    summary = actions.SummaryAction(writer)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, ckpt, summary]), checkpoint_spec=CheckpointSpec(tmp_path))
+    with pytest.raises(OSError, match="the network is gone") as caught:
+        outer_loop(state, fails(batches), 100, 10)
+    assert "in the dataset, after step 25" in caught.value.__notes__[0]
+    assert checkpoint.all_steps(tmp_path) == [25]
+    assert int(outer_loop.rescued_state.step) == 25
+    assert (note.closed, writer.flushes) == (1, 1)
+    assert not (tmp_path / "STOPPED").exists()
+    state, _ = outer_loop(examples.tiny_regression()[1], batches[25:], 40, 10)
+    assert int(state.step) == 40 and outer_loop.rescued_state is None
+
+
+def test_an_action_that_raises_loses_nothing(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    ckpt = actions.CheckpointAction(tmp_path, interval=100)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Note(fails_at=20), ckpt]))
+    with pytest.raises(RuntimeError, match="the action failed") as caught:
+        outer_loop(state, batches, 100, 10)
+    assert "in Note(interval=1), after step 20" in caught.value.__notes__
+    assert checkpoint.all_steps(tmp_path) == [20]
+
+
+def test_an_error_at_the_close_is_raised_unless_another_is_on_its_way():
+    class Fails(Note):
+        def close(self):
+            super().close()
+            raise OSError("can't close")
+
+    step, state, batches = examples.tiny_regression()
+    failing, after = Fails(fails_at=30), Note()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[failing, after]))
+    with pytest.raises(OSError, match="can't close"):
+        outer_loop(state, batches, 20, 10)
+    assert after.closed == 1
+    _, state, _ = examples.tiny_regression()
+    with pytest.raises(RuntimeError, match="the action failed"):
+        outer_loop(state, batches, 40, 10)
+    assert after.closed == 2
+
+
+# Continuous evaluation -------------------------------------------------------------------------------
+
+
+def continuous(directory, note, **options):
+    step, state, batches = examples.tiny_regression()
+    spec = CheckpointSpec(directory, **options)
+    outer_loop = OuterLoop(eval_loops=[EvalLoop(step, end_actions=[note])], checkpoint_spec=spec)
+    return outer_loop(state, eval_specs=[EvalSpec(batches[:4])])
+
+
+def test_each_checkpoint_is_evaluated_until_training_has_stopped(tmp_path):
+    resumable(tmp_path, 30)
+    note = Note()
+    state, outputs = continuous(tmp_path, note)
+    assert note.noted == [10, 20, 30]
+    step, _, batches = examples.tiny_regression()
+    restored = step.restore_model(state, tmp_path)
+    assert outputs["loss"] == EvalLoop(step)(restored, batches[:4])[1]["loss"]
+
+
+def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
+    def slow(batches):
+        for number, batch in enumerate(batches):
+            if number % 10 == 0:
+                time.sleep(0.3)
+            yield batch
+
+    _, _, batches = examples.tiny_regression()
+    trainer = threading.Thread(target=resumable, args=(tmp_path, 30, slow(batches)))
+    trainer.start()
+    note = Note()
+    continuous(tmp_path, note)
+    trainer.join()
+    assert note.noted == [10, 20, 30]
+
+
+def test_a_stop_function_replaces_the_stopped_file(tmp_path):
+    resumable(tmp_path, 10)
+    (tmp_path / "STOPPED").unlink()
+    asked = []
+    contexts = []
+    step, state, batches = examples.tiny_regression()
+    spec = CheckpointSpec(tmp_path, iterate_stop_fn=lambda: asked.append(1) or len(asked) == 3)
+    outer_loop = OuterLoop(eval_loops=[EvalLoop(step)], checkpoint_spec=spec)
+    outer_loop(state, eval_specs=[EvalSpec(batches[:1], should_eval_fn=lambda c: contexts.append(c) or True)])
+    assert len(asked) == 3
+    assert contexts == [EvalContext(is_continuous_eval=True, step_num=10, loop_count=0)]
+
+
+# What never ran, and bad arguments -------------------------------------------------------------------
+
+
+def test_what_never_ran_is_said_in_one_warning(tmp_path, writer, warnings_logged):
+    step, state, batches = examples.tiny_regression(end_actions=[Note(interval=50)])
+    summary = actions.SummaryAction(writer, interval=100)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[summary, Note()]), [EvalLoop(step, end_actions=[summary])] * 1)
+    spec = EvalSpec(batches[:3], eval_loop_interval=20)
+    outer_loop(state, batches, 100, 10, eval_specs=[spec])
+    assert len(warnings_logged()) == 1
+    lines = warnings_logged()[0].splitlines()
+    assert "SummaryAction(interval=100) of TrainLoop(" in lines[1] and "counts loops, of which 10 ran" in lines[1]
+    assert "Note(interval=50)" in lines[2] and "steps within the loop, of which the longest loop had 10" in lines[2]
+    assert "eval_loop_interval=20 never let it run after one of the 10 train loops" in lines[3]
+    assert len(lines) == 5
+
+
+def test_what_ran_is_not_mentioned(warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    train_loop = TrainLoop(step, end_actions=[Note(), Note(10)])
+    OuterLoop(train_loop, [EvalLoop(step, end_actions=[Note(3)])])(
+        state, batches, 100, 10, eval_specs=[EvalSpec(batches[:1])]
+    )
+    assert warnings_logged() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"train_total_steps": 0}, ValueError, "train_total_steps must be a positive int or None, got 0"),
+        ({"train_total_steps": -5}, ValueError, "train_total_steps must be a positive int or None, got -5"),
+        ({"train_total_steps": 1.5}, TypeError, "train_total_steps must be a positive int or None, got 1.5"),
+        ({"train_loop_steps": 0}, ValueError, "train_loop_steps must be a positive int or None, got 0"),
+        ({"eval_specs": []}, ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
+        ({"eval_specs": [None]}, TypeError, "eval_specs must hold EvalSpecs, got None"),
+        ({"train_dataset": None}, ValueError, "got a train_loop without a train_dataset"),
+        ({"train_dataset": "train"}, TypeError, "A dataset is an iterator of batches"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_first_step(options, error, message):
+    step, state, batches = examples.tiny_regression()
+    arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
+    with pytest.raises(error, match=message):
+        OuterLoop(TrainLoop(step), [EvalLoop(step)])(state, **arguments)
+    assert int(state.step) == 0
+
+
+def test_a_misspelt_keyword_is_refused():
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(TypeError, match="train_totel_steps"):
+        OuterLoop(TrainLoop(step))(state, batches, train_totel_steps=10)
+
+
+def test_a_dataset_without_a_train_loop_is_refused():
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(ValueError, match="got a train_dataset without a train_loop"):
+        OuterLoop(eval_loops=[EvalLoop(step)])(state, batches, eval_specs=[EvalSpec(batches)])
+    with pytest.raises(ValueError, match="it got neither"):
+        OuterLoop()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_steps": 0}, ValueError, "EvalSpec.num_steps must be a positive int or None, got 0"),
+        ({"eval_loop_interval": -1}, ValueError, "EvalSpec.eval_loop_interval must be a positive int or None, got -1"),
+        ({"eval_loop_interval": 2.0}, TypeError, "got 2.0"),
+        ({"dataset": None}, ValueError, "EvalSpec needs a dataset"),
+        ({"dataset_iterator": iter([])}, ValueError, "needs num_steps, got None"),
+    ],
+)
+def test_an_eval_spec_checks_itself(options, error, message):
+    with pytest.raises(error, match=message):
+        EvalSpec(**{"dataset": [], **options})
+
+
+def test_a_checkpoint_spec_checks_itself():
+    with pytest.raises(ValueError, match="iterate_interval_secs must not be negative, got -1"):
+        CheckpointSpec("somewhere", iterate_interval_secs=-1)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_training_batch_that_does_not_divide_loses_nothing(devices, tmp_path, data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+    dataset = [*batches[:14], {name: leaf[:5] for name, leaf in batches[14].items()}]
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=100)]))
+    if devices == 1:
+        outer_loop(state, dataset, 15)
+        return
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 5 rows.*8 devices of mesh axis 'data'"):
+        outer_loop(state, dataset, 15)
+    assert checkpoint.all_steps(tmp_path) == [14]
+
+
+def test_a_loop_of_the_experiment_reads_the_device_once_a_loop(monkeypatch):
+    reads = []
+    fetch = metrics.fetch
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step, stat_names=[STAT_STEPS_PER_SEC]))
+    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(1) or fetch(tree))
+    outer_loop(state, itertools.cycle(batches), 200, 10)
+    assert len(reads) <= 20 + 4
