@@ -262,6 +262,8 @@ class OuterLoop:
         return state, outputs
 
     def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> Any:
+        # Now rather than after hours of training, when STOPPED is written.
+        checkpoint.prepare_directory(spec.checkpoint_dir)
         state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
         if checkpoint.all_steps(spec.checkpoint_dir):
             logging.info("Resumed at step %d from %s.", _step_num(state), spec.checkpoint_dir)

@@ -150,6 +150,19 @@ def test_without_tensorflow_the_default_writer_writes_event_files(without_tensor
     assert run.stdout.strip() == "[(3, 0.25)] ['image'] ['weights']", run.stderr
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of TensorFlow's.
+def test_with_tensorflow_the_default_writer_is_clus(tmp_path, logs):
+    pytest.importorskip("tensorflow")
+    writer = actions.default_writer(tmp_path)
+    assert type(writer).__module__.startswith("clu.metric_writers")
+    actions.SummaryAction(writer, flush_each_call=True)(
+        None, {"loss": 0.25, "image": np.zeros([1, 8, 8, 1])}, step_num=3
+    )
+    assert "[3] loss=0.25" in logs.text
+    assert list(tmp_path.glob("events.out.tfevents*"))
+    writer.close()
+
+
 def test_without_both_the_default_writer_says_that_it_logs_alone(without_tensorflow, tmp_path, monkeypatch, logs):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     writer = actions.default_writer(tmp_path)

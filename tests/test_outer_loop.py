@@ -277,6 +277,16 @@ def test_a_stale_stopped_file_is_removed_while_training(tmp_path):
     assert (tmp_path / "STOPPED").exists() and os.path.getsize(tmp_path / "STOPPED") == 0
 
 
+def test_a_checkpoint_directory_that_can_not_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    step, state, batches = examples.tiny_regression()
+    iterator = iter(batches)
+    outer_loop = OuterLoop(TrainLoop(step), checkpoint_spec=CheckpointSpec(tmp_path / "file" / "checkpoints"))
+    with pytest.raises(OSError, match="Can't write to the directory .*checkpoints"):
+        outer_loop(state, iterator, 10)
+    assert int(state.step) == 0 and len(list(iterator)) == 100
+
+
 def test_an_exception_saves_the_last_whole_step_and_closes_everything(tmp_path, writer):
     def fails(batches):
         yield from batches[:25]
