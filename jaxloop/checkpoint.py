@@ -113,7 +113,11 @@ class CheckpointWriter:
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         if step in self._manager.all_steps():
-            logging.info("%s has a checkpoint of step %d already.", self._directory, step)
+            logging.warning(
+                "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
+                self._directory,
+                step,
+            )
             return False
         return self._manager.save(step, args=ocp.args.PyTreeSave(_storable(state)))
 

@@ -69,7 +69,7 @@ def check_alive(state: Any, caller: str) -> None:
     shown = ", ".join(deleted[:3]) + (f" and {len(deleted) - 3} more" if len(deleted) > 3 else "")
     raise ValueError(
         f"{caller} got a state that {taken_by} has already taken: its buffers ({shown}) were donated, that is, "
-        "reused for the new state. Use the state which that call returned. To keep a copy, make it before the "
+        "reused for the new state.\nUse the state which that call returned. To keep a copy, make it before the "
         "call: kept = jax.tree.map(jnp.copy, state)."
     )
 

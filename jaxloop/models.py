@@ -65,9 +65,13 @@ def init_fn(
     init_kwargs: Mapping[str, Any],
 ) -> Callable[[], types.TrainState]:
     """Returns a function that makes the first state; pure, so that a partitioner can compile it."""
-    if isinstance(model, nn.Module):
-        return lambda: _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
-    return lambda: _init_nnx(model, optimizer, base_prng, nnx_model_args, {**nnx_model_kwargs, **init_kwargs})
+
+    def initialize() -> types.TrainState:
+        if isinstance(model, nn.Module):
+            return _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
+        return _init_nnx(model, optimizer, base_prng, nnx_model_args, {**nnx_model_kwargs, **init_kwargs})
+
+    return initialize
 
 
 def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.TrainState:

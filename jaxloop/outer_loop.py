@@ -194,8 +194,7 @@ class OuterLoop:
                     context = EvalContext(is_continuous_eval=False, step_num=_step_num(state), loop_count=0)
                     outputs = self._evaluate(tally, state, eval_specs, context)
         except BaseException as error:
-            if isinstance(error, Exception):
-                self._save_rescued_state(tally)
+            self._rescue_state(tally, save=isinstance(error, Exception))
             self._close_actions(raise_errors=False)
             raise
         self._close_actions(raise_errors=True)
@@ -233,9 +232,12 @@ class OuterLoop:
         if self._checkpoint_spec is not None:
             state = self._resume(train_loop, state, self._checkpoint_spec)
         step_num = _step_num(state)
+        _check_no_newer_checkpoints(train_loop, step_num)
         if loop_steps is not None and train_loop.loop_count == 0:
             train_loop.loop_count = step_num // loop_steps  # Intervals go on where an earlier run left off.
-        if log_total_steps:
+        if total_steps is not None and step_num >= total_steps:
+            logging.warning("Nothing is left to train: step %d of train_total_steps=%d.", step_num, total_steps)
+        elif log_total_steps:
             logging.info("Training from step %d to %s.", step_num, total_steps or "the end of the dataset")
         tally.newest = (state, step_num)
         outputs = None
@@ -353,7 +355,7 @@ class OuterLoop:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _save_rescued_state(self, tally: "_Tally") -> None:
+    def _rescue_state(self, tally: "_Tally", save: bool) -> None:
         """Keeps, and saves, the state as of the last whole step before an exception."""
         if self._train_loop is None or tally.newest is None:
             return
@@ -364,8 +366,8 @@ class OuterLoop:
         if state is None:
             logging.error("The failing step had taken over the state of step %d: it is lost.", step_num)
             return
-        for action in _unique_actions([self._train_loop]):
-            if isinstance(action, CheckpointAction):
+        for action in _unique_actions([self._train_loop]) if save else ():
+            if isinstance(action, CheckpointAction) and step_num not in checkpoint.all_steps(action.directory):
                 try:
                     action.save(step_num, state, None)
                     logging.info("%r saved the state of step %d.", action, step_num)
@@ -430,6 +432,17 @@ class _Tally:
 
 def _step_num(state: Any) -> int:
     return int(metrics.fetch(getattr(state, "step", 0)))
+
+
+def _check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
+    for action in _unique_actions([train_loop]):
+        found = checkpoint.all_steps(action.directory) if isinstance(action, CheckpointAction) else []
+        if found and found[-1] > step_num:
+            raise ValueError(
+                f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
+                f"the directory has checkpoints up to step {found[-1]}. Go on from them, with "
+                f"checkpoint_spec=CheckpointSpec({str(action.directory)!r}), or give another directory."
+            )
 
 
 def _steps_of_next_loop(step_num: int, total_steps: int | None, loop_steps: int | None) -> int | None:

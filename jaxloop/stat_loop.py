@@ -25,16 +25,15 @@ STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
 """Examples of this call over `STAT_LOOP_TIME_SECS`."""
 
-ALL_STATS = (
+# Those that cost nothing, and that make a curve.
+DEFAULT_STATS = (
     STAT_NUM_PARAMS,
-    STAT_NUM_FLOPS,
-    STAT_INIT_TIME,
-    STAT_BEGIN_TIME,
     STAT_LIFE_TIME_SECS,
     STAT_LOOP_TIME_SECS,
     STAT_STEPS_PER_SEC,
     STAT_EXAMPLES_PER_SEC,
 )
+ALL_STATS = (*DEFAULT_STATS, STAT_NUM_FLOPS, STAT_INIT_TIME, STAT_BEGIN_TIME)
 
 
 class StatLoop(Loop):
@@ -48,8 +47,8 @@ class StatLoop(Loop):
 
     Args:
       step: what happens to one batch.
-      stat_names: which; None for all but the operations, which have to be counted in a trace of their own (unless
-        `step.compute_num_flops` has done so). An empty list for none.
+      stat_names: which, an empty list for none. None for `DEFAULT_STATS`: all but the two moments in time, and the
+        operations, which have to be counted in a trace of their own.
       global_batch_size: examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: tells the time in seconds, for durations.
     """
@@ -67,7 +66,7 @@ class StatLoop(Loop):
             if name not in ALL_STATS:
                 raise ValueError(f"stat_names holds {name!r}, which is none of {', '.join(ALL_STATS)}.")
         checks.check_positive("global_batch_size", global_batch_size, optional=True)
-        self._stat_names = None if stat_names is None else tuple(stat_names)
+        self._stat_names = DEFAULT_STATS if stat_names is None else tuple(stat_names)
         self._global_batch_size = global_batch_size
         self._clock = clock
         self._init_time, self._init_clock = time.time(), clock()
@@ -78,7 +77,7 @@ class StatLoop(Loop):
         return super().begin(state, dataset)
 
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        if per_loop_step_number == 0 and self.step.num_flops is None and STAT_NUM_FLOPS in (self._stat_names or ()):
+        if per_loop_step_number == 0 and self.step.num_flops is None and STAT_NUM_FLOPS in self._stat_names:
             self.step.compute_num_flops(state, batch)
         return super()._run_one_step(state, batch, per_loop_step_number)
 
@@ -87,8 +86,7 @@ class StatLoop(Loop):
         if not outputs:
             metrics.wait(state)
         stats = self._stats(state)
-        wanted = stats if self._stat_names is None else self._stat_names
-        outputs.update({name: stats[name] for name in wanted if stats.get(name) is not None})
+        outputs.update({name: stats[name] for name in self._stat_names if stats[name] is not None})
         return super().end(state, outputs)
 
     def _stats(self, state: Any) -> dict[str, Any]:

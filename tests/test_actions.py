@@ -86,7 +86,7 @@ def test_a_summary_written_twice_for_a_step_is_said(writer, warnings_logged):
     assert len(warnings_logged()) == 1 and "wrote y twice for step 2" in warnings_logged()[0]
 
 
-def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path):
+def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path, warnings_logged):
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path / "checkpoints", interval=2, keep=2)
     loop = TrainLoop(step, end_actions=[action])
@@ -94,7 +94,8 @@ def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path):
         state, _ = loop(state, batches, num_steps=5)
     action.close()
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [20, 30]
-    action.save(30, state, None)  # It is there: left as it is.
+    action.save(30, state, None)
+    assert "has a checkpoint of step 30 already. It stays" in warnings_logged()[0]
     action.save(35, state, None)  # The directory is opened again.
     action.close()
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [30, 35]

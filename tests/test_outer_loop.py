@@ -64,12 +64,13 @@ def test_train_total_steps_counts_all_updates(start, total, loop_steps, ends):
 
 
 @pytest.mark.parametrize("start", [100, 101])
-def test_a_finished_run_makes_no_update(start):
+def test_a_finished_run_makes_no_update(start, warnings_logged):
     step, state, batches = examples.tiny_regression()
     state = state.replace(step=state.step + start)
     before = jax.device_get(state)
     state, outputs, noted = train(state, step, batches, train_total_steps=100, train_loop_steps=10)
     assert (outputs, noted) == (None, [])
+    assert warnings_logged() == [f"Nothing is left to train: step {start} of train_total_steps=100."]
     jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
@@ -263,6 +264,16 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, assert_same, logs):
     assert f"Resumed at step 30 from {tmp_path / 'broken'}" in logs.text
     state, outputs = resumable(tmp_path / "broken", 60, batches)
     assert int(state.step) == 60 and outputs is None
+
+
+def test_a_new_run_does_not_save_among_the_checkpoints_of_another(tmp_path):
+    resumable(tmp_path, 20)
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(ValueError, match=r"starts at step 0, and the directory has checkpoints up to step 20. Go on"):
+        outer_loop(state, batches, 20, 10)
+    state, _ = outer_loop(step.restore_model(state, tmp_path), batches, 40, 10)
+    assert checkpoint.all_steps(tmp_path) == [20, 30, 40]
 
 
 def test_a_stale_stopped_file_is_removed_while_training(tmp_path):

@@ -239,7 +239,7 @@ def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     first, _ = step.step(state, batches[0])
     with pytest.raises(
-        ValueError, match=r"_RegressionStep.step has already taken.*params/bias.*jax.tree.map\(jnp.copy"
+        ValueError, match=r"(?s)_RegressionStep.step has already taken.*params/bias.*jax.tree.map\(jnp.copy"
     ):
         step.step(state, batches[0])
     with pytest.raises(ValueError, match="has already taken"):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from etils import epath
+
 from jaxloop import checkpoint, types
 from jaxloop.actions.action import Action
 
@@ -23,10 +25,15 @@ class CheckpointAction(Action):
     def __init__(self, ckpt_manager: Any, interval: int = 1, *, keep: int | None = 3):
         super().__init__(interval)
         self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep)
-        checkpoint.prepare_directory(self._writer.directory)
+        checkpoint.prepare_directory(self.directory)
+
+    @property
+    def directory(self) -> epath.Path:
+        """The directory with one subdirectory a step."""
+        return self._writer.directory
 
     def __repr__(self) -> str:
-        return f"CheckpointAction({str(self._writer.directory)!r}, interval={self.interval})"
+        return f"CheckpointAction({str(self.directory)!r}, interval={self.interval})"
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         self.save(step_num, state, outputs)

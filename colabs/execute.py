@@ -1,0 +1,149 @@
+"""Executes the notebooks of this directory, without the internet, and saves them with their outputs.
+
+    python colabs/execute.py              # all of them
+    python colabs/execute.py custom_loop  # one
+
+The same notebook gives the same file, so that a diff shows what has changed. (On another machine the last digits of its
+numbers may differ.) Nothing is downloaded: scikit-learn's digits, written by hand too, stand in for MNIST.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import nbclient
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+
+DIRECTORY = pathlib.Path(__file__).resolve().parent
+
+# Run in the kernel before the notebook's own cells, and never saved.
+_OFFLINE_CELL = """
+def _serve_digits():
+    import numpy as np
+    import sklearn.datasets
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    digits = sklearn.datasets.load_digits()
+    images = tf.image.resize(digits.images[..., None] * (255 / 16), [28, 28]).numpy().round().astype(np.uint8)
+    train, test = np.split(np.random.default_rng(0).permutation(len(images)), [1437])
+    splits = {"train": train, "test": test}
+
+    def load(name, *, split):
+        if name != "mnist":
+            raise ValueError(f"Notebooks are executed offline, with digits in the place of 'mnist'; got {name!r}.")
+        part = splits[split]
+        return tf.data.Dataset.from_tensor_slices({"image": images[part], "label": digits.target[part]})
+
+    tfds.load = load
+
+
+_serve_digits()
+"""
+
+
+def notebooks() -> list[pathlib.Path]:
+    """The notebooks of this directory."""
+    return sorted(DIRECTORY.glob("*.ipynb"))
+
+
+def execute(path: pathlib.Path, *, timeout: int = 300) -> nbformat.NotebookNode:
+    """Executes a notebook in a kernel of this interpreter, on one CPU device; returns it with its outputs.
+
+    The file stays as it is. What the notebook writes to its working or a temporary directory is gone afterwards.
+
+    Args:
+      path: the notebook.
+      timeout: seconds that a cell may take.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raised; the error shows which and how.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    needs_data = any("tensorflow_datasets" in cell.source for cell in notebook.cells)
+    offline_cell = nbformat.v4.new_code_cell(_OFFLINE_CELL if needs_data else "")
+    notebook.cells.insert(0, offline_cell)
+    with tempfile.TemporaryDirectory(prefix="notebook_") as directory:
+        kernel = AsyncKernelManager(
+            kernel_name="python3",
+            # Without directories of kernels to look into, "python3" is this interpreter.
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+            transport="ipc",
+            connection_file=f"{directory}/kernel.json",
+        )
+        client = nbclient.NotebookClient(
+            notebook, km=kernel, timeout=timeout, record_timing=False, coalesce_streams=True
+        )
+        # nbclient leaves a kernel that it was given running, unless it is told to clean up.
+        client.execute(cwd=directory, env=_kernel_environment(directory), cleanup_kc=True)
+    notebook.cells.remove(offline_cell)
+    return normalize(notebook)
+
+
+def _kernel_environment(directory: str) -> dict[str, str]:
+    """This process's environment, less what would change how JAX, TensorFlow and IPython behave."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TF_", "NPROC"))}
+    return {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "IPYTHONDIR": directory,
+        "TMPDIR": directory,
+        # Else the debugger warns that it can't look into Python's own modules.
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+
+
+def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Takes out what differs from machine to machine and from run to run; returns the notebook."""
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    count = 0
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict({})
+        if cell.cell_type == "code":
+            count += 1
+            cell.execution_count = count
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = count
+    return notebook
+
+
+def texts(cell: Any) -> list[str]:
+    """What a code cell has shown as text: its streams, its value and its tracebacks, each with its newlines."""
+    shown = []
+    for output in cell.get("outputs", ()):
+        shown.append(output.get("text", ""))
+        shown.append(output.get("data", {}).get("text/plain", ""))
+        shown.extend(output.get("traceback", ()))
+    return [text for text in shown if text]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    known = {path.stem: path for path in notebooks()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"one of {', '.join(known)}; all if none is given")
+    names = parser.parse_args(arguments).names or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"there is no notebook {', '.join(unknown)}; there are {', '.join(known)}")
+    for name in names:
+        notebook = execute(known[name])
+        nbformat.write(notebook, known[name])
+        sys.stdout.write(f"{name}: executed and saved\n")
+
+
+if __name__ == "__main__":
+    main()
