@@ -163,7 +163,7 @@ def test_the_error_of_a_state_used_twice_names_the_loop_that_took_it():
     loop = TrainLoop(step)
     state, _ = loop(state, batches, 3)
     loop(state, batches, 3)
-    with pytest.raises(ValueError, match=r"TrainLoop\(.*\), which began at step 3, has already taken.*jnp.copy"):
+    with pytest.raises(ValueError, match=r"(?s)TrainLoop\(.*\), which began at step 3, has already taken.*jnp.copy"):
         loop(state, batches, 3)
 
 
