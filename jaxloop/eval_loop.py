@@ -63,6 +63,10 @@ class EvalLoop(ActionLoop):
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         return super().run(state, self._watched(dataset) if num_steps is None else dataset, num_steps)
 
+    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # Part of an evaluation is none: no action shall take its means for those of the dataset.
+        return (state, outputs) if self.was_interrupted else super().end(state, outputs)
+
     def _watched(self, dataset: Iterator[types.Batch]) -> Iterator[types.Batch]:
         for number, batch in enumerate(dataset):
             if number == self._endless_after:

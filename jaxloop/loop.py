@@ -42,6 +42,7 @@ class Loop:
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
         self._rescued_state: Any = None
         self._interrupt = interrupt.Interruptible()
+        self._was_interrupted = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._step!r})"
@@ -60,6 +61,11 @@ class Loop:
     def num_examples(self) -> list[int]:
         """How many examples each step of the last call had."""
         return self._num_examples
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the steps of the last call."""
+        return self._was_interrupted
 
     @property
     def rescued_state(self) -> Any:
@@ -96,6 +102,7 @@ class Loop:
         self._returns_new_state = return_state_from_step
         self._num_examples = []
         self._rescued_state = None
+        self._was_interrupted = False
         self._newest_state = self._step.prepare_state(state)
         self._step_num = self._read_step_num(self._newest_state)
         if return_state_from_step:
@@ -140,6 +147,7 @@ class Loop:
                 for arrived in queue.push(step_outputs, state):
                     outputs = self.update_outputs(outputs, arrived)
                 if self._interrupt.requested:
+                    self._was_interrupted = True
                     break
             rest, merged = queue.drain()
         except BaseException as error:

@@ -174,6 +174,7 @@ class OuterLoop:
         """
         eval_specs = tuple(eval_specs or ())
         self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs)
+        checks.check_alive(state, "OuterLoop(...)")
         tally = _Tally(self._loops)
         self._rescued_state = None
         try:
@@ -249,10 +250,11 @@ class OuterLoop:
             tally.newest = (state, step_num)
             if steps_run:
                 outputs = loop_outputs
+            if steps_run and not self._interrupt.requested:
                 context = EvalContext(is_continuous_eval=False, step_num=step_num, loop_count=train_loop.loop_count)
                 eval_outputs = self._evaluate(tally, state, eval_specs, context)
-                if _asks_to_stop(outputs) or _asks_to_stop(eval_outputs):
-                    outputs[STOP_LOOP] = True
+                if _asks_to_stop(loop_outputs) or _asks_to_stop(eval_outputs):
+                    loop_outputs[STOP_LOOP] = True
                     logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, STOP_LOOP)
                     break
             if self._interrupt.requested:
@@ -294,14 +296,18 @@ class OuterLoop:
                 continue
             dataset = as_iterator(spec.dataset) if spec.dataset_iterator is None else spec.dataset_iterator
             _, last = loop(state, dataset, spec.num_steps, return_state_from_step=False)
-            self._check_evaluated(spec, tally.count(loop))
+            self._check_evaluated(tally, spec, tally.count(loop))
+            if loop.was_interrupted:
+                break
             stop = stop or _asks_to_stop(last)
         if last is not None and stop:
             last[STOP_LOOP] = True
         return last
 
-    def _check_evaluated(self, spec: EvalSpec, steps_run: int) -> None:
-        if steps_run == 0 and not self._interrupt.requested:
+    def _check_evaluated(self, tally: "_Tally", spec: EvalSpec, steps_run: int) -> None:
+        if self._interrupt.requested:
+            return
+        if steps_run == 0:
             used_up = spec.dataset_iterator is not None or iter(spec.dataset) is spec.dataset  # pyright: ignore
             raise ValueError(
                 "An eval dataset gave no batch. "
@@ -312,11 +318,10 @@ class OuterLoop:
                     else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is."
                 )
             )
-        if spec.num_steps is not None and steps_run < spec.num_steps and not self._interrupt.requested:
-            logging.log_first_n(
-                logging.WARNING,
+        if spec.num_steps is not None and steps_run < spec.num_steps and id(spec) not in tally.short_evaluations:
+            tally.short_evaluations.add(id(spec))  # Once a run.
+            logging.warning(
                 "An eval dataset ended after %d of num_steps=%d batches; its metrics are those of %d batches.",
-                1,
                 steps_run,
                 spec.num_steps,
                 steps_run,
@@ -396,6 +401,7 @@ class _Tally:
         self._most_steps = {id(loop): 0 for loop in loops}
         self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
         self.newest: tuple[Any, int] | None = None
+        self.short_evaluations: set[int] = set()
 
     def count(self, loop: ActionLoop) -> int:
         """Counts the loop's last call; returns how many steps it ran."""

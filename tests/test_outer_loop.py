@@ -244,6 +244,31 @@ def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_l
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
 
 
+def test_ctrl_c_in_an_evaluation_writes_no_part_of_one(writer):
+    def interrupted(batches):
+        yield from batches[:3]
+        _thread.interrupt_main()
+        yield from batches[3:]
+
+    class Dataset:
+        def __iter__(self):
+            return interrupted(batches)
+
+    step, state, batches = examples.tiny_regression()
+    eval_loop = EvalLoop(step, end_actions=[actions.SummaryAction(writer)])
+    outer_loop = OuterLoop(TrainLoop(step), [eval_loop, eval_loop])
+    state, outputs = outer_loop(state, batches, 100, 10, eval_specs=[EvalSpec(Dataset()), EvalSpec(batches)])
+    assert int(state.step) == 10 and len(outputs["loss"]) == 10
+    assert writer.written == []
+
+
+def test_a_donated_state_is_refused():
+    step, state, batches = examples.tiny_regression()
+    OuterLoop(TrainLoop(step))(state, batches, 10)
+    with pytest.raises(ValueError, match=r"OuterLoop\(\.\.\.\) got a state that TrainLoop"):
+        OuterLoop(TrainLoop(step))(state, batches, 20)
+
+
 # Resuming --------------------------------------------------------------------------------------------
 
 
