@@ -45,6 +45,7 @@ class ActionLoop(StatLoop):
         self._begin_actions = ActionList(begin_actions, unit="loops")
         self._end_actions = ActionList(end_actions, unit="loops")
         self._loop_count = 0
+        self._flushes_actions = True
         # What each end action has not seen yet.
         self._unseen = [metrics.LoopOutputs() for _ in self._end_actions.actions]
 
@@ -72,7 +73,21 @@ class ActionLoop(StatLoop):
     def loop_count(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
+        if value != self._loop_count:  # What the actions have not seen yet belongs to another run.
+            self._unseen = [metrics.LoopOutputs() for _ in self.end_actions]
         self._loop_count = value
+
+    @property
+    def flushes_actions(self) -> bool:
+        """Whether the end of a call waits for what its actions have begun, such as an asynchronous save.
+
+        True for a loop on its own; an `OuterLoop` sets it to False, and closes the actions when the run ends.
+        """
+        return self._flushes_actions
+
+    @flushes_actions.setter
+    def flushes_actions(self, value: bool) -> None:
+        self._flushes_actions = value
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         state, iterator = super().begin(state, dataset)
@@ -83,13 +98,15 @@ class ActionLoop(StatLoop):
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state, outputs = super().end(state, outputs)
-        if not self.num_examples:
-            return state, outputs  # The dataset had ended before: this was no loop.
-        for index in range(len(self.end_actions)):
+        for index, action in enumerate(self.end_actions):
+            if not action.uses_outputs:
+                self._unseen[index] = metrics.LoopOutputs()
             self._unseen[index].extend(metrics.LoopOutputs(outputs, self.num_examples))
             if self._end_actions.is_due(index, self._loop_count + 1):
                 seen, self._unseen[index] = self._unseen[index], metrics.LoopOutputs()
                 self._end_actions.call(index, state, seen, self.step_num)
+                if self._flushes_actions:
+                    action.flush()
                 if types.STOP_LOOP in seen:
                     outputs[types.STOP_LOOP] = seen[types.STOP_LOOP]
         self._loop_count += 1

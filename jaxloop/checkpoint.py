@@ -119,7 +119,7 @@ class CheckpointWriter:
                 step,
             )
             return False
-        return self._manager.save(step, args=ocp.args.PyTreeSave(_storable(state)))
+        return self._manager.save(step, args=ocp.args.PyTreeSave(_storable(checks.adopt(state))))
 
     def wait(self) -> None:
         """Waits until what was saved is committed; raises what went wrong."""

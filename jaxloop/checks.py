@@ -75,13 +75,18 @@ def check_alive(state: Any, caller: str) -> None:
 
 
 def adopt(state: Any) -> Any:
-    """The state with `step` as an int32 array, where it came as a Python int."""
+    """The state with its Python and NumPy leaves, such as a `step` that Flax made, as JAX arrays."""
     step = getattr(state, "step", None)
-    if step is None or isinstance(step, jax.Array | np.ndarray | np.generic):
-        return state
-    if isinstance(step, bool) or not isinstance(step, int):
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer | np.ndarray | jax.Array)):
         raise TypeError(f"state.step must be an integer scalar, the number of completed updates, got {step!r}.")
-    return state.replace(step=jnp.asarray(step, jnp.int32))
+    return jax.tree.map(_as_array, state)
+
+
+def _as_array(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    # With a dtype of its own, for a weak type would compile the step once more.
+    return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
 
 
 # Batches ---------------------------------------------------------------------------------------------
@@ -128,9 +133,9 @@ def num_examples(batch: Any) -> int | None:
     """
     found = None
     for leaf in batch.values() if type(batch) is dict else jax.tree.leaves(batch):
-        shape = getattr(leaf, "shape", None)
+        shape: Any = () if isinstance(leaf, int | float) else getattr(leaf, "shape", None)
         if shape is None:
-            # A nested dict, say, or a list of numbers: look at the leaves.
+            # A nested dict, say: look at its leaves.
             return num_examples(jax.tree.leaves(batch)) if type(batch) is dict else None
         if len(shape):
             if found is not None and found != shape[0]:
@@ -142,14 +147,16 @@ def num_examples(batch: Any) -> int | None:
 # What a step returns ---------------------------------------------------------------------------------
 
 
+def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
+    """Returns the pair that a hook returned; raises where it returned something else."""
+    if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
+        raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
+    return result
+
+
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
     """Returns `(state, outputs)`; raises where a hook returned something else."""
-    if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
-        raise TypeError(
-            f"{hook} must return (state, outputs), got {_describe_result(result)}. "
-            "Write `return state, {'loss': loss}`, or `return state, None` without outputs."
-        )
-    state, outputs = result
+    state, outputs = check_pair(result, hook, "(state, outputs)")
     check_outputs(outputs, hook)
     return state, outputs
 

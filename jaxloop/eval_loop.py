@@ -43,6 +43,7 @@ class EvalLoop(ActionLoop):
     ):
         super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
         self._endless_after = endless_after
+        self._is_bounded = False
 
     def __call__(
         self,
@@ -61,19 +62,19 @@ class EvalLoop(ActionLoop):
         return state, outputs
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
-        return super().run(state, self._watched(dataset) if num_steps is None else dataset, num_steps)
+        self._is_bounded = num_steps is not None
+        return super().run(state, dataset, num_steps)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Part of an evaluation is none: no action shall take its means for those of the dataset.
         return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
-    def _watched(self, dataset: Iterator[types.Batch]) -> Iterator[types.Batch]:
-        for number, batch in enumerate(dataset):
-            if number == self._endless_after:
-                logging.warning(
-                    "The evaluation by %r has run %d steps, and its dataset has not ended. If it repeats without end, "
-                    "set num_steps in its EvalSpec, or leave out .repeat().",
-                    self.step,
-                    number,
-                )
-            yield batch
+    def _get_next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
+        if not self._is_bounded and len(self.num_examples) == self._endless_after:
+            logging.warning(
+                "The evaluation by %r has run %d steps, and its dataset has not ended. If it repeats without end, "
+                "set num_steps in its EvalSpec, or leave out .repeat().",
+                self.step,
+                self._endless_after,
+            )
+        return super()._get_next_batch(dataset)

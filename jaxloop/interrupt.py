@@ -2,13 +2,18 @@
 
 import signal
 import threading
+import time
 from typing import Any
 
 from absl import logging
 
+_SECOND_WITHIN_SECS = 2.0
+
 
 class Interruptible:
     """While it is open, Ctrl-C sets `requested` instead of raising in the middle of a step.
+
+    A second Ctrl-C, while it is open or soon after the first, raises `KeyboardInterrupt` as usual.
 
     Nested ones share the outermost one's answer, so an `OuterLoop` and its loops agree. Outside the main thread,
     or where the program has a SIGINT handler of its own, it changes nothing and is never requested.
@@ -21,6 +26,7 @@ class Interruptible:
 
     def __init__(self):
         self._outer: Interruptible | None = None
+        self._last_time = float("-inf")
         self._installed = False
         self._requested = False
 
@@ -47,7 +53,9 @@ class Interruptible:
             self._installed = False
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        if self._requested:
+        # A program may repeat a short run, and swallow one request after the other.
+        is_second = self._requested or time.monotonic() - self._last_time < _SECOND_WITHIN_SECS
+        self._requested, self._last_time = True, time.monotonic()
+        if is_second:
             raise KeyboardInterrupt
-        self._requested = True
         logging.warning("Interrupted: the run ends after this step. Press Ctrl-C again to end it at once.")

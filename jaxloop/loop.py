@@ -54,7 +54,10 @@ class Loop:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates (`state.step`) as of the last step, counted on the host."""
+        """The number of completed updates (`state.step`) as of the last step, counted on the host.
+
+        For a state without `step`, the number of steps that this loop has run.
+        """
         return self._step_num
 
     @property
@@ -82,7 +85,10 @@ class Loop:
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs at most `num_steps` batches; a dataset that ends before ends the loop. So does Ctrl-C, after a step.
+        """Runs at most `num_steps` batches; a dataset that ends before ends the loop.
+
+        So does Ctrl-C, after the step in flight; then `outputs[STOP_LOOP]` is True. A second one within two seconds
+        raises `KeyboardInterrupt`. Of a dataset without a batch comes an empty dict, and `end` is not called.
 
         Args:
           state: the train state. It is donated, unless `return_state_from_step` is False.
@@ -112,14 +118,18 @@ class Loop:
                 state, dataset = self.begin(self._newest_state, dataset_iterator)
                 state, outputs = self.run(state, dataset, num_steps)
                 outputs = self._with_num_examples(outputs)
-                state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+                if self._num_examples:  # Else the dataset had ended before: there is nothing to end.
+                    state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
         except BaseException:
             self._rescued_state = self._newest_state if checks.is_alive(self._newest_state) else None
             raise
         finally:
             self._newest_state = None  # It is the caller's.
         self._known_step = getattr(state, "step", None)
-        return state, self._with_num_examples(outputs)
+        outputs = self._with_num_examples(outputs)
+        if self._was_interrupted:
+            outputs[types.STOP_LOOP] = True
+        return state, outputs
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Runs before the first step; returns the state and the iterator to draw batches from."""
@@ -151,6 +161,9 @@ class Loop:
                     break
             rest, merged = queue.drain()
         except BaseException as error:
+            if self._step.rescued_state is not None:  # Only what came after the update has failed.
+                self._newest_state = self._step.rescued_state
+                self._step_num += 1
             error.add_note(f"in {place}, after step {self._step_num}, in {self!r}")
             raise
         for arrived in rest:
@@ -194,7 +207,7 @@ class Loop:
     def _read_step_num(self, state: Any) -> int:
         count = getattr(state, "step", None)
         if count is None:
-            return 0
+            return self._step_num
         if count is not self._known_step:
             return int(metrics.fetch(count))
         return self._step_num  # Reading it would wait for the device.
@@ -202,6 +215,8 @@ class Loop:
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
     """The iterator of a dataset; raises a `TypeError` that says what to give where there is none."""
+    if hasattr(dataset, "__next__"):
+        return dataset
     if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
         raise TypeError(
             f"A dataset is an iterator of batches, or an iterable, got {checks.describe(dataset)}. Give, for example, "

@@ -62,7 +62,9 @@ class LoopOutputs(dict[str, Any]):
 
 
 def _is_small(value: Any) -> bool:
-    return _is_metric(value) or np.ndim(_value_of(value)) == 0
+    if isinstance(value, types.MetricWithMetadata):
+        return value.type in (types.MetricType.SCALAR, types.MetricType.TEXT)
+    return _is_metric(value) or np.ndim(value) == 0
 
 
 class OutputQueue:
@@ -81,6 +83,7 @@ class OutputQueue:
         self._newest: list[types.Output] = []
         self._copying: list[types.Output] = []
         self._merged: dict[str, Any] = {}
+        self._last_of_chunk: Any = None
 
     def push(self, outputs: types.Output, state: Any) -> Sequence[types.Output]:
         """Takes the outputs of the next step; returns those that have arrived, in order.
@@ -93,12 +96,15 @@ class OutputQueue:
         if len(self._newest) < self._chunk_size:
             return ()
         arrived = fetch(self._copying)
+        # Also where there was nothing to fetch, the devices shall not fall further behind.
+        wait(self._last_of_chunk)
+        self._last_of_chunk = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        if not self._last_of_chunk:
+            wait(state)
         self._copying, self._newest = self._set_metrics_aside(self._newest), []
         for leaf in jax.tree.leaves(self._copying):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        if not any(self._copying) and not self._merged:
-            wait(state)
         return arrived
 
     def drain(self) -> tuple[Sequence[types.Output], dict[str, Any]]:
@@ -159,16 +165,25 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     num_examples = getattr(outputs, "num_examples", ())
     for name, value in _reduced(outputs):
         values = value if isinstance(value, list) else [value]
-        if not all(map(_is_number, values)):
-            continue
-        weights = num_examples if isinstance(value, list) and len(num_examples) == len(values) else None
-        scalars[name] = float(np.average(np.asarray(values, np.float64), weights=weights))
+        present = [item for item in values if item is not None]
+        if present and all(map(_is_number, present)):
+            has_weights = isinstance(value, list) and len(num_examples) == len(values)
+            scalars[name] = _weighted_mean(values, num_examples if has_weights else [1] * len(values))
     return scalars
+
+
+def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
+    """The mean of the values that are not None; those of an empty batch, often NaN, have no weight."""
+    pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
+    if not pairs:
+        return float("nan")
+    present, numbers = zip(*pairs, strict=True)
+    return float(np.average(np.array(present, np.float64), weights=numbers))
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, np.generic):  # Among them bfloat16, which is no np.number.
-        return jnp.issubdtype(value.dtype, jnp.number) or value.dtype == np.bool_
+        return jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.kind in "iub"
     return isinstance(value, bool | int | float)
 
 

@@ -94,7 +94,10 @@ def _init_nnx(model_class, optimizer, base_prng, args, kwargs) -> types.TrainSta
 
 
 class NNXApply:
-    """The `apply_fn` of an NNX model: `apply_fn(params, batch_stats, collections)(inputs)`, as `graphdef.apply`.
+    """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
+
+    As `graphdef.apply`, and with `train=True` or `train=False` the model is in `model.train()` or `model.eval()` mode,
+    which turns dropout and batch statistics on or off. Without, it is as its constructor left it.
 
     jit hashes the state's static fields at each call, and a graphdef takes about a millisecond: so it is done once.
     """
@@ -103,9 +106,15 @@ class NNXApply:
         self.graphdef = graphdef
         self._hash = hash(graphdef)
 
-    def __call__(self, *states: Any) -> Callable[..., Any]:
+    def __call__(self, *states: Any, train: bool | None = None) -> Callable[..., Any]:
         # New variables, because inside a gradient NNX lets a model change only those that were made there.
-        return self.graphdef.apply(*jax.tree.map(lambda leaf: leaf, states))
+        states = jax.tree.map(lambda leaf: leaf, states)
+        if train is None:
+            return self.graphdef.apply(*states)
+        model = nnx.merge(self.graphdef, *states)
+        model.train() if train else model.eval()
+        graphdef, state = nnx.split(model)
+        return graphdef.apply(state)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, NNXApply) and self.graphdef == other.graphdef)

@@ -126,6 +126,10 @@ class OuterLoop:
         eval_loops: Sequence[ActionLoop] | None = None,
         checkpoint_spec: CheckpointSpec | None = None,
     ):
+        if isinstance(eval_loops, ActionLoop):
+            raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
+        if checkpoint_spec is not None and not isinstance(checkpoint_spec, CheckpointSpec):
+            raise TypeError(f"checkpoint_spec must be a CheckpointSpec, got {checkpoint_spec!r}.")
         self._train_loop = train_loop
         self._eval_loops = tuple(eval_loops or ())
         self._checkpoint_spec = checkpoint_spec
@@ -177,6 +181,8 @@ class OuterLoop:
         checks.check_alive(state, "OuterLoop(...)")
         tally = _Tally(self._loops)
         self._rescued_state = None
+        for loop in self._loops:
+            loop.flushes_actions = False  # They are closed here, however the run ends.
         try:
             with self._interrupt:
                 if self._train_loop is not None:
@@ -199,7 +205,10 @@ class OuterLoop:
             self._close_actions(raise_errors=False)
             raise
         self._close_actions(raise_errors=True)
-        tally.report_what_never_ran(eval_specs)
+        if not self._interrupt.requested:
+            tally.report_what_never_ran(eval_specs)
+            if self._train_loop is None and outputs is None:
+                logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
         if self._train_loop is not None and self._checkpoint_spec is not None and not self._interrupt.requested:
             # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
             (checkpoint.prepare_directory(self._checkpoint_spec.checkpoint_dir) / STOPPED_FILE).touch()
@@ -234,16 +243,17 @@ class OuterLoop:
             state = self._resume(train_loop, state, self._checkpoint_spec)
         step_num = _step_num(state)
         _check_no_newer_checkpoints(train_loop, step_num)
-        if loop_steps is not None and train_loop.loop_count == 0:
-            train_loop.loop_count = step_num // loop_steps  # Intervals go on where an earlier run left off.
+        if loop_steps is not None:
+            self._set_loop_counts(step_num // loop_steps, eval_specs)
         if total_steps is not None and step_num >= total_steps:
             logging.warning("Nothing is left to train: step %d of train_total_steps=%d.", step_num, total_steps)
         elif log_total_steps:
             logging.info("Training from step %d to %s.", step_num, total_steps or "the end of the dataset")
-        tally.newest = (state, step_num)
+        tally.newest, tally.has_begun = (state, step_num), True
         outputs = None
         while total_steps is None or step_num < total_steps:
             num_steps = _steps_of_next_loop(step_num, total_steps, loop_steps)
+            tally.newest = None  # While the train loop runs, it knows better.
             state, loop_outputs = train_loop(state, dataset, num_steps)
             steps_run = tally.count(train_loop)
             step_num += steps_run
@@ -259,18 +269,30 @@ class OuterLoop:
                     break
             if self._interrupt.requested:
                 logging.warning("Ended by Ctrl-C. The state of step %d is returned.", step_num)
+                self._save_now(state, step_num)
                 break
             if num_steps is None or steps_run < num_steps:
                 self._report_end_of_data(step_num, total_steps)
                 break
         return state, outputs
 
+    def _set_loop_counts(self, train_loops: int, eval_specs: Sequence[EvalSpec]) -> None:
+        """Has intervals go on where an earlier run, in this process or another, left off."""
+        self._train_loop.loop_count = train_loops  # pyright: ignore[reportOptionalMemberAccess]
+        for loop, spec in zip(self._eval_loops, eval_specs, strict=True):
+            if spec.should_eval_fn is None:
+                loop.loop_count = train_loops // (spec.eval_loop_interval or 1)
+
     def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> Any:
         # Now rather than after hours of training, when STOPPED is written.
         checkpoint.prepare_directory(spec.checkpoint_dir)
-        state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
-        if checkpoint.all_steps(spec.checkpoint_dir):
-            logging.info("Resumed at step %d from %s.", _step_num(state), spec.checkpoint_dir)
+        step_num, saved = _step_num(state), checkpoint.all_steps(spec.checkpoint_dir)
+        if saved and saved[-1] < step_num:
+            logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
+        else:
+            state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
+            if saved:
+                logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
         (epath.Path(spec.checkpoint_dir) / STOPPED_FILE).unlink(missing_ok=True)
         return state
@@ -362,24 +384,28 @@ class OuterLoop:
 
     def _rescue_state(self, tally: "_Tally", save: bool) -> None:
         """Keeps, and saves, the state as of the last whole step before an exception."""
-        if self._train_loop is None or tally.newest is None:
+        if self._train_loop is None or not tally.has_begun:
             return
-        state, step_num = tally.newest
-        if not checks.is_alive(state):
-            state, step_num = self._train_loop.rescued_state, self._train_loop.step_num
+        state, step_num = tally.newest or (self._train_loop.rescued_state, self._train_loop.step_num)
         self._rescued_state = state
         if state is None:
-            logging.error("The failing step had taken over the state of step %d: it is lost.", step_num)
-            return
-        for action in _unique_actions([self._train_loop]) if save else ():
+            logging.error("The step that failed had consumed the state of step %d: it is lost.", step_num)
+        elif save:
+            self._save_now(state, step_num)
+
+    def _save_now(self, state: Any, step_num: int) -> None:
+        """Has the train loop's `CheckpointAction`s save a state for which their interval has not come."""
+        for action in _unique_actions(self._loops[:1]):
             if isinstance(action, CheckpointAction) and step_num not in checkpoint.all_steps(action.directory):
                 try:
-                    action.save(step_num, state, None)
-                    logging.info("%r saved the state of step %d.", action, step_num)
+                    if action.save(step_num, state, None):
+                        logging.info("%r saves the state of step %d.", action, step_num)
                 except Exception:
                     logging.exception("%r could not save the state of step %d.", action, step_num)
 
     def _close_actions(self, raise_errors: bool) -> None:
+        for loop in self._loops:
+            loop.flushes_actions = True
         errors = []
         for action in _unique_actions(self._loops):
             try:
@@ -401,6 +427,7 @@ class _Tally:
         self._most_steps = {id(loop): 0 for loop in loops}
         self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
         self.newest: tuple[Any, int] | None = None
+        self.has_begun = False
         self.short_evaluations: set[int] = set()
 
     def count(self, loop: ActionLoop) -> int:
@@ -412,10 +439,13 @@ class _Tally:
 
     def report_what_never_ran(self, eval_specs: Sequence[EvalSpec]) -> None:
         """Says in one warning which actions and evaluations never came to run, and why."""
-        lines = []
+        lines, told = [], set()
         for loop in self._loops:
             runs, most_steps = self._runs[id(loop)], self._most_steps[id(loop)]
             for each in loop.action_lists if runs else ():
+                if id(each) in told:  # Of a step that two loops share.
+                    continue
+                told.add(id(each))
                 happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
                 for action, calls, before in zip(each.actions, each.calls, self._calls_before[id(each)], strict=True):
                     if calls == before:

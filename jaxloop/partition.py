@@ -48,7 +48,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def place_state(self, state: Any) -> Any:
-        """Moves a state that was made elsewhere to where this partitioner keeps it."""
+        """Moves a state that was made elsewhere to where this partitioner keeps it. By default leaves it to jit."""
         return state
 
     @abc.abstractmethod
@@ -57,7 +57,8 @@ class Partitioner(abc.ABC):
 
         Args:
           fn: a pure function.
-          **jit_kwargs: arguments of `jax.jit`, which replace the partitioner's own.
+          **jit_kwargs: arguments of `jax.jit`, which must replace the partitioner's own, as in
+            `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`: an evaluation gives `donate_argnums=()`.
         """
 
 
@@ -217,7 +218,13 @@ class SPMDPartitioner(MeshPartitioner):
                 # Each of the two leaves the other's annotations alone.
                 specs = nnx.get_partition_spec(annotated)
                 specs = nn.get_partition_spec(annotated) if _has_boxes(annotated) else specs
-                self._sharding = jax.tree.map(self._sharding_of, specs, is_leaf=is_spec)
+                sharding = jax.tree.map(self._sharding_of, specs, is_leaf=is_spec)
+                if self._sharding is not None and jax.tree.structure(sharding) != jax.tree.structure(self._sharding):
+                    raise ValueError(
+                        "This SPMDPartitioner holds the layout of another state already: initialize one model, with "
+                        "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
+                    )
+                self._sharding = sharding
                 return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
 
         return sharded_init

@@ -95,8 +95,10 @@ class StatLoop(Loop):
         steps = len(self.num_examples)
         examples = steps * self._global_batch_size if self._global_batch_size else sum(self.num_examples)
         num_params = self.step.num_params
+        if num_params is None and hasattr(state, "params"):
+            num_params = self.step.compute_num_params(state)
         return {
-            STAT_NUM_PARAMS: self.step.compute_num_params(state) if num_params is None else num_params,
+            STAT_NUM_PARAMS: num_params,
             STAT_NUM_FLOPS: self.step.num_flops,
             STAT_INIT_TIME: self._init_time,
             STAT_BEGIN_TIME: self._begin_time,

@@ -1,10 +1,12 @@
 """What happens to one batch."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from absl import logging
 from etils import epath
@@ -74,8 +76,9 @@ class Step:
         end_actions: Sequence[Action] | None = None,
         **nnx_model_kwargs: Any,
     ):
-        known = [name for name in inspect.signature(Step.__init__).parameters if name != "self"][:-1]
-        models.check_model(model, nnx_model_args, nnx_model_kwargs, known)
+        models.check_model(model, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
+        if not isinstance(partitioner, partition.Partitioner):
+            raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
         self._base_prng = base_prng
         self._model = model
         self._optimizer = optimizer
@@ -89,7 +92,8 @@ class Step:
         self._jit_kwargs: dict[str, Any] = {}
         self._compiled_run: Callable[..., Any] | None = None
         self._compiled_evaluation: Callable[..., Any] | None = None
-        self._known_step: Any = None  # `state.step` of the newest state that was checked, or made here.
+        self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
+        self._rescued_state: Any = None
         self._num_params: int | None = None
         self._num_flops: float | None = None
 
@@ -197,10 +201,12 @@ class Step:
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
         """The floating-point operations of one `run`, as XLA counts them before it optimizes; None if it doesn't say.
 
-        Traces `run`, without running it. The state stays usable.
+        Traces `run` on the batch as the hooks before it leave it, without running it. The state stays usable.
         """
-        state, batch = self.begin(state, self.preprocess_batch(batch))
-        costs = jax.jit(self._checked_run).lower(state, self.shard_batch(batch)).cost_analysis()
+        if self._compiled_run is None:
+            self.compile()
+        state, batch = self.begin(self.prepare_state(state), self.preprocess_batch(batch))
+        costs = self._compiled_run.lower(state, self._shard_short_batch(batch)).cost_analysis()  # pyright: ignore
         self._num_flops = (costs or {}).get("flops")
         return self._num_flops
 
@@ -215,7 +221,7 @@ class Step:
         self._compiled_run = self._partitioner.partition(self._checked_run, **jit_kwargs)
         self._compiled_evaluation = None
 
-    def prng_key(self, step: Any) -> types.PRNGType:
+    def prng_key(self, step: Any) -> Any:
         """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
 
         >>> from flax import linen as nn
@@ -230,19 +236,18 @@ class Step:
         return self._partitioner.shard_batch(batch) if self._should_shard_batch else batch
 
     def prepare_state(self, state: Any) -> Any:
-        """Returns the state as `run` takes it: on the partitioner's devices, with an array for its step.
+        """Returns the state as `run` takes it: on the partitioner's devices, and all arrays.
 
-        Loops do this once; states that this step has made or seen pass through.
+        The state that this step returned or prepared last passes through.
 
         Raises:
-          ValueError: the state was donated to an earlier call.
+          ValueError: the state was donated to an earlier call. (Its use would end the process, on several CPUs.)
         """
-        count = getattr(state, "step", None)
-        if isinstance(count, jax.Array) and count is self._known_step and not count.is_deleted():
+        if self._is_known(state):
             return state
         checks.check_alive(state, repr(self))
         state = self._partitioner.place_state(checks.adopt(state))
-        self._known_step = getattr(state, "step", None)
+        self._remember(state)
         return state
 
     def step(
@@ -258,22 +263,26 @@ class Step:
 
         Returns:
           `(state, outputs)`, the outputs still on the devices.
+
+        Raises:
+          Whatever a hook or an action raises. Where `run` had returned before, its state is in `rescued_state`.
         """
         if self._compiled_run is None:
             self.compile()
-        given = state
+        given, self._rescued_state = state, None
         state = self.prepare_state(state)
         if log_num_flops and self._num_flops is None:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         state, batch = self._begin(state, batch, per_loop_step_number)
-        try:
-            state, outputs = self._compiled_run(state, self.shard_batch(batch))  # pyright: ignore[reportOptionalCall]
-        except (TypeError, ValueError):
-            checks.check_batch(batch)
-            raise
+        state, outputs = self._dispatch(self._compiled_run, self.shard_batch, state, batch)
         checks.mark_taken(given, f"{type(self).__name__}.step")
-        self._known_step = getattr(state, "step", None)
-        return self._end(state, outputs, per_loop_step_number)
+        try:
+            state, outputs = self._end(state, outputs, per_loop_step_number)
+        except BaseException:
+            self._rescued_state = state
+            raise
+        self._remember(state)
+        return state, outputs
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
         """Takes one batch through the hooks for its outputs alone: the state stays as it is, and usable.
@@ -282,32 +291,53 @@ class Step:
         """
         if self._compiled_evaluation is None:
             # The state is not donated, and what `run` makes of it is never computed.
-            jit_kwargs = {"donate_argnums": (), "out_shardings": None, **self._jit_kwargs}
+            kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
+            jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": None}
             self._compiled_evaluation = self._partitioner.partition(self._checked_outputs, **jit_kwargs)
         state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number)
+        outputs = self._dispatch(self._compiled_evaluation, self._shard_short_batch, state, batch)
+        return self._end(state, outputs, per_loop_step_number)[1]
+
+    def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
+        return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
+
+    def _is_known(self, state: Any) -> bool:
+        known = self._known_state is not None and self._known_state() is state
+        # Another step may have taken it over since.
+        return known and not state.step.is_deleted()
+
+    def _remember(self, state: Any) -> None:
+        # By the object: `state.replace(...)` makes a new one, which may hold a leaf that was donated.
+        has_step = isinstance(getattr(state, "step", None), jax.Array)
+        self._known_state = weakref.ref(state) if has_step else None
+
+    def _begin(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Batch]:
+        result = self.begin(state, self.preprocess_batch(batch))
+        new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
+        if new_state is not state:
+            new_state = self.prepare_state(new_state)
+        self._call_actions(self._begin_actions, new_state, None, number)
+        return new_state, batch
+
+    def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: types.Batch) -> Any:
         try:
-            if self._should_shard_batch:
-                batch = self._partitioner.shard_short_batch(batch)
-            outputs = self._compiled_evaluation(state, batch)
+            return compiled(state, shard(batch))
         except (TypeError, ValueError):
             checks.check_batch(batch)
             raise
-        return self._end(state, outputs, per_loop_step_number)[1]
-
-    def _begin(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Batch]:
-        state, batch = self.begin(state, self.preprocess_batch(batch))
-        self._call_actions(self._begin_actions, state, None, number)
-        return state, batch
 
     def _end(self, state: Any, outputs: types.Output, number: int) -> tuple[Any, types.Output]:
-        state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+        if type(self).end is not Step.end:
+            result = self.end(state, outputs)
+            state, outputs = checks.check_result(result, f"{type(self).__name__}.end")
+            outputs = _copy_what_is_donated(outputs, state)
         self._call_actions(self._end_actions, state, outputs, number)
         return state, outputs
 
     def _call_actions(self, actions: ActionList, state: Any, outputs: types.Output, number: int) -> None:
         for index in range(len(actions.actions)):
             if actions.is_due(index, number + 1):
-                actions.call(index, state, outputs, int(metrics.fetch(state.step)))
+                actions.call(index, state, outputs, int(metrics.fetch(getattr(state, "step", 0))))
 
     def _checked_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         hook = f"{type(self).__name__}.run"
@@ -346,6 +376,11 @@ class Step:
         return self._base_prng
 
     @property
+    def rescued_state(self) -> Any:
+        """The state that `run` returned, where `end` or an end action raised in the last call of `step`; else None."""
+        return self._rescued_state
+
+    @property
     def num_params(self) -> int | None:
         """The number of parameters; None before `initialize_model`."""
         return self._num_params
@@ -369,3 +404,16 @@ class Step:
     def action_lists(self) -> Sequence[ActionList]:
         """Both, and how often each action has been called."""
         return (self._begin_actions, self._end_actions)
+
+
+_OPTIONS = [
+    parameter.name
+    for parameter in inspect.signature(Step).parameters.values()
+    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+]
+
+
+def _copy_what_is_donated(outputs: types.Output, state: Any) -> types.Output:
+    """Copies the outputs that are leaves of the state: they are read later, when the next step has taken it over."""
+    donated = {id(leaf) for leaf in jax.tree.leaves(state)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)

@@ -1,9 +1,13 @@
 """A loop that trains."""
 
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.action import Action
+from jaxloop.step import Step
 
 
 class TrainLoop(ActionLoop):
@@ -17,11 +21,22 @@ class TrainLoop(ActionLoop):
     (100, True)
     """
 
-    _count_is_checked = False
+    def __init__(
+        self,
+        step: Step,
+        stat_names: Sequence[str] | None = None,
+        begin_actions: Sequence[Action] | None = None,
+        end_actions: Sequence[Action] | None = None,
+        global_batch_size: int | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
+        self._count_is_checked = False
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Once is enough, and costs nothing now that the outputs have been read.
-        if not self._count_is_checked and self.num_examples and hasattr(state, "step"):
+        if not self._count_is_checked and hasattr(state, "step"):
             self._check_count(int(metrics.fetch(state.step)))
             self._count_is_checked = True
         return super().end(state, outputs)

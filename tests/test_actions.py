@@ -69,6 +69,34 @@ def test_each_kind_goes_to_the_writers_method_of_its_kind(writer):
     assert {call[1] for call in writer.written} == {7} and writer.flushes == 1
 
 
+def test_what_can_not_be_written_is_said_once(writer, warnings_logged):
+    summary = actions.SummaryAction(writer)
+    for step_num in range(2):
+        outputs = {"nested": [{"a": 1.0}], "vector": [MetricWithMetadata(np.zeros(3))], "none": [None], "loss": [1.0]}
+        summary(None, outputs, step_num=step_num)
+    assert [text.split(":")[0] for text in warnings_logged()] == [
+        "SummaryAction does not write the output 'nested'",
+        "SummaryAction does not write the output 'vector'",
+    ]
+
+
+def test_what_is_no_writer_is_refused():
+    with pytest.raises(TypeError, match=r"got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
+        actions.SummaryAction("runs")
+
+
+def test_a_loop_on_its_own_commits_its_checkpoints(tmp_path):
+    program = (
+        "import sys, jaxloop; from jaxloop import examples; step, state, batches = examples.tiny_regression()\n"
+        "loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(sys.argv[1])])\n"
+        "for _ in range(3): state, _ = loop(state, batches, 5)"
+    )
+    run = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    assert checkpoint.all_steps(tmp_path) == [5, 10, 15]
+    assert not list(tmp_path.glob("*tmp*"))
+
+
 def test_audio_needs_a_sample_rate(writer):
     outputs = {"sound": [MetricWithMetadata(np.zeros([1, 9, 1]), MetricType.AUDIO)]}
     with pytest.raises(

@@ -91,6 +91,14 @@ def test_what_plain_orbax_and_plain_flax_wrote_is_read(tmp_path):
     np.testing.assert_array_equal(restored.params["kernel"], params["kernel"])
 
 
+def test_python_and_numpy_leaves_of_a_state_are_restored(tmp_path):
+    step, state, _ = examples.tiny_regression()
+    odd = state.replace(step=np.int32(7), batch_stats={"scale": 0.5})
+    save(tmp_path, (7, odd))
+    restored = step.restore_model(odd.replace(step=0, batch_stats={"scale": 1.0}), tmp_path)
+    assert int(restored.step) == 7 and float(restored.batch_stats["scale"]) == 0.5
+
+
 def test_another_model_is_refused_leaf_by_leaf(tmp_path):
     save(tmp_path, (3, Step(jax.random.key(0), nn.Dense(2), optax.sgd(0.1, momentum=0.9)).initialize_model([1, 3])))
     other = Step(jax.random.key(0), nn.Dense(4, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16), optax.sgd(0.1))

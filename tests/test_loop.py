@@ -5,12 +5,11 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from clu import metrics as clu_metrics
 from flax import linen as nn
 
-from jaxloop import examples, metrics
-from jaxloop.action_loop import ActionLoop
+from jaxloop import actions, examples, metrics, partition, types
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -238,17 +237,111 @@ def test_a_train_step_must_count():
         loop(step.initialize_model([1, 3]), [{"x": np.ones(3)}] * 3)
 
 
-def test_outputs_differ_from_step_to_step_as_end_likes():
-    class Sometimes(Step):
+class Counts(Step):
+    """Counts its steps; what it puts out is for subclasses to say."""
+
+    def run(self, state, batch):
+        return state.replace(step=state.step + 1), {"loss": batch["x"].mean()}
+
+
+def counting_loop(step_class, loop_class=Loop, num_steps=100, devices=None):
+    partitioner = devices or partition.SingleDevicePartitioner()
+    step = step_class(jax.random.key(0), nn.Dense(1), partitioner=partitioner)
+    dataset = [{"x": np.full([8, 1], i, np.float32)} for i in range(num_steps)]
+    return loop_class(step)(step.initialize_model([1, 1]), dataset)
+
+
+def test_outputs_may_differ_from_step_to_step():
+    class Sometimes(Counts):
+        def end(self, state, outputs):
+            return state, outputs if int(state.step) % 2 else None
+
+    _, outputs = counting_loop(Sometimes, num_steps=6)
+    assert outputs["loss"] == [0, 2, 4]
+
+
+def test_an_output_that_is_a_leaf_of_the_state_is_read_before_it_is_donated():
+    class Leaves(Counts):
+        def end(self, state, outputs):
+            return state, {"step": state.step, "bias": state.params["bias"]}
+
+    _, outputs = counting_loop(Leaves)
+    assert outputs["step"] == list(range(1, 101))
+
+
+@pytest.mark.parametrize("kind", ["scalars", "metrics", "host values", "nothing"])
+@pytest.mark.parametrize(("devices", "chunk"), [(1, 32), (8, 4)])
+def test_the_host_is_never_more_than_two_chunks_ahead(kind, devices, chunk, monkeypatch, data_parallel):
+    """Whatever a step puts out: once in each chunk the loop waits for the chunk before."""
+
+    class Kind(Counts):
         def run(self, state, batch):
-            return state.apply_gradients(grads=state.params), {"loss": batch["x"].mean()}
+            state, outputs = super().run(state, batch)
+            average = clu_metrics.Average.from_model_output(outputs["loss"])
+            return state, {"scalars": outputs, "metrics": {"mean": average}}.get(kind)
 
         def end(self, state, outputs):
-            return state, {**outputs, "text": "note"} if self.prng_key(0) is None else outputs
+            return state, {"note": 1} if kind == "host values" else outputs
 
-    step = Sometimes(jax.random.key(0), nn.Dense(1), optax.sgd(0.1))
-    _, outputs = ActionLoop(step, stat_names=[])(step.initialize_model([1, 3]), [{"x": np.ones(3, np.float32)}] * 3)
-    assert set(outputs) == {"loss"}
+    waits = []
+    wait = metrics.wait
+    monkeypatch.setattr(metrics, "wait", lambda tree: waits.append(bool(jax.tree.leaves(tree))) or wait(tree))
+    counting_loop(Kind, num_steps=160, devices=data_parallel(devices))
+    assert sum(waits) >= 160 / chunk - 1
+
+
+def test_a_state_of_any_form_is_trained():
+    class Plain(Step):
+        def run(self, state, batch):
+            return {"w": state["w"] + batch["x"].sum()}, {"w": state["w"]}
+
+    seen = []
+
+    class Note(actions.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            seen.append(step_num)
+
+    step = Plain(jax.random.key(0), nn.Dense(1))
+    loop = TrainLoop(step, end_actions=[Note()])
+    state = {"w": jnp.zeros(())}
+    for _ in range(2):
+        state, outputs = loop(state, [{"x": np.ones(3, np.float32)}] * 4)
+    assert float(state["w"]) == 24 and outputs["w"] == [12, 15, 18, 21] and seen == [4, 8]
+
+
+def test_end_is_not_called_without_a_step():
+    class Last(TrainLoop):
+        def end(self, state, outputs):
+            return super().end(state, {**outputs, "last": outputs["loss"][-1]})
+
+    _, outputs = counting_loop(Counts, Last, num_steps=0)
+    assert outputs == {}
+
+
+def test_repeated_ctrl_c_gets_out_of_a_loop_of_loops():
+    def interrupted():
+        for _ in range(3):
+            _thread.interrupt_main()
+            yield {"x": np.ones([8, 1], np.float32)}
+
+    step = Counts(jax.random.key(0), nn.Dense(1))
+    loop, state = Loop(step), step.initialize_model([1, 1])
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(10):
+            state, outputs = loop(state, interrupted())
+            calls += 1
+            assert outputs[types.STOP_LOOP] is True and loop.was_interrupted
+    assert calls == 1
+
+
+def test_a_hook_that_returns_no_pair_is_refused():
+    class Wrong(Counts):
+        def begin(self, state, batch):
+            return batch
+
+    with pytest.raises(TypeError, match=r"Wrong.begin must return \(state, batch\), a pair, got dict"):
+        counting_loop(Wrong)
 
 
 def test_a_loop_takes_a_step():

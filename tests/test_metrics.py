@@ -86,6 +86,12 @@ def test_a_mean_is_weighted_by_examples():
     assert summarize(dict(outputs)) == {"loss": 3.0}  # A plain dict knows no weights.
 
 
+def test_steps_without_the_value_or_without_examples_have_no_weight():
+    outputs = LoopOutputs({"loss": [np.float32(1), None, np.float32(np.nan), np.float32(4)]}, [20, 30, 0, 10])
+    assert summarize(outputs) == {"loss": 2.0}
+    assert np.isnan(summarize(LoopOutputs({"loss": [1.0]}, [0]))["loss"])
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -142,3 +148,11 @@ def test_outputs_of_several_loops_are_joined_with_their_weights():
     seen.extend(LoopOutputs({"loss": [4.0], "images": [np.ones([1, 2, 2, 1])], "rate": 7.0}, num_examples=[20]))
     assert summarize(seen) == {"loss": 3.0, "rate": 7.0}
     assert len(seen["images"]) == 1  # Only the newest are kept.
+
+
+@pytest.mark.parametrize("kind", [MetricType.IMAGE, MetricType.HISTOGRAM, MetricType.AUDIO])
+def test_of_several_loops_only_the_newest_media_are_kept(kind):
+    seen = LoopOutputs()
+    for _ in range(4):
+        seen.extend(LoopOutputs({"x": [MetricWithMetadata(np.zeros([1, 2, 2, 1]), kind)] * 3}, num_examples=[1] * 3))
+    assert len(seen["x"]) == 3

@@ -112,6 +112,42 @@ def test_intervals_go_on_after_a_resume():
     assert run(100) == run(40, 100) == run(30, 100) == [30, 60, 90]
 
 
+def test_intervals_of_evaluations_go_on_after_a_resume():
+    def run(*totals):
+        note = Note(interval=2)
+        step, state, batches = examples.tiny_regression()
+        for total in totals:
+            outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step, end_actions=[note])])
+            state, _ = outer_loop(state, batches, total, 10, eval_specs=[EvalSpec(batches[:2])])
+        return note.noted
+
+    assert run(60) == run(30, 60) == [20, 40, 60]
+
+
+def test_a_second_run_with_the_same_objects_starts_its_intervals_anew(writer):
+    step, state, batches = examples.tiny_regression()
+    note = Note(interval=3)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, actions.SummaryAction(writer, interval=3)]))
+    for _ in range(2):
+        _, state, _ = examples.tiny_regression()
+        outer_loop(state, batches, 40, 10)
+    assert note.noted == [30, 30]
+    first, second = (value for _, value in writer.scalars("loss"))
+    assert first == second
+
+
+def test_a_dataset_that_ends_at_the_end_of_a_loop_ends_the_run_there(warnings_logged):
+    class Last(TrainLoop):
+        def end(self, state, outputs):
+            state, outputs = super().end(state, outputs)
+            return state, {**outputs, "last": outputs["loss"][-1]}
+
+    step, state, batches = examples.tiny_regression()
+    state, outputs = OuterLoop(Last(step))(state, batches[:20], 100, 10)
+    assert int(state.step) == 20 and outputs["last"] == outputs["loss"][-1]
+    assert "ended at step 20 of train_total_steps=100" in warnings_logged()[0]
+
+
 # Evaluation ------------------------------------------------------------------------------------------
 
 
@@ -183,6 +219,15 @@ def test_an_empty_eval_dataset_is_an_error(dataset, message, tmp_path):
     assert int(outer_loop.rescued_state.step) == 10
 
 
+def test_an_evaluation_that_nothing_let_run_is_said(tmp_path, warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    spec = EvalSpec(batches[:2], should_eval_fn=lambda context: False)
+    assert OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[spec]) == (state, None)
+    (tmp_path / "STOPPED").touch()
+    OuterLoop(None, [EvalLoop(step)], CheckpointSpec(tmp_path))(state, eval_specs=[EvalSpec(batches[:2])])
+    assert [text.split(":")[0] for text in warnings_logged()] == ["Nothing was evaluated"] * 2
+
+
 def test_an_eval_dataset_shorter_than_asked_for_is_said(warnings_logged):
     step, state, batches = examples.tiny_regression()
     OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5], num_steps=7)])
@@ -237,7 +282,8 @@ def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_l
     action = actions.CheckpointAction(tmp_path)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
     state, outputs = outer_loop(state, interrupted(batches), 100, 10)
-    assert int(state.step) == 25 and len(outputs["loss"]) == 5
+    assert int(state.step) == 25 and len(outputs["loss"]) == 5 and outputs[STOP_LOOP]
+    assert checkpoint.all_steps(tmp_path)[-1] == 25
     assert any("Ended by Ctrl-C. The state of step 25" in warning for warning in warnings_logged())
     assert not (tmp_path / "STOPPED").exists()
     state, _ = outer_loop(state, itertools.cycle(batches), 100, 10)
@@ -342,6 +388,43 @@ def test_an_exception_saves_the_last_whole_step_and_closes_everything(tmp_path, 
     assert not (tmp_path / "STOPPED").exists()
     state, _ = outer_loop(examples.tiny_regression()[1], batches[25:], 40, 10)
     assert int(state.step) == 40 and outer_loop.rescued_state is None
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_is_rescued_is_the_last_whole_step_also_after_a_save(devices, tmp_path, data_parallel):
+    """A save in the background may keep the buffers of an older state alive."""
+
+    def fails(batches):
+        yield from batches[:17]
+        raise OSError("the network is gone")
+
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(OSError, match="the network is gone"):
+        outer_loop(state, fails(batches), 100, 10)
+    assert int(outer_loop.rescued_state.step) == 17
+    assert checkpoint.all_steps(tmp_path) == [10, 17]
+
+
+def test_an_action_of_the_step_that_raises_loses_nothing(tmp_path):
+    step, state, batches = examples.tiny_regression(end_actions=[Note(fails_at=15)])
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
+    with pytest.raises(RuntimeError, match="the action failed"):
+        outer_loop(state, batches, 100, 10)
+    assert checkpoint.all_steps(tmp_path) == [10, 15]
+    assert int(outer_loop.rescued_state.step) == 15
+
+
+def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
+    step, state, batches = examples.tiny_regression()
+    train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=2)])
+    outer_loop = OuterLoop(train_loop, checkpoint_spec=CheckpointSpec(tmp_path))
+    iterator = iter(batches)
+    state, _ = outer_loop(state, iterator, 30, 10)
+    assert checkpoint.all_steps(tmp_path) == [20]
+    state, _ = outer_loop(state, iterator, 40, 10)
+    assert int(state.step) == 40 and len(list(iterator)) == 60
+    assert "Step 30 is past the newest checkpoint, of step 20: going on." in logs.messages
 
 
 def test_an_action_that_raises_loses_nothing(tmp_path):
@@ -480,6 +563,10 @@ def test_a_dataset_without_a_train_loop_is_refused():
         OuterLoop(eval_loops=[EvalLoop(step)])(state, batches, eval_specs=[EvalSpec(batches)])
     with pytest.raises(ValueError, match="it got neither"):
         OuterLoop()
+    with pytest.raises(TypeError, match=r"Write eval_loops=\[eval_loop\]"):
+        OuterLoop(TrainLoop(step), EvalLoop(step))
+    with pytest.raises(TypeError, match="checkpoint_spec must be a CheckpointSpec, got 'runs'"):
+        OuterLoop(TrainLoop(step), checkpoint_spec="runs")
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,14 @@ def test_spmd_lays_the_state_out_by_the_models_metadata(make_step):
     np.testing.assert_allclose(outputs["loss"], expected["loss"], rtol=1e-4)
 
 
+def test_one_spmd_partitioner_holds_one_layout():
+    partitioner = partition.SPMDPartitioner(TWO_AXES, "data")
+    linen_step(partitioner).initialize_model([1, 3])
+    linen_step(partitioner)
+    with pytest.raises(ValueError, match="holds the layout of another state already"):
+        LinenStep(jax.random.key(0), LinenTwoLayers(), partitioner=partitioner).initialize_model([1, 3])
+
+
 def test_a_sharding_constraint_needs_no_mesh_around_it():
     class Constrained(LinenStep):
         def run(self, state, batch):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxloop import examples, stat_loop
+from jaxloop import examples, metrics, stat_loop
 from jaxloop.stat_loop import StatLoop
 
 
@@ -28,6 +28,19 @@ def test_statistics_are_plain_numbers_of_the_loop():
     assert outputs[stat_loop.STAT_BEGIN_TIME] >= outputs[stat_loop.STAT_INIT_TIME] > 1.7e9
     assert set(outputs) == {"loss", *stat_loop.ALL_STATS}
     assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
+
+
+def test_times_are_taken_after_the_device_has_finished(monkeypatch):
+    """Without outputs to read, the loop waits for the state itself."""
+    waited = []
+    wait = metrics.wait
+    monkeypatch.setattr(metrics, "wait", lambda tree: waited.append(tree) or wait(tree))
+    tiny, state, batches = examples.tiny_regression()
+    step = type("Silent", (type(tiny),), {"end": lambda self, state, outputs: (state, None)})(
+        tiny.base_prng, tiny.model, tiny.optimizer
+    )
+    state, _ = StatLoop(step)(state, batches, num_steps=3)
+    assert waited[-1] is state
 
 
 def test_operations_are_counted_where_asked_for():

@@ -161,6 +161,20 @@ def test_an_nnx_model_trains_with_all_its_variables():
     assert int(state.collections["dropout"]["rngs"]["count"][...]) == 3
 
 
+def test_an_nnx_model_is_evaluated_in_its_eval_mode():
+    class Modes(NNXStep):
+        def run(self, state, batch):
+            apply = lambda train: state.apply_fn(state.params, state.batch_stats, state.collections, train=train)
+            return state, {"train": apply(True)(batch["x"])[0], "eval": apply(False)(batch["x"])[0]}
+
+    step = Modes(KEY, NNXNet, nnx_model_args=(4,))
+    state = step.initialize_model([1, 3])
+    outputs = step.evaluate(state, BATCH)
+    kernel = np.asarray(state.params["dense"]["kernel"][...])
+    np.testing.assert_allclose(outputs["eval"], BATCH["x"] @ kernel, rtol=1e-4)  # Fresh statistics change nothing.
+    assert np.sum(np.asarray(outputs["train"]) == 0) > 0  # Dropout.
+
+
 def test_two_initialisations_of_an_nnx_model_share_one_compilation():
     step = NNXStep(KEY, NNXNet, optax.sgd(0.1), nnx_model_args=(4,))
     traces = []
@@ -179,6 +193,7 @@ def test_two_initialisations_of_an_nnx_model_share_one_compilation():
         (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
         (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
         (nn.Dense, {}, TypeError, "must be a Linen module or an NNX module class"),
+        (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),
     ],
 )
 def test_a_model_and_its_arguments_must_belong_together(model, options, error, message):
@@ -194,6 +209,17 @@ def test_parameters_and_operations_are_counted(logs):
     state, _ = step.step(state, batches[0], log_num_flops=True)  # Counting did not use the state up.
     step.initialize_model([1, 3], log_num_params=True)
     assert "has 4 parameters" in logs.text
+
+
+def test_operations_are_counted_as_the_step_runs(data_parallel):
+    class Constrained(type(examples.tiny_regression()[0])):
+        def run(self, state, batch):
+            batch = {**batch, "x": jax.lax.with_sharding_constraint(batch["x"], jax.sharding.PartitionSpec("data"))}
+            return super().run(state, batch)
+
+    tiny, state, batches = examples.tiny_regression(partitioner=data_parallel(8))
+    step = Constrained(tiny.base_prng, tiny.model, tiny.optimizer, tiny.partitioner)
+    assert step.compute_num_flops(state, batches[0]) > 0
 
 
 def test_run_is_traced_once():
@@ -229,9 +255,35 @@ def test_a_step_that_is_no_integer_is_refused(count):
 def test_evaluating_leaves_the_state_usable_and_unchanged():
     step = make_step(lambda self, state, batch: (state.replace(params=jax.tree.map(jnp.zeros_like, state.params)), {}))
     state = step.initialize_model([1, 3])
-    before = jax.device_get(state.params)
+    before = jax.tree.map(np.array, state.params)  # Copies: a view would keep the buffers from being donated.
     assert step.evaluate(state, BATCH) == {}
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_arguments_of_jit_do_not_let_an_evaluation_donate(devices, data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+    step.compile(donate_argnums=(0,))
+    for _ in range(2):
+        step.evaluate(state, batches[0])
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_donated_leaf_in_a_new_state_is_refused(devices, data_parallel):
+    class Restores(type(examples.tiny_regression()[0])):
+        kept = None
+
+        def begin(self, state, batch):
+            return (state if self.kept is None else state.replace(params=self.kept)), batch
+
+    tiny, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
+    step = Restores(tiny.base_prng, tiny.model, tiny.optimizer, tiny.partitioner)
+    first, _ = step.step(state, batches[0])
+    with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were donated"):
+        step.step(first.replace(params=state.params), batches[0])
+    step.kept = state.params
+    with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were donated"):
+        step.step(first, batches[0])
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
@@ -290,7 +342,7 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda state: state, r"MadeStep.run must return \(state, outputs\), got TrainState"),
+        (lambda state: state, r"MadeStep.run must return \(state, outputs\), a pair, got TrainState"),
         (lambda state: [state, {}], "got list"),
         (lambda state: (state, {}, {}), "a tuple of 3"),
         (lambda state: (state, 1.0), "outputs as a dict with string keys or None, got float"),

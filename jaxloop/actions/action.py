@@ -23,6 +23,9 @@ class Action(abc.ABC):
     step 10: {'loss': [0.5]}
     """
 
+    uses_outputs = True
+    """Whether it reads the outputs. If not, a loop keeps none for it, and it gets those of the last loop."""
+
     def __init__(self, interval: int = 1):
         checks.check_positive(f"{type(self).__name__}.interval", interval)
         self._interval = interval
@@ -46,8 +49,12 @@ class Action(abc.ABC):
           **kwargs: `step_num`, the number of completed updates; more names may come.
         """
 
-    def close(self) -> None:  # noqa: B027 (to override, or not)
-        """Flushes and commits what is pending; called when a run ends, however it ends."""
+    def flush(self) -> None:  # noqa: B027 (to override, or not)
+        """Waits until what was begun is written. Called after each call by a loop on its own, without an OuterLoop."""
+
+    def close(self) -> None:
+        """Flushes, and lets resources go; called when an OuterLoop's run ends, however it ends."""
+        self.flush()
 
 
 class ActionList:

@@ -22,6 +22,8 @@ class CheckpointAction(Action):
       OSError: a directory that can't be written.
     """
 
+    uses_outputs = False
+
     def __init__(self, ckpt_manager: Any, interval: int = 1, *, keep: int | None = 3):
         super().__init__(interval)
         self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep)
@@ -38,9 +40,18 @@ class CheckpointAction(Action):
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         self.save(step_num, state, outputs)
 
-    def save(self, step: int, state: Any, outputs: types.Output) -> None:
-        """Saves a state now. The state stays usable; it is copied before this returns."""
-        self._writer.save(step, state)
+    def save(self, step: int, state: Any, outputs: types.Output) -> bool:
+        """Saves a state now, asynchronously. The state stays usable: it is copied before this returns.
+
+        Call `flush` or `close` before the program ends.
+
+        Returns:
+          Whether a save began: not for a step that is there already, nor where the manager's own policy says no.
+        """
+        return self._writer.save(step, state)
+
+    def flush(self) -> None:
+        self._writer.wait()
 
     def close(self) -> None:
         self._writer.close()

@@ -26,6 +26,11 @@ class SummaryAction(Action):
 
     def __init__(self, summary_writer: Any, interval: int = 1, flush_each_call: bool = False, *, prefix: str = ""):
         super().__init__(interval)
+        if not hasattr(summary_writer, "write_scalars"):
+            raise TypeError(
+                f"SummaryAction takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
+                "jaxloop.default_writer(workdir) makes one."
+            )
         self._writer = summary_writer
         self._flush_each_call = flush_each_call
         self._prefix = prefix
@@ -33,12 +38,13 @@ class SummaryAction(Action):
         self._last_written: tuple[int, set[str]] = (-1, set())
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
-        scalars = {f"{self._prefix}{name}": value for name, value in metrics.summarize(outputs).items()}
+        scalars, media = metrics.summarize(outputs), metrics.media(outputs)
         self._warn_of_rewrites(step_num, set(scalars))
         if scalars:
-            self._writer.write_scalars(step_num, scalars)
-        for name, metric in metrics.media(outputs).items():
+            self._writer.write_scalars(step_num, {f"{self._prefix}{name}": value for name, value in scalars.items()})
+        for name, metric in media.items():
             self._write_media(step_num, f"{self._prefix}{name}", metric.value, metric.type, metric.metadata or {})
+        self._warn_of_the_rest(outputs, {*scalars, *media, types.STOP_LOOP})
         if self._flush_each_call:
             self._writer.flush()
 
@@ -54,6 +60,13 @@ class SummaryAction(Action):
                 step,
             )
         self._last_written = (step, names)
+
+    def _warn_of_the_rest(self, outputs: types.Output, written: set[str]) -> None:
+        for name, value in (outputs or {}).items():
+            is_empty = value is None or (isinstance(value, list) and all(item is None for item in value))
+            # A Collection named `eval` is written as `eval/loss`, ...
+            if not is_empty and not any(each == name or each.startswith(f"{name}/") for each in written):
+                self._say_left_out(name, "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata")
 
     def _write_media(self, step: int, name: str, value: Any, kind: types.MetricType, metadata: Mapping) -> None:
         match kind:
@@ -74,9 +87,12 @@ class SummaryAction(Action):
                 buckets = {name: metadata["num_buckets"]} if "num_buckets" in metadata else None
                 self._writer.write_histograms(step, {name: value}, num_buckets=buckets)
             case _:
-                if name not in self._left_out:
-                    self._left_out.add(name)
-                    logging.info("SummaryAction leaves out %r, whose type is %s.", name, kind)
+                self._say_left_out(name, f"its type is {kind}")
 
-    def close(self) -> None:
+    def _say_left_out(self, name: str, reason: str) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            logging.warning("SummaryAction does not write the output %r: %s.", name, reason)
+
+    def flush(self) -> None:
         self._writer.flush()

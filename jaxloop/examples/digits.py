@@ -1,0 +1,225 @@
+"""Reads handwritten digits: a small CNN on scikit-learn's 1,797 scans, trained in half a minute on two CPU cores.
+
+    python -m jaxloop.examples.digits --workdir=runs/digits
+    tensorboard --logdir=runs/digits
+
+Run the first command again and it resumes: a run that was killed goes on from its newest checkpoint to the very same
+parameters, a finished one shows its result, and --train_steps=1200 trains it further. With --dataset=mnist
+--workdir=runs/mnist the same network reads the 70,000 digits of MNIST.
+"""
+
+import itertools
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from flax import linen as nn
+
+import jaxloop
+from jaxloop.stat_loop import STAT_STEPS_PER_SEC
+
+STEPS_PER_LOOP = 50  # After each loop: a test, a checkpoint, a summary, a new line of progress.
+
+
+class CNN(nn.Module):
+    """Two convolutions and two dense layers; takes images of any size."""
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        x = nn.relu(nn.Conv(32, (3, 3))(images))
+        x = nn.relu(nn.Conv(64, (3, 3))(x))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = x.reshape(x.shape[0], -1)
+        x = nn.Dropout(0.4, deterministic=not train)(x)
+        x = nn.relu(nn.Dense(128)(x))
+        x = nn.Dropout(0.4, deterministic=not train)(x)
+        return nn.Dense(10)(x)
+
+
+class ClassifierStep(jaxloop.Step):
+    """What happens to one batch of images and labels, in training and in testing."""
+
+    def run(self, state, batch):
+        if not self.train:
+            logits = state.apply_fn(state.variables, batch["image"], train=False)
+            return state, measure(logits, batch["label"])
+
+        # Keys are a pure function of the step, so a resumed run draws what the unbroken one would have drawn.
+        keys = self.prng_key(state.step)
+        images = shift_at_random(keys["shift"], batch["image"])
+
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, images, train=True, rngs=keys)
+            outputs = measure(logits, batch["label"])
+            return outputs["loss"], outputs
+
+        grads, outputs = jax.grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), outputs
+
+
+def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    """What a batch comes to; jaxloop weighs batches by their size when it takes the mean over many."""
+    return {
+        "loss": optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(),
+        "accuracy": jnp.mean(logits.argmax(-1) == labels),
+    }
+
+
+def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
+    """Moves each image by up to a pixel each way; otherwise so few scans would be learnt by heart."""
+    padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    corners = jax.random.randint(key, (len(images), 2), 0, 3)
+    crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
+    return jax.vmap(crop)(padded, corners)
+
+
+class Data(NamedTuple):
+    image_shape: tuple[int, ...]
+    train_batches: Callable[[int], Iterator[jaxloop.Batch]]  # Endless, from a given step on.
+    test_batches: Iterable[jaxloop.Batch]
+
+
+def load_digits(batch_size: int, seed: int) -> Data:
+    """The scans of 8x8 pixels that come with scikit-learn, the later half held out, as in its own example.
+
+    There a support vector machine reads 97% of that half.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError:
+        sys.exit("The digits come with scikit-learn, which is not installed: pip install scikit-learn")
+    images, labels = datasets.load_digits(return_X_y=True)
+    images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
+    num_train = len(images) // 2
+
+    # A pure function of the step too: the data need no state in the checkpoint.
+    def batch_of(step: int) -> jaxloop.Batch:
+        rows = np.random.default_rng((seed, step)).choice(num_train, batch_size, replace=False)
+        return {"image": images[rows], "label": labels[rows]}
+
+    test_batch = {"image": images[num_train:], "label": labels[num_train:]}
+    return Data((8, 8, 1), lambda first_step: map(batch_of, itertools.count(first_step)), [test_batch])
+
+
+def load_mnist(batch_size: int, seed: int) -> Data:
+    """MNIST through TensorFlow Datasets, which downloads it once."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        sys.exit("MNIST needs TensorFlow Datasets: pip install tensorflow-cpu tensorflow-datasets")
+
+    def load(split: str) -> Any:
+        examples: Any = tfds.load("mnist", split=split, as_supervised=True)
+        return examples.map(lambda image, label: {"image": image / 255, "label": label})
+
+    train, test = load("train").shuffle(10_000, seed=seed).repeat().batch(batch_size), load("test").batch(1000)
+    train_batches = lambda first_step: iter(tfds.as_numpy(train.skip(first_step).prefetch(2)))
+    return Data((28, 28, 1), train_batches, tfds.as_numpy(test))
+
+
+class Progress(jaxloop.Action):
+    """Shows how the run goes: on a terminal in one line that is rewritten in place, elsewhere in a line each time.
+
+    An end action of the train loop and of the eval loop alike: the first brings the loss, the second the accuracy.
+    """
+
+    def __init__(self, total_steps: int):
+        super().__init__()
+        self._total_steps = total_steps
+        self._trained = {}
+        # After a carriage return the cursor waits at the start of the line, and whatever comes next replaces it.
+        self._line_end = "\r" if sys.stdout.isatty() else "\n"
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        scalars = jaxloop.summarize(outputs)
+        if STAT_STEPS_PER_SEC in scalars:  # Which only the train loop measures.
+            self._trained = scalars
+            return
+        speed, loss = self._trained[STAT_STEPS_PER_SEC], self._trained["loss"]
+        line = f"step {step_num:5}/{self._total_steps}   {speed:4.0f} steps/s   train loss {loss:.4f}   "
+        print(f"{line}test accuracy {scalars['accuracy']:7.2%}", end=self._line_end, flush=True)
+
+    def close(self):
+        if self._line_end == "\r":
+            print()  # Keeps the last line.
+
+
+def run(
+    workdir: str, dataset: str, train_steps: int, batch_size: int, learning_rate: float, seed: int
+) -> tuple[jaxloop.TrainState, float]:
+    """Trains to `train_steps`, from the newest checkpoint if there is one; returns the state and its test accuracy."""
+    start_time = time.perf_counter()
+    checkpoint_dir = pathlib.Path(workdir) / "checkpoints"
+    print(f"{dataset}: {train_steps} steps of {batch_size} images, in {workdir}", flush=True)
+
+    data = {"digits": load_digits, "mnist": load_mnist}[dataset](batch_size, seed)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, train_steps // 10, train_steps)
+    params_key, shift_key, dropout_key = jax.random.split(jax.random.key(seed), 3)
+    keys = {"params": params_key, "shift": shift_key, "dropout": dropout_key}
+    train_step = ClassifierStep(keys, CNN(), optax.adamw(schedule), train=True)
+    eval_step = ClassifierStep(keys, CNN())
+
+    state = train_step.initialize_model([1, *data.image_shape], train=False)
+    state = train_step.restore_model(state, checkpoint_dir)
+    first_step = int(state.step)
+    if first_step >= train_steps:
+        print(f"Finished already, at step {first_step}. A larger --train_steps goes on, another --workdir starts anew.")
+    else:
+        if first_step:
+            print(f"Resumed at step {first_step}.", flush=True)
+        writer, progress = jaxloop.default_writer(workdir), Progress(train_steps)
+        train_actions = [jaxloop.SummaryAction(writer), jaxloop.CheckpointAction(checkpoint_dir), progress]
+        test_actions = [jaxloop.SummaryAction(writer, prefix="eval/"), progress]
+        train_loop = jaxloop.TrainLoop(train_step, end_actions=train_actions, stat_names=[STAT_STEPS_PER_SEC])
+        test_loop = jaxloop.EvalLoop(eval_step, end_actions=test_actions, stat_names=[])
+        state, _ = jaxloop.OuterLoop(train_loop, [test_loop])(
+            state,
+            train_dataset=data.train_batches(first_step),
+            train_total_steps=train_steps,
+            train_loop_steps=STEPS_PER_LOOP,
+            eval_specs=[jaxloop.EvalSpec(data.test_batches)],
+        )
+        writer.close()
+
+    # A loop without actions: it writes no second summary of a step that has one.
+    _, outputs = jaxloop.EvalLoop(eval_step, stat_names=[])(state, iter(data.test_batches))
+    test = jaxloop.summarize(outputs)
+    table = {
+        "test accuracy": f"{test['accuracy']:.2%}",
+        "test loss": f"{test['loss']:.4f}",
+        "steps": f"{int(state.step):,}",
+        "parameters": f"{train_step.num_params:,}",
+        "seconds": f"{time.perf_counter() - start_time:.1f}",
+        "checkpoints": checkpoint_dir,
+        "events": f"{workdir} (tensorboard --logdir={workdir})",
+    }
+    print("\n".join(f"  {name:<15}{value}" for name, value in table.items()))
+    if state.step < train_steps:
+        print(f"Stopped before step {train_steps}. Run the same command again to go on.")
+    return state, test["accuracy"]
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"It takes flags only, got {' '.join(argv[1:])!r}.")
+    options = flags.FLAGS
+    run(options.workdir, options.dataset, options.train_steps, options.batch_size, options.learning_rate, options.seed)
+
+
+if __name__ == "__main__":
+    # Defined only here, so that a test may import several drivers whose flags have the same names.
+    flags.DEFINE_string("workdir", "runs/digits", "Where checkpoints and TensorBoard events go.")
+    flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "What to read.")
+    flags.DEFINE_integer("train_steps", 600, "Optimizer updates in all, those before a resume included.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", 32, "Images in a batch.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", 2e-3, "Its peak, after a warm-up and before a cosine decay.")
+    flags.DEFINE_integer("seed", 0, "Of the parameters, the batches and the dropout.")
+    # What is logged below a warning would break up the line of progress; --verbosity=0 shows it.
+    app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])
