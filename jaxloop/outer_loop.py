@@ -258,18 +258,19 @@ class OuterLoop:
             steps_run = tally.count(train_loop)
             step_num += steps_run
             tally.newest = (state, step_num)
+            eval_outputs = None
             if steps_run:
                 outputs = loop_outputs
             if steps_run and not self._interrupt.requested:
                 context = EvalContext(is_continuous_eval=False, step_num=step_num, loop_count=train_loop.loop_count)
                 eval_outputs = self._evaluate(tally, state, eval_specs, context)
-                if _asks_to_stop(loop_outputs) or _asks_to_stop(eval_outputs):
-                    loop_outputs[STOP_LOOP] = True
-                    logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, STOP_LOOP)
-                    break
             if self._interrupt.requested:
                 logging.warning("Ended by Ctrl-C. The state of step %d is returned.", step_num)
                 self._save_now(state, step_num)
+                break
+            if _asks_to_stop(loop_outputs) or _asks_to_stop(eval_outputs):
+                loop_outputs[STOP_LOOP] = True
+                logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, STOP_LOOP)
                 break
             if num_steps is None or steps_run < num_steps:
                 self._report_end_of_data(step_num, total_steps)

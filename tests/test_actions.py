@@ -165,7 +165,7 @@ def test_without_tensorflow_the_default_writer_writes_event_files(without_tensor
     writer.write_histograms(3, {"weights": np.arange(10.0)}, num_buckets={"weights": 5})
     for _ in range(2):
         writer.write_audios(3, {"sound": np.zeros([1, 100, 1])}, sample_rate=8000)
-    assert logs.text.count("'sound/0' is not written to the event file: pip install soundfile mends it") == 1
+    assert logs.text.count("'sound/0' is not written to the event file: pip install soundfile fixes it") == 1
     writer.write_hparams({"learning_rate": 0.1})
     writer.close()
     assert "[3] loss=0.25" in logs.text

@@ -290,7 +290,7 @@ def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_l
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
 
 
-def test_ctrl_c_in_an_evaluation_writes_no_part_of_one(writer):
+def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(writer, tmp_path):
     def interrupted(batches):
         yield from batches[:3]
         _thread.interrupt_main()
@@ -302,10 +302,11 @@ def test_ctrl_c_in_an_evaluation_writes_no_part_of_one(writer):
 
     step, state, batches = examples.tiny_regression()
     eval_loop = EvalLoop(step, end_actions=[actions.SummaryAction(writer)])
-    outer_loop = OuterLoop(TrainLoop(step), [eval_loop, eval_loop])
+    train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
+    outer_loop = OuterLoop(train_loop, [eval_loop, eval_loop])
     state, outputs = outer_loop(state, batches, 100, 10, eval_specs=[EvalSpec(Dataset()), EvalSpec(batches)])
     assert int(state.step) == 10 and len(outputs["loss"]) == 10
-    assert writer.written == []
+    assert writer.written == [] and checkpoint.all_steps(tmp_path) == [10]
 
 
 def test_a_donated_state_is_refused():

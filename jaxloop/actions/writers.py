@@ -31,7 +31,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
         return TensorBoardWriter(workdir)
     logging.warning(
         "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to %s. "
-        "pip install tensorboardX mends it.",
+        "pip install tensorboardX fixes it.",
         workdir,
     )
     return LogWriter()
@@ -163,4 +163,4 @@ class TensorBoardWriter(LogWriter):
         except ModuleNotFoundError as error:
             if error.name not in self._missing:
                 self._missing.add(error.name)
-                logging.warning("%r is not written to the event file: pip install %s mends it.", name, error.name)
+                logging.warning("%r is not written to the event file: pip install %s fixes it.", name, error.name)
