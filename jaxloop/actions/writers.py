@@ -14,7 +14,7 @@ from jaxloop import checkpoint
 def default_writer(workdir: epath.PathLike) -> Any:
     """Makes a writer of TensorBoard event files in `workdir` which also logs scalars.
 
-    Where TensorFlow is installed it is `clu.metric_writers.create_default_writer`, with the accelerators hidden from
+    Where TensorFlow and TensorBoard are installed it is `clu.metric_writers.create_default_writer`, with the accelerators hidden from
     TensorFlow, which would take their memory. Elsewhere the files are written by tensorboardX; where that is missing
     too, scalars are logged alone, and that is said.
 
@@ -22,7 +22,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
       OSError: a directory that can't be written.
     """
     checkpoint.prepare_directory(workdir)
-    if _installed("tensorflow"):
+    if _installed("tensorflow") and _installed("tensorboard"):  # clu's writer imports both.
         _hide_accelerators_from_tensorflow()
         from clu import metric_writers
 
