@@ -15,8 +15,8 @@ def default_writer(workdir: epath.PathLike) -> Any:
     """Makes a writer of TensorBoard event files in `workdir` which also logs scalars.
 
     Where TensorFlow and TensorBoard are installed it is `clu.metric_writers.create_default_writer`, with the
-    accelerators hidden from TensorFlow, which would take their memory. Elsewhere the files are written by tensorboardX; where that is missing
-    too, scalars are logged alone, and that is said.
+    accelerators hidden from TensorFlow, which would take their memory. Elsewhere the files are written by tensorboardX;
+    where that is missing too, scalars are logged alone, and that is said.
 
     Raises:
       OSError: a directory that can't be written.
