@@ -8,37 +8,55 @@ Five nouns, and one word for "when":
 - `Action`: a side effect at chosen moments: summaries, checkpoints, your own. Its `interval` says when.
 - `OuterLoop`: the experiment, made of train loops, eval loops by their `EvalSpec`, resume and stop.
 
+Beside them: `TrainState`, Flax's with all of a model's variables; `SummaryAction(default_writer(workdir))` for
+TensorBoard and `CheckpointAction(directory)`; `summarize(outputs)` for example-weighted means. `Step` shows how to
+write a step, with a Linen module or an NNX class; `OuterLoop` how to run an experiment.
+
 The state that a step or a train loop is given is donated: go on with the one that it returns. `state.step` counts
 completed optimizer updates, and is the only count.
 """
 
-from jaxloop.action_loop import ActionLoop as ActionLoop
-from jaxloop.actions import Action as Action
-from jaxloop.actions import CheckpointAction as CheckpointAction
-from jaxloop.actions import SummaryAction as SummaryAction
-from jaxloop.actions import default_writer as default_writer
-from jaxloop.eval_loop import EvalLoop as EvalLoop
-from jaxloop.loop import Loop as Loop
-from jaxloop.metrics import LoopOutputs as LoopOutputs
-from jaxloop.metrics import summarize as summarize
-from jaxloop.outer_loop import STOP_LOOP as STOP_LOOP
-from jaxloop.outer_loop import CheckpointSpec as CheckpointSpec
-from jaxloop.outer_loop import EvalContext as EvalContext
-from jaxloop.outer_loop import EvalSpec as EvalSpec
-from jaxloop.outer_loop import OuterLoop as OuterLoop
-from jaxloop.partition import DataParallelPartitioner as DataParallelPartitioner
-from jaxloop.partition import Partitioner as Partitioner
-from jaxloop.partition import SingleDevicePartitioner as SingleDevicePartitioner
-from jaxloop.partition import SPMDPartitioner as SPMDPartitioner
-from jaxloop.stat_loop import StatLoop as StatLoop
-from jaxloop.step import Step as Step
-from jaxloop.train_loop import TrainLoop as TrainLoop
-from jaxloop.types import Batch as Batch
-from jaxloop.types import BatchSpec as BatchSpec
-from jaxloop.types import MetricType as MetricType
-from jaxloop.types import MetricWithMetadata as MetricWithMetadata
-from jaxloop.types import Output as Output
-from jaxloop.types import PRNGType as PRNGType
-from jaxloop.types import TrainState as TrainState
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions import Action, CheckpointAction, SummaryAction, default_writer
+from jaxloop.eval_loop import EvalLoop
+from jaxloop.loop import Loop
+from jaxloop.metrics import LoopOutputs, summarize
+from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
+from jaxloop.partition import DataParallelPartitioner, Partitioner, SingleDevicePartitioner, SPMDPartitioner
+from jaxloop.stat_loop import StatLoop
+from jaxloop.step import Step
+from jaxloop.train_loop import TrainLoop
+from jaxloop.types import Batch, BatchSpec, MetricType, MetricWithMetadata, Output, PRNGType, TrainState
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "STOP_LOOP",
+    "Action",
+    "ActionLoop",
+    "Batch",
+    "BatchSpec",
+    "CheckpointAction",
+    "CheckpointSpec",
+    "DataParallelPartitioner",
+    "EvalContext",
+    "EvalLoop",
+    "EvalSpec",
+    "Loop",
+    "LoopOutputs",
+    "MetricType",
+    "MetricWithMetadata",
+    "OuterLoop",
+    "Output",
+    "PRNGType",
+    "Partitioner",
+    "SPMDPartitioner",
+    "SingleDevicePartitioner",
+    "StatLoop",
+    "Step",
+    "SummaryAction",
+    "TrainLoop",
+    "TrainState",
+    "default_writer",
+    "summarize",
+]

@@ -42,6 +42,12 @@ class EvalLoop(ActionLoop):
         endless_after: int = 10_000,
     ):
         super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
+        if step.train:
+            logging.warning(
+                "EvalLoop got %r, a step with train=True: a model with dropout or batch statistics would be evaluated "
+                "in training mode. Give the eval loop a step of its own, with train=False.",
+                step,
+            )
         self._endless_after = endless_after
         self._is_bounded = False
 

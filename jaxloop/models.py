@@ -12,7 +12,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jaxloop import types
+from jaxloop import checks, types
 
 
 def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], known: list[str]) -> None:
@@ -107,6 +107,13 @@ class NNXApply:
         self._hash = hash(graphdef)
 
     def __call__(self, *states: Any, train: bool | None = None) -> Callable[..., Any]:
+        for state in states:
+            if not isinstance(state, nnx.State):
+                raise TypeError(
+                    "The apply_fn of an NNX model takes its states, apply_fn(params, batch_stats, collections, "
+                    f"train=...)(inputs), got {checks.describe(state)} among them. "
+                    "(apply_fn({'params': params}, inputs) is for Linen modules.)"
+                )
         # New variables, because inside a gradient NNX lets a model change only those that were made there.
         states = jax.tree.map(lambda leaf: leaf, states)
         if train is None:

@@ -14,6 +14,8 @@ from etils import epath
 from jaxloop import checkpoint, checks, metrics, models, partition, types
 from jaxloop.actions.action import Action, ActionList
 
+_NO_OPTIMIZER = optax.identity()
+
 
 class Step:
     """What happens to one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and write `run`.
@@ -44,14 +46,40 @@ class Step:
     >>> int(state.step), sorted(outputs)
     (1, ['loss'])
 
+    With an NNX class, the forward pass returns the variables that it changed (batch statistics, dropout's counters)
+    along with the outputs, and `update_variables` takes them over; Linen's `mutable=[...]` likewise:
+
+    >>> from flax import nnx
+    >>> class Network(nnx.Module):
+    ...     def __init__(self, width, *, rngs):
+    ...         self.dense = nnx.Linear(3, width, rngs=rngs)
+    ...         self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    ...     def __call__(self, x):
+    ...         return self.dropout(self.dense(x))
+    >>> class NNXRegression(Step):
+    ...     def run(self, state, batch):
+    ...         def loss_fn(params):
+    ...             model = state.apply_fn(params, state.batch_stats, state.collections, train=self.train)
+    ...             predicted, (_, updates) = model(batch["x"])
+    ...             return jnp.mean((predicted - batch["y"]) ** 2), updates
+    ...         (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    ...         return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
+    >>> step = NNXRegression(jax.random.key(0), Network, optax.sgd(0.1), train=True, nnx_model_args=(1,))
+    >>> state, outputs = step.step(step.initialize_model(None), batch)
+    >>> int(state.step)
+    1
+
+    The state may be any pytree with an int32 `step`, such as a subclass of `TrainState` with a second optimizer's state
+    for a GAN: override `initialize_model` to make it.
+
     Args:
       base_prng: the key, or a dict of keys, from which all others derive: `initialize_model` uses it as it is,
         `prng_key(step)` folds the step in. Old-style or typed.
       model: a Linen module, or an NNX module class, which the step constructs with `nnx_model_args`,
-        `nnx_model_kwargs` and `rngs=nnx.Rngs(...)`.
+        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict.
       optimizer: an Optax transformation, kept as `state.tx`.
       partitioner: where the state and the batches live.
-      train: whether this step trains, for `run` to ask (`self.train`).
+      train: whether this step trains, for `run` to ask (`self.train`). Then an optimizer is expected.
       should_shard_batch: False if `begin` has placed the batch already.
       nnx_model_args: positional arguments for an NNX class; an empty tuple for none.
       begin_actions: called with `outputs=None` before `run`. An int interval counts the steps within the loop.
@@ -67,7 +95,7 @@ class Step:
         self,
         base_prng: types.PRNGType,
         model: Any,
-        optimizer: optax.GradientTransformation = optax.identity(),  # noqa: B008 (immutable)
+        optimizer: optax.GradientTransformation = _NO_OPTIMIZER,
         partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
         train: bool = False,
         should_shard_batch: bool = True,
@@ -79,6 +107,12 @@ class Step:
         models.check_model(model, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
+        if train and optimizer is _NO_OPTIMIZER:
+            logging.warning(
+                "%s has train=True and no optimizer: state.apply_gradients would add the gradients to the parameters. "
+                "Give an Optax transformation.",
+                type(self).__name__,
+            )
         self._base_prng = base_prng
         self._model = model
         self._optimizer = optimizer

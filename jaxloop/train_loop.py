@@ -48,4 +48,5 @@ class TrainLoop(ActionLoop):
                 f"{self.step!r} ran {steps} steps from state.step {self.step_num - steps}, and state.step is now "
                 f"{count}, not {self.step_num}. Each run must add one to it: return "
                 "state.apply_gradients(grads=...), or state.replace(step=state.step + 1)."
+                + ("" if self.step.train else " (The step has train=False: did you mean Step(..., train=True)?)")
             )

@@ -31,7 +31,9 @@ class TrainState(train_state.TrainState):
 
     Attributes:
       step: completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
-      apply_fn: for a Linen model `module.apply`; for an NNX model `graphdef.apply`.
+      apply_fn: for a Linen model `module.apply`. For an NNX model it is called as
+        `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
+        where `train` puts the model in `model.train()` or `model.eval()` mode.
       params: the parameters, which `tx` updates.
       tx: the Optax optimizer.
       opt_state: its state.
@@ -64,7 +66,7 @@ class TrainState(train_state.TrainState):
         if isinstance(self.params, nnx.State):
             raise TypeError(
                 "TrainState.variables belongs to Linen models, and this state holds an NNX model. "
-                "Call state.apply_fn(state.params, state.batch_stats, state.collections)(inputs)."
+                "Call state.apply_fn(state.params, state.batch_stats, state.collections, train=self.train)(inputs)."
             )
         batch_stats = {"batch_stats": self.batch_stats} if self.batch_stats else {}
         return {"params": self.params, **batch_stats, **self.collections}

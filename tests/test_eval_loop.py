@@ -83,6 +83,12 @@ def test_a_dataset_of_many_steps_that_was_asked_for_is_not(warnings_logged):
     assert warnings_logged() == []
 
 
+def test_a_step_in_training_mode_is_said(warnings_logged):
+    tiny, _, _ = examples.tiny_regression()
+    EvalLoop(ErrorStep(tiny.base_prng, tiny.model, tiny.optimizer, train=True))
+    assert "a step with train=True" in warnings_logged()[0]
+
+
 def test_one_compilation_serves_a_whole_evaluation():
     traces = []
     tiny, state, _ = examples.tiny_regression()

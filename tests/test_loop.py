@@ -233,7 +233,10 @@ def test_a_train_step_must_count():
 
     step = Stuck(jax.random.key(0), nn.Dense(1))
     loop = TrainLoop(step)
-    with pytest.raises(ValueError, match=r"ran 3 steps from state.step 0, and state.step is now 0, not 3.*\+ 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"ran 3 steps from state.step 0, and state.step is now 0, not 3.*\+ 1.*did you mean.*train=True",
+    ):
         loop(step.initialize_model([1, 3]), [{"x": np.ones(3)}] * 3)
 
 

@@ -201,6 +201,27 @@ def test_a_model_and_its_arguments_must_belong_together(model, options, error, m
         Step(KEY, model, **options)
 
 
+def test_training_without_an_optimizer_is_said(warnings_logged):
+    Step(KEY, nn.Dense(1))
+    Step(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
+    assert warnings_logged() == []
+    Step(KEY, nn.Dense(1), train=True)
+    assert "Step has train=True and no optimizer" in warnings_logged()[0]
+
+
+def test_an_nnx_model_applied_like_a_linen_module_says_how():
+    class Wrong(NNXStep):
+        def run(self, state, batch):
+            return state, {"y": state.apply_fn({"params": state.params}, batch["x"])}
+
+    step = Wrong(KEY, NNXNet, nnx_model_args=(4,))
+    state = step.initialize_model(None)
+    with pytest.raises(TypeError, match=r"takes its states, apply_fn\(params, batch_stats, collections, train"):
+        step.evaluate(state, BATCH)
+    with pytest.raises(TypeError, match="belongs to Linen models.*train=self.train"):
+        _ = state.variables
+
+
 def test_parameters_and_operations_are_counted(logs):
     step, state, batches = examples.tiny_regression()
     assert step.num_params == step.compute_num_params(state) == 4

@@ -40,7 +40,7 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
-        """Does it.
+        """Called by a loop, or a step, when the interval says.
 
         Args:
           state: the train state. The next step takes it over (donates it): copy what is to be kept.

@@ -27,7 +27,7 @@ def tiny_regression(num_batches: int = 100, **step_options: Any) -> tuple[Step, 
     Returns:
       `(step, state, batches)`: the state initialised, the batches a list of `{"x": [8, 3], "y": [8, 1]}`.
     """
-    step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, **step_options)
+    step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), **step_options)
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(num_batches, 8, 3)).astype(np.float32)
     weights = np.array([[1.0], [-2.0], [0.5]], np.float32)
