@@ -29,6 +29,10 @@ class ActionLoop(StatLoop):
       begin_actions: called in their order when the loop begins, with `outputs=None`. Their interval counts loops.
       end_actions: called when the loop ends, with the outputs since their last call; likewise.
       stat_names: see `StatLoop`, as all that follows.
+
+    Attributes:
+      flushes_actions: whether the end of a call waits for what its actions have begun, such as an asynchronous save.
+        True for a loop on its own; an `OuterLoop` sets it to False, and closes the actions when the run ends.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class ActionLoop(StatLoop):
         self._begin_actions = ActionList(begin_actions, unit="loops")
         self._end_actions = ActionList(end_actions, unit="loops")
         self._loop_count = 0
-        self._flushes_actions = True
+        self.flushes_actions = True
         # What each end action has not seen yet.
         self._unseen = [metrics.LoopOutputs() for _ in self._end_actions.actions]
 
@@ -77,18 +81,6 @@ class ActionLoop(StatLoop):
             self._unseen = [metrics.LoopOutputs() for _ in self.end_actions]
         self._loop_count = value
 
-    @property
-    def flushes_actions(self) -> bool:
-        """Whether the end of a call waits for what its actions have begun, such as an asynchronous save.
-
-        True for a loop on its own; an `OuterLoop` sets it to False, and closes the actions when the run ends.
-        """
-        return self._flushes_actions
-
-    @flushes_actions.setter
-    def flushes_actions(self, value: bool) -> None:
-        self._flushes_actions = value
-
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         state, iterator = super().begin(state, dataset)
         for index in range(len(self.begin_actions)):
@@ -105,7 +97,7 @@ class ActionLoop(StatLoop):
             if self._end_actions.is_due(index, self._loop_count + 1):
                 seen, self._unseen[index] = self._unseen[index], metrics.LoopOutputs()
                 self._end_actions.call(index, state, seen, self.step_num)
-                if self._flushes_actions:
+                if self.flushes_actions:
                     action.flush()
                 if types.STOP_LOOP in seen:
                     outputs[types.STOP_LOOP] = seen[types.STOP_LOOP]

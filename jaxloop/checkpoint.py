@@ -17,7 +17,7 @@ _ITEM = "default"
 
 def all_steps(directory: epath.PathLike) -> list[int]:
     """The steps of the complete checkpoints in a directory, ascending; none where it does not exist."""
-    directory = _absolute(directory)
+    directory = absolute(directory)
     return sorted(ocp.utils.checkpoint_steps(directory)) if directory.exists() else []
 
 
@@ -27,7 +27,7 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
     Raises:
       ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype.
     """
-    path = _absolute(directory) / str(step) / _ITEM
+    path = absolute(directory) / str(step) / _ITEM
     handler = ocp.PyTreeCheckpointHandler()
     template = _storable(state)
     if transforms is None:
@@ -85,9 +85,9 @@ class CheckpointWriter:
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
-        self._closed = False
+        self._closed = False  # A manager that was given; one of our own is made anew.
         if self._owns_manager:
-            self._directory = _absolute(manager_or_directory)
+            self._directory = absolute(manager_or_directory)
         else:
             self._manager = manager_or_directory  # pyright: ignore[reportAttributeAccessIssue]
             self._directory = epath.Path(manager_or_directory.directory)  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,7 +103,7 @@ class CheckpointWriter:
         Returns:
           Whether a save began: False for a step that is there, or that the manager's own policy passes over.
         """
-        if self._closed and not self._owns_manager:
+        if self._closed:
             raise ValueError(
                 f"The checkpoint manager of {self._directory} was closed when the last run ended, and would lose "
                 "what it is given. Make a new CheckpointManager, or give CheckpointAction the directory instead."
@@ -133,9 +133,10 @@ class CheckpointWriter:
                 self._manager.wait_until_finished()
             finally:
                 self._manager.close()
-                self._closed = True
                 if self._owns_manager:
-                    self._manager, self._closed = None, False
+                    self._manager = None
+                else:
+                    self._closed = True
 
 
 def prepare_directory(directory: epath.PathLike) -> epath.Path:
@@ -144,7 +145,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     Raises:
       OSError: it can't; the error says why.
     """
-    path = _absolute(directory)
+    path = absolute(directory)
     probe = path / f".write_probe_{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,6 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     return path
 
 
-def _absolute(directory: Any) -> epath.Path:
+def absolute(directory: Any) -> epath.Path:
     """Orbax refuses relative paths, and only when it saves for the first time."""
     return epath.Path(directory).expanduser().resolve()

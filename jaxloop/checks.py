@@ -178,7 +178,7 @@ def check_outputs(outputs: Any, hook: str) -> None:
 def _describe_result(result: Any) -> str:
     if isinstance(result, tuple) and not hasattr(result, "_fields"):
         return f"a tuple of {len(result)}: ({', '.join(describe(item) for item in result)})"
-    return f"{describe(result)}"
+    return describe(result)
 
 
 def check_same_state(before: Any, after: Any, hook: str) -> None:

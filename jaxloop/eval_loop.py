@@ -33,9 +33,9 @@ class EvalLoop(ActionLoop):
     def __init__(
         self,
         step: Step,
+        stat_names: Sequence[str] | None = None,
         begin_actions: Sequence[Action] | None = None,
         end_actions: Sequence[Action] | None = None,
-        stat_names: Sequence[str] | None = None,
         global_batch_size: int | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,

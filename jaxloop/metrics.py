@@ -161,10 +161,14 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
     {'loss': 2.0}
     """
+    return _scalars(_reduced(outputs), outputs)
+
+
+def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, float]:
     scalars = {}
     num_examples = getattr(outputs, "num_examples", ())
-    for name, value in _reduced(outputs):
-        values = value if isinstance(value, list) else [value]
+    for name, value in reduced.items():
+        values = [_value_of(item) for item in (value if isinstance(value, list) else [value])]
         present = [item for item in values if item is not None]
         if present and all(map(_is_number, present)):
             has_weights = isinstance(value, list) and len(num_examples) == len(values)
@@ -193,8 +197,18 @@ def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
     Histograms, and arrays without metadata, hold the values of all steps; of images and the like, the last step's
     stand for the loop. An array `[N, H, W, C]` without metadata, C being 1, 3 or 4, is taken for images.
     """
+    return _media(_reduced(outputs))
+
+
+def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
+    """What `summarize` and `media` return, with each `clu.metrics` state computed once for both."""
+    reduced = _reduced(outputs)
+    return _scalars(reduced, outputs), _media(reduced)
+
+
+def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
     found = {}
-    for name, value in _reduced(outputs, unwrap=False):
+    for name, value in reduced.items():
         values = value if isinstance(value, list) else [value]
         last = values[-1] if values else None
         if isinstance(last, types.MetricWithMetadata):
@@ -213,22 +227,20 @@ def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
     return found
 
 
-def _reduced(outputs: types.Output, unwrap: bool = True) -> Iterable[tuple[str, Any]]:
-    """The outputs on the host, `clu.metrics` states computed, scalars out of their metadata."""
+def _reduced(outputs: types.Output) -> dict[str, Any]:
+    """The outputs on the host, with `clu.metrics` states merged and computed."""
+    reduced = {}
     for name, value in fetch(dict(outputs or {})).items():
+        values = value if isinstance(value, list) else [value]
         if name == types.STOP_LOOP:
             continue
-        values = value if isinstance(value, list) else [value]
-        if values and all(map(_is_metric, values)):
-            computed = fetch(_merge(values).compute())
-            if isinstance(computed, Mapping):
-                yield from ((f"{name}/{field}", number) for field, number in computed.items())
-            else:
-                yield name, computed
-        elif unwrap and isinstance(value, list):
-            yield name, [_value_of(item) for item in values]
-        else:
-            yield name, _value_of(value) if unwrap else value
+        if not values or not all(map(_is_metric, values)):
+            reduced[name] = value
+            continue
+        computed = fetch(_merge(values).compute())
+        fields = computed if isinstance(computed, Mapping) else {None: computed}
+        reduced.update({name if field is None else f"{name}/{field}": number for field, number in fields.items()})
+    return reduced
 
 
 def _value_of(value: Any) -> Any:

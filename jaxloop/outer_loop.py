@@ -96,6 +96,11 @@ class CheckpointSpec:
                 f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
             )
 
+    @property
+    def stopped_file(self) -> epath.Path:
+        """The file which says that training is done."""
+        return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
+
 
 class OuterLoop:
     """Runs an experiment: train loops, and after each the evaluations that are due.
@@ -211,7 +216,7 @@ class OuterLoop:
                 logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
         if self._train_loop is not None and self._checkpoint_spec is not None and not self._interrupt.requested:
             # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
-            (checkpoint.prepare_directory(self._checkpoint_spec.checkpoint_dir) / STOPPED_FILE).touch()
+            self._checkpoint_spec.stopped_file.touch()
         return state, outputs
 
     def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs) -> None:
@@ -295,7 +300,7 @@ class OuterLoop:
             if saved:
                 logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
-        (epath.Path(spec.checkpoint_dir) / STOPPED_FILE).unlink(missing_ok=True)
+        spec.stopped_file.unlink(missing_ok=True)
         return state
 
     def _report_end_of_data(self, step_num: int, total_steps: int | None) -> None:
@@ -352,7 +357,7 @@ class OuterLoop:
 
     def _evaluate_checkpoints(self, tally, state, spec: CheckpointSpec, eval_specs) -> metrics.LoopOutputs | None:
         """Evaluates each checkpoint as it appears, in the order of their steps."""
-        stop_fn = spec.iterate_stop_fn or (epath.Path(spec.checkpoint_dir) / STOPPED_FILE).exists
+        stop_fn = spec.iterate_stop_fn or spec.stopped_file.exists
         step = self._eval_loops[0].step
         outputs, seen = None, set()
         while True:

@@ -277,6 +277,7 @@ class Step:
         Raises:
           ValueError: the state was donated to an earlier call. (Its use would end the process, on several CPUs.)
         """
+        self._rescued_state = None  # That of an earlier call.
         if self._is_known(state):
             return state
         checks.check_alive(state, repr(self))
@@ -303,7 +304,7 @@ class Step:
         """
         if self._compiled_run is None:
             self.compile()
-        given, self._rescued_state = state, None
+        given = state
         state = self.prepare_state(state)
         if log_num_flops and self._num_flops is None:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict types and ranks, and what several tests share."""
 
+import _thread
 import os
 
 # Read when JAX starts: with fewer threads, several devices on few cores wait for each other for ever.
@@ -60,6 +61,19 @@ def assert_same():
             np.testing.assert_array_equal(a, b)
 
     return compare
+
+
+@pytest.fixture
+def interrupted():
+    """Iterates over batches, and presses Ctrl-C before it gives the one of a number."""
+
+    def iterate(batches, number):
+        for index, batch in enumerate(batches):
+            if index == number:
+                _thread.interrupt_main()
+            yield batch
+
+    return iterate
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import optax
 import pytest
+from clu import metrics as clu_metrics
 from flax import linen as nn
 from orbax import checkpoint as orbax_checkpoint
 
@@ -67,6 +68,19 @@ def test_each_kind_goes_to_the_writers_method_of_its_kind(writer):
     assert histograms == [(["per_example"], {"num_buckets": None}), (["weights"], {"num_buckets": {"weights": 7}})]
     assert [call[3] for call in writer.written if call[0] == "write_audios"] == [{"sample_rate": 16_000}]
     assert {call[1] for call in writer.written} == {7} and writer.flushes == 1
+
+
+def test_a_summary_computes_a_clu_metric_once(writer):
+    computed = []
+
+    class Counted(clu_metrics.Average):
+        def compute(self):
+            computed.append(1)
+            return super().compute()
+
+    mean = Counted(total=np.float32(6), count=np.float32(4))
+    actions.SummaryAction(writer)(None, {"mean": [mean, mean]}, step_num=1)
+    assert writer.scalars("mean") == [(1, 1.5)] and len(computed) == 1
 
 
 def test_what_can_not_be_written_is_said_once(writer, warnings_logged):

@@ -157,6 +157,23 @@ def test_a_step_that_raises_loses_nothing():
     assert int(loop.rescued_state.step) == 3
 
 
+def test_what_an_earlier_call_rescued_is_not_rescued_again():
+    class FailsAtTheEnd(Counts):
+        def end(self, state, outputs):
+            if int(state.step) == 3:
+                raise RuntimeError("after the update")
+            return state, outputs
+
+    step = FailsAtTheEnd(jax.random.key(0), nn.Dense(1))
+    loop, batch = Loop(step), {"x": np.ones([8, 1], np.float32)}
+    with pytest.raises(RuntimeError, match="after the update"):
+        loop(step.initialize_model([1, 1]), [batch] * 5)
+    assert int(loop.rescued_state.step) == 3
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop(step.initialize_model([1, 1]), failing_dataset([], after=0))
+    assert (int(loop.rescued_state.step), loop.step_num) == (0, 0)
+
+
 def test_the_error_of_a_state_used_twice_names_the_loop_that_took_it():
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step)
@@ -166,15 +183,9 @@ def test_the_error_of_a_state_used_twice_names_the_loop_that_took_it():
         loop(state, batches, 3)
 
 
-def test_ctrl_c_ends_a_loop_after_the_step_and_the_state_comes_back(logs):
-    def interrupted(batches):
-        for number, batch in enumerate(batches):
-            if number == 4:
-                _thread.interrupt_main()
-            yield batch
-
+def test_ctrl_c_ends_a_loop_after_the_step_and_the_state_comes_back(logs, interrupted):
     step, state, batches = examples.tiny_regression()
-    state, outputs = Loop(step)(state, interrupted(batches), num_steps=50)
+    state, outputs = Loop(step)(state, interrupted(batches, 4), num_steps=50)
     assert (int(state.step), len(outputs["loss"])) == (5, 5)
     assert "the run ends after this step" in logs.text
     state, _ = Loop(step)(state, batches, num_steps=50)  # And the next one runs.

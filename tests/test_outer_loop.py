@@ -1,4 +1,3 @@
-import _thread
 import itertools
 import os
 import threading
@@ -271,17 +270,11 @@ def test_a_loop_stops_the_experiment_from_its_end():
     assert int(state.step) < 100 and outputs[STOP_LOOP] is True and outputs["loss"][-1] < 0.1
 
 
-def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_logged):
-    def interrupted(batches):
-        for number, batch in enumerate(batches):
-            if number == 24:
-                _thread.interrupt_main()
-            yield batch
-
+def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_logged, interrupted):
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
-    state, outputs = outer_loop(state, interrupted(batches), 100, 10)
+    state, outputs = outer_loop(state, interrupted(batches, 24), 100, 10)
     assert int(state.step) == 25 and len(outputs["loss"]) == 5 and outputs[STOP_LOOP]
     assert checkpoint.all_steps(tmp_path)[-1] == 25
     assert any("Ended by Ctrl-C. The state of step 25" in warning for warning in warnings_logged())
@@ -290,15 +283,10 @@ def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_l
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
 
 
-def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(writer, tmp_path):
-    def interrupted(batches):
-        yield from batches[:3]
-        _thread.interrupt_main()
-        yield from batches[3:]
-
+def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(writer, tmp_path, interrupted):
     class Dataset:
         def __iter__(self):
-            return interrupted(batches)
+            return interrupted(batches, 3)
 
     step, state, batches = examples.tiny_regression()
     eval_loop = EvalLoop(step, end_actions=[actions.SummaryAction(writer)])
@@ -346,6 +334,15 @@ def test_a_new_run_does_not_save_among_the_checkpoints_of_another(tmp_path):
         outer_loop(state, batches, 20, 10)
     state, _ = outer_loop(step.restore_model(state, tmp_path), batches, 40, 10)
     assert checkpoint.all_steps(tmp_path) == [20, 30, 40]
+
+
+def test_the_stopped_file_of_a_directory_in_the_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    resumable("~/run", 10)
+    assert (tmp_path / "run" / "STOPPED").exists()
+    note = Note()
+    continuous("~/run", note)
+    assert note.noted == [10]
 
 
 def test_a_stale_stopped_file_is_removed_while_training(tmp_path):

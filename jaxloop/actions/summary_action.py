@@ -38,7 +38,7 @@ class SummaryAction(Action):
         self._last_written: tuple[int, set[str]] = (-1, set())
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
-        scalars, media = metrics.summarize(outputs), metrics.media(outputs)
+        scalars, media = metrics.scalars_and_media(outputs)
         self._warn_of_rewrites(step_num, set(scalars))
         if scalars:
             self._writer.write_scalars(step_num, {f"{self._prefix}{name}": value for name, value in scalars.items()})
