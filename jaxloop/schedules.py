@@ -1,0 +1,472 @@
+"""When: how far a run is, and at which of its steps something happens. Pure Python, without memory.
+
+A schedule is an immutable value. It answers two questions: did it fire between `before` and `now`, and what is the next
+step, or the next time, at which it can fire, up to which a loop may run freely.
+
+>>> schedule = every(100) | at(250)
+>>> [step for step in range(1, 401) if schedule(Elapsed(step))]
+[100, 200, 250, 300, 400]
+>>> after(1000).then(every(100)).next_step(Elapsed(steps=7))
+1100
+"""
+
+import abc
+import dataclasses
+import datetime
+import numbers
+from collections.abc import Iterable
+from typing import Any, Literal
+
+Unit = Literal["steps", "samples", "time", "loops"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Elapsed:
+    """How far a run is.
+
+    Attributes:
+      steps: completed updates. Within the first batch's callbacks it is 1.
+      samples: examples of the batches so far.
+      time: seconds of training, those before a resume included, without evaluation and checkpointing.
+      loops: train loops that have ended.
+      is_last: whether this is known to be the last step of the run.
+      previous: how far the run was a step earlier; None where nobody has kept it.
+
+    >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
+    >>> elapsed
+    Elapsed(steps=10000, samples=320000, time=12.5, loops=0)
+    >>> elapsed >= at(steps=10_000), elapsed < at(time=60)
+    (True, True)
+    """
+
+    steps: int = 0
+    samples: int = 0
+    time: float = 0.0
+    loops: int = 0
+    is_last: bool = dataclasses.field(default=False, repr=False, compare=False)
+    previous: "Elapsed | None" = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __ge__(self, point: "Schedule") -> bool:
+        return point.reached(self) if isinstance(point, Schedule) else NotImplemented
+
+    def __lt__(self, point: "Schedule") -> bool:
+        return not point.reached(self) if isinstance(point, Schedule) else NotImplemented
+
+    def advance(self, *, samples: int, time: float) -> "Elapsed":
+        """One step further.
+
+        Args:
+          samples: examples of that step's batch.
+          time: training time at its end, in seconds from the start of the run.
+        """
+        return Elapsed(self.steps + 1, self.samples + samples, time, self.loops, previous=self.without_previous())
+
+    def without_previous(self) -> "Elapsed":
+        """The same, for keeping: it holds on to no other."""
+        return self if self.previous is None else dataclasses.replace(self, previous=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers by name, for a file: `Elapsed(**elapsed.to_dict())` is the same again."""
+        return {"steps": self.steps, "samples": self.samples, "time": self.time, "loops": self.loops}
+
+
+class Schedule(abc.ABC):
+    """When something happens. Made by `every`, `at`, `after`, ..., and joined by `|`, `&` and `~`.
+
+    A schedule is a key of a dictionary by its identity: two schedules of one meaning are two keys.
+
+    >>> every(steps=100) | first()
+    every(steps=100) | first()
+    >>> (every(100) & ~at(200)).fires(Elapsed(199), Elapsed(200))
+    False
+    """
+
+    @abc.abstractmethod
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        """Whether it fires after `before`, up to and at `now`.
+
+        A loop asks at every step at which it can fire, with `before` a step earlier. Asked over more steps at once,
+        `a & b` says whether both fired among them, and `~a` whether `a` did not.
+        """
+
+    @abc.abstractmethod
+    def next_step(self, now: Elapsed) -> int | None:
+        """The first step after `now` at which it can fire within this loop, before `next_time`; None if it can't.
+
+        What depends on samples can fire at each step. What counts loops, and `last()`, is asked again at the end of a
+        loop.
+        """
+
+    def next_time(self, now: Elapsed) -> float | None:
+        """The training time after `now`, in seconds, from which on it can fire at any step; None if there is none."""
+        return None
+
+    def stops(self, before: Elapsed, now: Elapsed) -> bool:
+        """Whether a run that stops by this schedule is over at `now`."""
+        return self.fires(before, now)
+
+    def reached(self, now: Elapsed) -> bool:
+        """Whether a run is at this point or past it; what `elapsed >= at(...)` asks.
+
+        Raises:
+          TypeError: the schedule is no point in a run.
+        """
+        raise TypeError(f"{self!r} is no point in a run, so nothing is before or after it. Compare with at(...).")
+
+    def __call__(self, elapsed: Elapsed) -> bool:
+        """Whether it fires at this step, for loops written by hand: `if eval_period(elapsed): ...`."""
+        before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
+        return self.fires(before, elapsed)
+
+    def __or__(self, other: "Schedule") -> "Schedule":
+        return _Or(self, other) if isinstance(other, Schedule) else NotImplemented
+
+    def __and__(self, other: "Schedule") -> "Schedule":
+        return _And(self, other) if isinstance(other, Schedule) else NotImplemented
+
+    def __invert__(self) -> "Schedule":
+        return _Not(self)
+
+
+def every(
+    steps: int | None = None,
+    *,
+    samples: int | None = None,
+    time: float | datetime.timedelta | None = None,
+    loops: int | None = None,
+) -> Schedule:
+    """Fires whenever the count passes a multiple. Takes one of its arguments.
+
+    >>> every(100), every(time=datetime.timedelta(minutes=10))
+    (every(steps=100), every(time=600.0))
+    >>> every(samples=100).fires(Elapsed(steps=3, samples=96), Elapsed(steps=4, samples=128))
+    True
+
+    Args:
+      steps: completed updates.
+      samples: examples. It fires at the step whose batch passes the multiple.
+      time: training time, in seconds or as a `timedelta`; likewise.
+      loops: train loops.
+    """
+    return _Every(*_only_one("every", steps, samples, time, loops, least=1))
+
+
+def at(
+    steps: int | None = None,
+    *,
+    samples: int | None = None,
+    time: float | datetime.timedelta | None = None,
+    loops: int | None = None,
+) -> "Schedule":
+    """Fires once, at the step which reaches a point. As the stop of a run, the point where it ends.
+
+    Takes one argument, counted as in `every`.
+
+    >>> [step for step in range(1, 1000) if at(250)(Elapsed(step))]
+    [250]
+    """
+    return _At(*_only_one("at", steps, samples, time, loops, least=0))
+
+
+def after(
+    steps: int | None = None,
+    *,
+    samples: int | None = None,
+    time: float | datetime.timedelta | None = None,
+    loops: int | None = None,
+) -> "After":
+    """Fires at each step from a point on. Takes one argument, counted as in `every`.
+
+    `after(p).then(schedule)` fires as the schedule does, with its counts in the unit of `p` beginning at `p`.
+
+    >>> [step for step in range(1, 6) if after(3)(Elapsed(step))]
+    [3, 4, 5]
+    >>> warmed_up = after(1000).then(every(500))
+    >>> [step for step in range(1, 2100) if warmed_up(Elapsed(step))]
+    [1500, 2000]
+    """
+    return After(*_only_one("after", steps, samples, time, loops, least=0))
+
+
+def first() -> Schedule:
+    """Fires at the first step of a run, and not again when it is resumed."""
+    return _First()
+
+
+def last() -> Schedule:
+    """Fires after the last step of a run: the end of its data and a stop that an action asks for are ends too.
+
+    Not after Ctrl-C or an exception, for such a run goes on later. `every(1000) | last()` fires once at that step.
+
+    >>> last().fires(Elapsed(599), Elapsed(600, is_last=True))
+    True
+    """
+    return _Last()
+
+
+def always() -> Schedule:
+    """Fires at each step."""
+    return _Always()
+
+
+def never() -> Schedule:
+    """Does not fire."""
+    return _Never()
+
+
+def earliest(found: Iterable[Any]) -> Any:
+    """The least of several steps or times, where None is never."""
+    return min((each for each in found if each is not None), default=None)
+
+
+_NUMBER_OF = {"steps": "a number of steps", "samples": "a number of samples", "loops": "a number of loops"}
+
+
+def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
+    """The unit and the value of the one argument that was given."""
+    options = {"steps": steps, "samples": samples, "time": time, "loops": loops}
+    given: dict[Any, Any] = {unit: value for unit, value in options.items() if value is not None}
+    if len(given) != 1:
+        got = "none of them" if not given else ", ".join(f"{unit}={value!r}" for unit, value in given.items())
+        raise ValueError(
+            f"{name}(...) takes one of steps, samples, time and loops, got {got}. "
+            + ("Write every(steps=100), for example." if not given else f"Join two with |: {_joined(name, given)}.")
+        )
+    ((unit, value),) = given.items()
+    if isinstance(value, Schedule):
+        raise TypeError(f"{name}(...) takes a number, got {value!r}, which is a schedule already: use it as it is.")
+    if isinstance(value, datetime.timedelta):
+        value = value.total_seconds() if unit == "time" else value
+    allowed, kind = ("seconds or a timedelta", numbers.Real) if unit == "time" else (_NUMBER_OF[unit], numbers.Integral)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}({unit}=...) takes {allowed}, got {value!r}.")
+    value = float(value) if unit == "time" else int(value)  # pyright: ignore[reportArgumentType]
+    if not value > 0 and not value == least:
+        raise ValueError(
+            f"{name}({unit}=...) takes {allowed}, {'positive' if least else 'not negative'}, got {value!r}."
+        )
+    return unit, value
+
+
+def _joined(name: str, given: dict[str, Any]) -> str:
+    return " | ".join(f"{name}({unit}={value!r})" for unit, value in given.items())
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Counted(Schedule):
+    """What names a count of one unit."""
+
+    unit: Unit
+    value: float
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lstrip('_').lower()}({self.unit}={self.value})"
+
+    def reached(self, now: Elapsed) -> bool:
+        return getattr(now, self.unit) >= self.value
+
+
+class _Every(_Counted):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return getattr(now, self.unit) // self.value > getattr(before, self.unit) // self.value
+
+    def next_step(self, now: Elapsed) -> int | None:
+        match self.unit:
+            case "steps":
+                return int((now.steps // self.value + 1) * self.value)
+            case "samples":
+                return now.steps + 1
+            case _:
+                return None
+
+    def next_time(self, now: Elapsed) -> float | None:
+        return (now.time // self.value + 1) * self.value if self.unit == "time" else None
+
+    reached = Schedule.reached
+
+
+class _At(_Counted):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.reached(now) and not self.reached(before)
+
+    def next_step(self, now: Elapsed) -> int | None:
+        if self.reached(now) or self.unit in ("loops", "time"):
+            return None
+        return int(self.value) if self.unit == "steps" else now.steps + 1
+
+    def next_time(self, now: Elapsed) -> float | None:
+        return self.value if self.unit == "time" and not self.reached(now) else None
+
+    def stops(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.reached(now)
+
+
+class After(_Counted):
+    """What `after(...)` makes: a schedule, and `then`."""
+
+    def then(self, schedule: Schedule) -> Schedule:
+        """Fires as `schedule` does from this point on, where its counts in this unit begin."""
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"{self!r}.then(...) takes a schedule, got {schedule!r}. Write then(every(steps=100)).")
+        return _Then(self, schedule)
+
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.reached(now) and now.steps > before.steps
+
+    def next_step(self, now: Elapsed) -> int | None:
+        if self.reached(now):
+            return now.steps + 1
+        if self.unit in ("loops", "time"):
+            return None
+        return int(self.value) if self.unit == "steps" else now.steps + 1
+
+    def next_time(self, now: Elapsed) -> float | None:
+        return self.value if self.unit == "time" and not self.reached(now) else None
+
+    def stops(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.reached(now)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Then(Schedule):
+    start: After
+    schedule: Schedule
+
+    def __repr__(self) -> str:
+        return f"{self.start!r}.then({self.schedule!r})"
+
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.start.reached(now) and self.schedule.fires(self._since_start(before), self._since_start(now))
+
+    def next_step(self, now: Elapsed) -> int | None:
+        if not self.start.reached(now):
+            first_step = self.start.next_step(now)
+            if self.start.unit != "steps":
+                return first_step
+            since = self._since_start(now)
+            found = self.schedule.next_step(since)
+            # What fires at a step for its samples or the time, say, may do so at the very first.
+            if found == 1 or self.schedule.next_time(since) is not None:
+                return first_step
+        else:
+            found = self.schedule.next_step(self._since_start(now))
+        return found + int(self.start.value) if found is not None and self.start.unit == "steps" else found
+
+    def next_time(self, now: Elapsed) -> float | None:
+        if not self.start.reached(now):
+            return self.start.next_time(now)
+        found = self.schedule.next_time(self._since_start(now))
+        return found + self.start.value if found is not None and self.start.unit == "time" else found
+
+    def _since_start(self, elapsed: Elapsed) -> Elapsed:
+        count = max(getattr(elapsed, self.start.unit) - self.start.value, 0)
+        return dataclasses.replace(elapsed, **{self.start.unit: count})
+
+
+class _Plain(Schedule):
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lstrip('_').lower()}()"
+
+
+class _First(_Plain):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return before.steps == 0 < now.steps
+
+    def next_step(self, now: Elapsed) -> int | None:
+        return 1 if now.steps == 0 else None
+
+
+class _Last(_Plain):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return now.is_last
+
+    def next_step(self, now: Elapsed) -> int | None:
+        return None
+
+
+class _Always(_Plain):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return now.steps > before.steps
+
+    def next_step(self, now: Elapsed) -> int | None:
+        return now.steps + 1
+
+
+class _Never(_Plain):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return False
+
+    def next_step(self, now: Elapsed) -> int | None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Or(Schedule):
+    one: Schedule
+    other: Schedule
+
+    def __repr__(self) -> str:
+        return f"{self.one!r} | {self.other!r}"
+
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.one.fires(before, now) or self.other.fires(before, now)
+
+    def next_step(self, now: Elapsed) -> int | None:
+        return earliest([self.one.next_step(now), self.other.next_step(now)])
+
+    def next_time(self, now: Elapsed) -> float | None:
+        return earliest([self.one.next_time(now), self.other.next_time(now)])
+
+    def stops(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.one.stops(before, now) or self.other.stops(before, now)
+
+    def reached(self, now: Elapsed) -> bool:
+        return any([self.one.reached(now), self.other.reached(now)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _And(Schedule):
+    one: Schedule
+    other: Schedule
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({each!r})" if isinstance(each, _Or) else repr(each) for each in (self.one, self.other))
+
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.one.fires(before, now) and self.other.fires(before, now)
+
+    def next_step(self, now: Elapsed) -> int | None:
+        one, other = self.one.next_step(now), self.other.next_step(now)
+        both = None if one is None or other is None else max(one, other)
+        # One by its step, the other once its time has come.
+        return earliest(
+            [
+                both,
+                one if self.other.next_time(now) is not None else None,
+                other if self.one.next_time(now) is not None else None,
+            ]
+        )
+
+    def next_time(self, now: Elapsed) -> float | None:
+        one, other = self.one.next_time(now), self.other.next_time(now)
+        return None if one is None or other is None else max(one, other)
+
+    def stops(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.one.stops(before, now) and self.other.stops(before, now)
+
+    def reached(self, now: Elapsed) -> bool:
+        return all([self.one.reached(now), self.other.reached(now)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Not(Schedule):
+    schedule: Schedule
+
+    def __repr__(self) -> str:
+        return f"~({self.schedule!r})" if isinstance(self.schedule, _Or | _And) else f"~{self.schedule!r}"
+
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return now.steps > before.steps and not self.schedule.fires(before, now)
+
+    def next_step(self, now: Elapsed) -> int | None:
+        return now.steps + 1
