@@ -1,0 +1,649 @@
+"""What was measured: rows of numbers, each with how far the run was then. To read, keep in a file, and draw."""
+
+import dataclasses
+import difflib
+import functools
+import io
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from etils import epath
+from jax import core
+
+from jaxloop import checks, metrics
+from jaxloop.schedules import Elapsed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# How many rows are copied from the devices at once; twice as many may be under way.
+_CHUNK_SIZE = 32
+_UNITS = ("steps", "samples", "time", "loops")
+# A curve of at most so many points shows each of them.
+_FEW_POINTS = 30
+_AXES_IN_A_LINE = 4
+
+
+class Row(NamedTuple):
+    """One row of a history.
+
+    Attributes:
+      elapsed: how far the run was.
+      logs: what was measured, a (nested) dict of Python numbers and strings, under the keys it was committed with.
+    """
+
+    elapsed: Elapsed
+    logs: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Column:
+    """The values of one path, and the numbers of their rows, ascending."""
+
+    rows: list[int] = dataclasses.field(default_factory=list)
+    values: list[Any] = dataclasses.field(default_factory=list)
+
+
+class _Place(NamedTuple):
+    """Where the host's value of a device value goes: into its column, and into its row's logs."""
+
+    path: str
+    column: _Column
+    position: int
+    logs: dict[str, Any]
+    key: str
+
+    def put(self, value: Any) -> None:
+        self.column.values[self.position] = self.logs[self.key] = value
+
+
+class History:
+    """What was measured, and how far the run was then: rows of `(elapsed, logs)`.
+
+    A value is called by its path, `train.loss` for `{"train": {"loss": 0.5}}`, or by the end of it, as long as that
+    tells which one is meant. A slash is a dot: `train/loss` is the same, as a name and as a key of the logs.
+
+    >>> history = History()
+    >>> for step in (100, 200):
+    ...     history.commit(Elapsed(step), {"train": {"loss": 10 / step}})
+    >>> history.commit(Elapsed(200), {"eval/loss": 0.07, "eval/accuracy": 0.9})
+    >>> history
+    History(3 rows up to step 200: train.loss, eval.loss, eval.accuracy)
+    >>> history.collect("steps", "train.loss")
+    ([100, 200], [0.1, 0.05])
+    >>> history.collect("accuracy")
+    [0.9]
+    >>> history.collect("loss")
+    Traceback (most recent call last):
+    ValueError: 'loss' is the end of 2 names: train.loss, eval.loss. Ask for one of them.
+
+    A commit does not wait for the devices: their values are copied in chunks, and whoever reads waits for the rest.
+
+    With a path, rows are also appended to that file, one JSON object a line: `{"elapsed": {...}, "logs": {...}}`. Rows
+    of host values are in the file when `commit` returns, those of device values when they have arrived, at the latest
+    after `flush` or `close`; a row that comes earlier than those before it says its place, `"row": 7`. The file is
+    strict JSON: NaN and the infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and where a string of
+    the logs is one of these words, it has a `'` before it.
+
+    Args:
+      path: a file to write the rows to, whose directory is made if need be; None to keep them in memory only. If it
+        has rows already, call `resume` before the first commit.
+    """
+
+    def __init__(self, path: epath.PathLike | None = None):
+        self.outputs: list[tuple[Elapsed, Any]] = []
+        """What `add_outputs` was given: pairs of elapsed and outputs."""
+        self._path = None if path is None else _absolute(path)
+        self._may_append = path is None
+        self._num_lines = 0  # In the file.
+        self._rows: list[Row] = []
+        self._columns: dict[str, _Column] = {}
+        self._paths_by_end: dict[str, list[str]] = {}
+        # The rows of which not all values have arrived, by number, whether or not the queue still has them.
+        self._waiting: dict[int, list[_Place]] = {}
+        self._queue = metrics.OutputQueue(_CHUNK_SIZE)
+
+    # Writing ---------------------------------------------------------------------------------------
+
+    def commit(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
+        """Appends a row, without waiting for the devices.
+
+        Args:
+          elapsed: how far the run is.
+          logs: a (nested) dict of scalars: Python and NumPy numbers, strings, arrays without axes, on devices or not.
+            A device value must not be donated to a step before it has arrived: copy what is part of the state.
+
+        Raises:
+          TypeError: a value is no scalar, or a key no string.
+          ValueError: two values have the same path; a path is one of steps, samples, time and loops, which are asked
+            of `elapsed`; a device value was donated; the file has the rows of an earlier run, and `resume` was not
+            called.
+        """
+        _check_elapsed("commit", elapsed)
+        self._check_file()
+        number = len(self._rows)
+        places = self._add(Row(elapsed.without_previous(), _copied(logs, set())))
+        if not places:
+            self._append_to_file([number])
+            return
+        self._waiting[number] = places
+        outputs = {"row": number, "values": _values_of(places)}
+        arrived = self._explain_donated(lambda: self._queue.push(outputs, state=None))
+        self._put({int(each["row"]): each["values"] for each in arrived if each})
+
+    def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
+        """Keeps what is no scalar, images say, as it is: in memory, not in the file, and not copied to the host."""
+        _check_elapsed("add_outputs", elapsed)
+        self.outputs.append((elapsed.without_previous(), outputs))
+
+    def flush(self) -> None:
+        """Waits for the values still on their way; with a path, all rows are in the file then.
+
+        Whoever saves a checkpoint calls it before: the rows up to that step are part of the run.
+        """
+        if self._waiting:
+            waiting = {number: _values_of(places) for number, places in self._waiting.items()}
+            arrived = self._explain_donated(lambda: metrics.fetch(waiting))
+            self._queue = metrics.OutputQueue(_CHUNK_SIZE)
+            self._put(arrived)
+
+    def close(self) -> None:
+        """Flushes. No file stays open between writes, so the history can be read, and written to, as before."""
+        self.flush()
+
+    def resume(self, steps: int) -> None:
+        """Drops the rows and outputs after a step, which will be run again, and goes on from there.
+
+        With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
+        last line that a killed process left incomplete is dropped too.
+
+        Args:
+          steps: where the run goes on, the number of completed updates; 0 to start anew.
+
+        Raises:
+          ValueError: a line of the file is broken.
+        """
+        if isinstance(steps, bool) or not hasattr(steps, "__index__"):
+            raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
+        steps = operator.index(steps)
+        self.flush()
+        rows, is_in_order = self._rows, False
+        if self._path is not None and self._path.exists():
+            rows, is_in_order = _read(self._path)
+        kept = [row for row in rows if row.elapsed.steps <= steps]
+        if self._path is not None and not (is_in_order and len(kept) == len(rows)):
+            _write(self._path, kept)
+        self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
+        self._rows, self._columns, self._paths_by_end = [], {}, {}
+        for row in kept:
+            self._add(row)
+        self._may_append, self._num_lines = True, len(kept)
+        place = "the history" if self._path is None else self._path
+        dropped = len(rows) - len(kept)
+        logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, len(kept), dropped, steps)
+
+    # Reading ---------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, in the order of their commits."""
+        self.flush()
+        return list(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        self.flush()
+        return self._rows[index]
+
+    def __repr__(self) -> str:
+        if not self._rows:
+            return "History(no rows)"
+        count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
+        return f"History({count} up to step {self._rows[-1].elapsed.steps}: {_listed(self._columns)})"
+
+    def paths(self) -> list[str]:
+        """The full paths of all values so far, in the order of their first appearance."""
+        return list(self._columns)
+
+    def find(self, name: str) -> str:
+        """The full path of a value. A name that is a whole path means that one.
+
+        Raises:
+          ValueError: no value has this name, or several have.
+        """
+        end = _dotted(name)
+        if end in self._columns:
+            return end
+        found = self._paths_by_end.get(end, [])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(f"{name!r} is the end of {len(found)} names: {_listed(found)}. Ask for one of them.")
+        nearest = difflib.get_close_matches(end, self._paths_by_end, n=1)
+        raise ValueError(
+            f"Nothing named {name!r} was measured"
+            + (f"; did you mean {nearest[0]!r}? " if nearest else ". ")
+            + (f"There are: {_listed(self._columns)}." if self._columns else "There is nothing yet.")
+        )
+
+    def last(self, name: str) -> tuple[Elapsed, Any] | None:
+        """The newest value of a name and how far the run was; None if there is none yet.
+
+        Costs the same for each length of the history, and waits for the devices only if that value is on its way.
+
+        Raises:
+          ValueError: several values have this name.
+        """
+        if _dotted(name) not in self._paths_by_end:
+            return None
+        column = self._columns[self.find(name)]
+        if isinstance(column.values[-1], jax.Array):
+            self.flush()
+        return self._rows[column.rows[-1]].elapsed, column.values[-1]
+
+    def collect(self, *names: str) -> Any:
+        """The values of the names, over the rows in which all of them appear.
+
+        Args:
+          *names: steps, samples, time and loops are those of elapsed; other names are looked up as by `find`.
+
+        Returns:
+          A tuple of lists, one a name; for one name its list. For an empty history the lists are empty.
+
+        Raises:
+          ValueError: no value has this name, or several have.
+        """
+        if not names:
+            raise ValueError("History.collect takes at least one name, got none. Write collect('steps', 'loss').")
+        self.flush()
+        wanted = [_dotted(name) for name in names]
+        others = [name for name in names if _dotted(name) not in _UNITS] if self._rows else []
+        columns = {_dotted(name): self._columns[self.find(name)] for name in others}
+        numbers: Iterable[int] = range(len(self._rows))
+        if columns:
+            shortest = min(columns.values(), key=lambda column: len(column.rows))
+            longer = [set(column.rows) for column in columns.values() if column is not shortest]
+            numbers = [number for number in shortest.rows if all(number in rows for rows in longer)]
+        lists = []
+        for end in wanted:
+            if end in columns:
+                values = dict(zip(columns[end].rows, columns[end].values, strict=True))
+                lists.append([values[number] for number in numbers])
+            else:
+                lists.append([getattr(self._rows[number].elapsed, end) for number in numbers])
+        return tuple(lists) if len(lists) > 1 else lists[0]
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """A flat dict for each row, `{"steps": 100, ..., "train.loss": 0.5}`, as `pandas.DataFrame` takes them."""
+        self.flush()
+        records = [row.elapsed.to_dict() for row in self._rows]
+        for path, column in self._columns.items():
+            for number, value in zip(column.rows, column.values, strict=True):
+                records[number][path] = value
+        return records
+
+    # Keeping ---------------------------------------------------------------------------------------
+
+    def save(self, path: epath.PathLike) -> None:
+        """Writes all rows to a file, in the format of the class, in one atomic move; the outputs are left out."""
+        self.flush()
+        _write(_absolute(path), self._rows)
+
+    @classmethod
+    def load(cls, path: epath.PathLike) -> "History":
+        """Reads a file that `save`, or a history with a path, has written, into memory.
+
+        An incomplete last line, which a process killed while writing has left, is dropped with a warning.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: a line is broken; the error gives its number.
+        """
+        history = cls()
+        for row in _read(_absolute(path))[0]:
+            history._add(row)
+        return history
+
+    def plot(self, *names: str, x: str = "steps") -> "Figure":
+        """Draws learning curves: the names side by side, with all values whose path ends in a name as its lines.
+
+        So `plot("loss")` shows `train.loss` and `eval.loss` together, under the labels `train` and `eval`. The figure
+        shows itself at the end of a notebook's cell; `figure.savefig("loss.png")` writes it. Needs matplotlib, of
+        which pyplot, the backend and the settings are left alone.
+
+        Args:
+          *names: what to draw; none for all numbers but the statistics of loops (`jaxloop/...`).
+          x: steps, samples, time (in seconds) or loops.
+
+        Raises:
+          ValueError: there is nothing to draw, or no number has this name.
+          ImportError: matplotlib is not installed.
+        """
+        if x not in _UNITS:
+            raise ValueError(f"History.plot(x=...) takes one of {', '.join(_UNITS)}, got {x!r}.")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "History.plot draws with matplotlib, which is not installed. Run: pip install matplotlib"
+            ) from error
+        self.flush()
+        curves = self._curves(names)
+        num_columns = min(len(curves), _AXES_IN_A_LINE)
+        num_lines = math.ceil(len(curves) / num_columns)
+        figure = Figure(figsize=(max(4.0 * num_columns, 4.8), 3.2 * num_lines), layout="constrained")
+        for index, (name, paths) in enumerate(curves.items()):
+            axes = figure.add_subplot(num_lines, num_columns, index + 1)
+            labels = [path.removesuffix(_dotted(name)).removesuffix(".") for path in paths]
+            for path, label in zip(paths, labels, strict=True):
+                steps, values = self.collect(x, path)
+                few = len(values) <= _FEW_POINTS
+                style: dict[str, Any] = (
+                    {"marker": "o", "markersize": 4, "linewidth": 1.5} if few else {"linewidth": 1.0}
+                )
+                axes.plot(steps, values, label=label or name, **style)
+            if any(labels):
+                axes.legend(frameon=False)
+            axes.set(xlabel="time (s)" if x == "time" else x, ylabel=name)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+        # IPython shows a Figure by itself only where pyplot was imported.
+        figure._repr_png_ = functools.partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
+        return figure
+
+    def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """The paths to draw, under the name of their axes."""
+        drawable = {path for path, column in self._columns.items() if not any(map(_is_text, column.values))}
+        if not names:
+            chosen = [path for path in self._columns if path in drawable and "jaxloop" not in path.split(".")[:2]]
+            curves: dict[str, list[str]] = {}
+            for path in chosen:
+                curves.setdefault(path.rpartition(".")[2], []).append(path)
+            if not curves:
+                raise ValueError("There is nothing to draw: the history has no numbers yet. Commit some, or load it.")
+            return curves
+        curves = {name: self._paths_by_end.get(_dotted(name)) or [self.find(name)] for name in names}
+        for name, paths in curves.items():
+            if not drawable.issuperset(paths):
+                raise ValueError(f"History.plot draws numbers, and {name!r} has strings. Read them with collect.")
+        return curves
+
+    # Inside ----------------------------------------------------------------------------------------
+
+    def _check_file(self) -> None:
+        if self._may_append or self._path is None:
+            return
+        if self._path.exists() and self._path.stat().length:
+            raise ValueError(
+                f"{self._path} has the rows of an earlier run, which a new one must not be mixed with. Call "
+                "history.resume(steps) to go on after that step (0 starts anew), give another path, or delete the file."
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._may_append = True
+
+    def _add(self, row: Row) -> list[_Place]:
+        """Appends a row; returns where its device values are."""
+        places = []
+        number = len(self._rows)
+        self._rows.append(row)
+        for path, logs, key in _leaves(row.logs):
+            if path not in self._columns:
+                self._columns[path] = _Column()
+                for end in _ends(path):
+                    self._paths_by_end.setdefault(end, []).append(path)
+            column = self._columns[path]
+            column.rows.append(number)
+            column.values.append(logs[key])
+            if isinstance(logs[key], jax.Array):
+                places.append(_Place(path, column, len(column.values) - 1, logs, key))
+        return places
+
+    def _put(self, arrived: Mapping[int, Sequence[Any]]) -> None:
+        for number, values in arrived.items():
+            for place, value in zip(self._waiting[number], values, strict=True):
+                place.put(_plain(value, place.path))
+            del self._waiting[number]
+        self._append_to_file(list(arrived))
+
+    def _append_to_file(self, numbers: Sequence[int]) -> None:
+        if self._path is None or not numbers:
+            return
+        with self._path.open("a") as file:
+            for number in numbers:
+                file.write(_to_line(self._rows[number], None if number == self._num_lines else number))
+                self._num_lines += 1
+
+    def _explain_donated(self, read: Callable[[], Any]) -> Any:
+        """Reads device values. If any was donated, says so once, and leaves NaN in its place."""
+        try:
+            return read()
+        except RuntimeError:
+            lost = []
+            for number, places in self._waiting.items():
+                for place, value in zip(places, _values_of(places), strict=True):
+                    if isinstance(value, jax.Array) and value.is_deleted():
+                        place.put(math.nan)
+                        lost.append(f"{place.path} at step {self._rows[number].elapsed.steps}")
+            if not lost:
+                raise
+            # The rest still waits, for the next to read.
+            self._queue = metrics.OutputQueue(_CHUNK_SIZE)
+            raise ValueError(
+                f"A value was committed to the history, and then donated to a step before it arrived: {_listed(lost)}. "
+                "The history has NaN for it. Commit a copy of what is part of the state: jnp.copy(value)."
+            ) from None
+
+
+def _absolute(path: epath.PathLike) -> epath.Path:
+    return epath.Path(path).expanduser().resolve()
+
+
+def _check_elapsed(method: str, elapsed: Any) -> None:
+    if not isinstance(elapsed, Elapsed):
+        raise TypeError(
+            f"History.{method} takes how far the run is, an Elapsed, got {elapsed!r}. Write Elapsed(steps=100)."
+        )
+
+
+def _values_of(places: Sequence[_Place]) -> list[Any]:
+    return [place.column.values[place.position] for place in places]
+
+
+def _listed(names: Iterable[str], *, show: int = 12) -> str:
+    names = list(names)
+    return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
+
+
+# Names -----------------------------------------------------------------------------------------------
+
+
+def _dotted(name: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"A name in a history is a string, such as 'train.loss', got {name!r}.")
+    return name.replace("/", ".")
+
+
+def _ends(path: str) -> list[str]:
+    """The names that a path can be called by: `a.b.c`, `b.c` and `c`."""
+    return [path, *(path[match.end() :] for match in re.finditer(r"\.", path))]
+
+
+def _leaves(logs: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The path of each value, and the dict and the key where it is."""
+    for key, value in logs.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{_dotted(key)}.")
+        else:
+            yield prefix + _dotted(key), logs, key
+
+
+# Values ----------------------------------------------------------------------------------------------
+
+
+def _copied(logs: Any, seen: set[str], prefix: str = "") -> dict[str, Any]:
+    """A copy of the logs, of plain Python values but for those on devices; checks it all.
+
+    Args:
+      logs: as given.
+      seen: the paths so far, to which those of these logs are added.
+      prefix: what their paths begin with.
+    """
+    if not isinstance(logs, Mapping):
+        raise TypeError(
+            f"The logs of a history are a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
+        )
+    copy = {}
+    for key, value in logs.items():
+        if not isinstance(key, str):
+            raise TypeError(f"The keys of a history's logs are strings, got {key!r}. Write {str(key)!r}.")
+        path = prefix + _dotted(key)
+        if isinstance(value, Mapping):
+            copy[key] = _copied(value, seen, f"{path}.")
+            continue
+        if path in seen:
+            raise ValueError(f"The logs have two values under the path {path}. Give one another key.")
+        if path in _UNITS:
+            raise ValueError(
+                f"The logs have a value under {path!r}, and that name is asked of elapsed. Leave it out, or give it "
+                f"another key, such as 'my_{path}'."
+            )
+        seen.add(path)
+        copy[key] = _checked_on_device(value, path) if isinstance(value, jax.Array) else _plain(value, path)
+    return copy
+
+
+def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
+    if isinstance(value, core.Tracer):
+        raise TypeError(
+            f"A history takes the values of a step, got a tracer of one that is being compiled, under {path}. Return "
+            "the value from the jitted function, and commit what it returned."
+        )
+    if value.ndim or not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
+        raise _no_scalar(value, path)
+    if value.is_deleted():
+        raise ValueError(
+            f"The value under {path} was donated to a step, which has reused its memory. Commit what that step "
+            "returned, or a copy made before: jnp.copy(value)."
+        )
+    return value
+
+
+def _plain(value: Any, path: str) -> bool | int | float | str:
+    """A host scalar as Python's own."""
+    plain = value
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        plain = array.item() if array.ndim == 0 else value
+    if isinstance(plain, bool):
+        return plain
+    for kind, python in ((str, str), (int, int), (float, float), (np.floating, float)):
+        if isinstance(plain, kind):
+            return python(plain)
+    raise _no_scalar(value, path)
+
+
+def _no_scalar(value: Any, path: str) -> TypeError:
+    return TypeError(
+        f"The logs of a history hold scalars, got {checks.describe(value)} under {path}. Reduce it to one, with "
+        "value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# The file --------------------------------------------------------------------------------------------
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# Such a word as a string of the logs, which is written with one more quote in front.
+_QUOTED = re.compile(r"'*(NaN|-?Infinity)")
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _encoded(each) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return f"'{value}" if isinstance(value, str) and _QUOTED.fullmatch(value) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _decoded(each) for key, each in value.items()}
+    if isinstance(value, str) and _QUOTED.fullmatch(value):
+        return _NOT_FINITE[value] if value in _NOT_FINITE else value[1:]
+    return value
+
+
+def _to_line(row: Row, number: int | None = None) -> str:
+    """A row as a line of the file, with its number where that is not the line's."""
+    line = {"elapsed": {unit: _plain(value, unit) for unit, value in row.elapsed.to_dict().items()}, "logs": row.logs}
+    return json.dumps(_encoded(line if number is None else {"row": number, **line}), allow_nan=False) + "\n"
+
+
+def _from_line(line: bytes, place: int) -> tuple[int, Row]:
+    """The number of a row and the row, of a line in some place."""
+    fields = _decoded(json.loads(line))
+    elapsed = Elapsed(**fields["elapsed"])
+    if not all(type(value) in (int, float) for value in elapsed.to_dict().values()):
+        raise ValueError(f"elapsed has {elapsed.to_dict()}, which are not all numbers")
+    return operator.index(fields.get("row", place)), Row(elapsed, _copied(fields["logs"], set()))
+
+
+def _read(path: epath.Path) -> tuple[list[Row], bool]:
+    """The rows of a file in their order, and whether its lines are just these, in order and complete."""
+    *lines, rest = path.read_bytes().split(b"\n")
+    numbered = []
+    for index, line in enumerate(lines):
+        try:
+            numbered.append(_from_line(line, index))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            shown = line[:60].decode(errors="replace") + ("..." if len(line) > 60 else "")
+            raise ValueError(
+                f'{path}, line {index + 1}: expected a row, {{"elapsed": {{...}}, "logs": {{...}}}}, got {shown!r} '
+                f"({error}). Mend the line or delete it."
+            ) from error
+    if rest:
+        try:
+            numbered.append(_from_line(rest, len(lines)))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            logging.warning(
+                "The last line of %s, line %d, is incomplete and was dropped: the process was killed while it wrote.",
+                path,
+                len(lines) + 1,
+            )
+    is_in_order = not rest and all(number == index for index, (number, _) in enumerate(numbered))
+    return [row for _, row in sorted(numbered, key=operator.itemgetter(0))], is_in_order
+
+
+def _write(path: epath.Path, rows: Iterable[Row]) -> None:
+    """Writes a file of rows, in one atomic move."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("w") as file:
+        for row in rows:
+            file.write(_to_line(row))
+    unfinished.replace(path)
+
+
+# The picture -----------------------------------------------------------------------------------------
+
+
+def _png(figure: "Figure") -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

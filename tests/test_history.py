@@ -1,0 +1,635 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from etils import epath
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from IPython.core.formatters import DisplayFormatter
+
+from jaxloop import metrics
+from jaxloop.history import History, Row
+from jaxloop.schedules import Elapsed
+
+
+def history_of(*rows, path=None):
+    """A history with rows of `(steps, logs)`."""
+    history = History(path)
+    for steps, logs in rows:
+        history.commit(Elapsed(steps), logs)
+    return history
+
+
+def two_curves():
+    history = History()
+    for steps in (1, 2, 3, 4):
+        history.commit(
+            Elapsed(steps, samples=32 * steps, time=steps / 2, loops=steps // 2), {"train": {"loss": 1 / steps}}
+        )
+        if steps % 2 == 0:
+            history.commit(Elapsed(steps), {"test/loss": 2 / steps, "test/metrics": {"accuracy": steps / 10}})
+    return history
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The device values that were read or waited for so far."""
+    values = []
+    device_get, block_until_ready = jax.device_get, jax.block_until_ready
+
+    def reading(function, tree):
+        values.extend(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+        return function(tree)
+
+    monkeypatch.setattr(jax, "device_get", lambda tree: reading(device_get, tree))
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: reading(block_until_ready, tree))
+    return values
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["steps"], [1, 2, 2, 3, 4, 4]),
+        (["steps", "train.loss"], ([1, 2, 3, 4], [1, 1 / 2, 1 / 3, 1 / 4])),
+        (["train/loss", "time"], ([1, 1 / 2, 1 / 3, 1 / 4], [0.5, 1.0, 1.5, 2.0])),
+        (["accuracy"], [0.2, 0.4]),
+        (["metrics.accuracy", "test.loss", "steps"], ([0.2, 0.4], [1.0, 0.5], [2, 4])),
+        (["test/metrics/accuracy", "test/metrics.accuracy"], ([0.2, 0.4], [0.2, 0.4])),
+        (["train.loss", "test.loss"], ([], [])),  # Never in one row.
+        (["samples", "loops", "train.loss"], ([32, 64, 96, 128], [0, 1, 1, 2], [1, 1 / 2, 1 / 3, 1 / 4])),
+    ],
+)
+def test_collect_gives_a_list_for_each_name_over_the_rows_that_have_them_all(names, expected):
+    assert two_curves().collect(*names) == expected
+
+
+def test_a_whole_path_is_meant_before_the_end_of_another():
+    history = history_of((1, {"loss": 1.0, "eval": {"loss": 2.0, "x": {"loss": 3.0}}}))
+    assert [history.find(name) for name in ("loss", "eval/loss", "x.loss")] == ["loss", "eval.loss", "eval.x.loss"]
+    assert history.collect("loss") == [1.0]
+
+
+def test_an_end_is_made_of_whole_parts():
+    history = history_of((1, {"train": {"total_loss": 1.0, "loss": 2.0}}))
+    assert history.collect("loss") == [2.0]
+
+
+@pytest.mark.parametrize("ask", [History.collect, History.find, History.last])
+def test_a_name_of_several_values_is_an_error_that_lists_them(ask):
+    with pytest.raises(ValueError, match="'loss' is the end of 2 names: train.loss, test.loss. Ask for one of them"):
+        ask(two_curves(), "loss")
+
+
+@pytest.mark.parametrize("ask", [History.collect, History.find, History.plot])
+def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(ask):
+    with pytest.raises(ValueError, match="did you mean 'accuracy'. There are: train.loss, test.loss, test.metrics.acc"):
+        ask(two_curves(), "acuracy")
+
+
+def test_an_empty_history_gives_empty_lists():
+    assert History().collect("loss") == []
+    assert History().collect("steps", "loss") == ([], [])
+    assert History().rows == [] and History().to_records() == [] and len(History()) == 0
+
+
+def test_names_are_needed_and_are_strings():
+    with pytest.raises(ValueError, match="at least one name"):
+        History().collect()
+    with pytest.raises(TypeError, match="A name in a history is a string"):
+        History().collect(["steps", "loss"])
+
+
+def test_rows_are_iterated_indexed_and_counted_in_their_order():
+    history = two_curves()
+    assert len(history) == 6
+    assert history.rows == list(history) == [history[i] for i in range(6)]
+    assert history[-1] == Row(Elapsed(4), {"test/loss": 0.5, "test/metrics": {"accuracy": 0.4}})
+    assert history.paths() == ["train.loss", "test.loss", "test.metrics.accuracy"]
+
+
+def test_repr_says_how_much_of_what_is_there():
+    assert repr(History()) == "History(no rows)"
+    assert repr(history_of((7, {"loss": 1.0}))) == "History(1 row up to step 7: loss)"
+    assert repr(two_curves()) == "History(6 rows up to step 4: train.loss, test.loss, test.metrics.accuracy)"
+    assert repr(history_of((7, {f"m{i}": i for i in range(20)}))).endswith("m10, m11 and 8 more)")
+
+
+def test_last_is_the_newest_value_and_where_it_was_measured():
+    history = two_curves()
+    assert history.last("accuracy") == (Elapsed(4), 0.4)
+    history.commit(Elapsed(9), {"other": 1})
+    assert history.last("test/loss") == (Elapsed(4), 0.5)
+    assert history.last("nowhere") is None
+
+
+def test_last_does_not_look_through_the_history():
+    history = history_of((0, {"rare": 1}), *((steps, {"loss": steps}) for steps in range(5000)))
+    begin = time.perf_counter()
+    for _ in range(5000):
+        history.last("rare")
+        history.last("loss")
+    assert time.perf_counter() - begin < 2
+
+
+def test_records_are_flat_and_make_a_data_frame():
+    records = history_of((1, {"train": {"loss": 0.5}}), (2, {"test/loss": 0.25})).to_records()
+    assert records == [
+        {"steps": 1, "samples": 0, "time": 0.0, "loops": 0, "train.loss": 0.5},
+        {"steps": 2, "samples": 0, "time": 0.0, "loops": 0, "test.loss": 0.25},
+    ]
+    frame = pytest.importorskip("pandas").DataFrame(records)
+    assert list(frame.columns) == ["steps", "samples", "time", "loops", "train.loss", "test.loss"]
+    assert frame["test.loss"].isna().tolist() == [True, False]
+
+
+# Committing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, 3),
+        (True, True),
+        ("sgd", "sgd"),
+        (np.str_("sgd"), "sgd"),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.float64(0.1), 0.1),
+        (np.longdouble(0.5), 0.5),
+        (np.int64(7), 7),
+        (np.bool_(False), False),
+        (np.array(2.5), 2.5),
+        (ml_dtypes.bfloat16(1.5), 1.5),
+        (jnp.float32(0.25), 0.25),
+        (jnp.int32(4), 4),
+        (jnp.array(True), True),
+        (jnp.bfloat16(1.5), 1.5),
+        (jnp.float32(jnp.inf), math.inf),
+    ],
+)
+def test_values_come_out_as_plain_python(value, expected):
+    history = history_of((1, {"a": {"b": value}}))
+    for found in (history.rows[0].logs["a"]["b"], history.collect("b")[0], history.to_records()[0]["a.b"]):
+        assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("logs", "error", "message"),
+    [
+        (3.0, TypeError, "logs of a history are a .nested. dict, got float"),
+        ({"a": {1: 2}}, TypeError, "keys of a history's logs are strings, got 1. Write '1'"),
+        ({"a": {"b": np.zeros(3)}}, TypeError, "hold scalars, got float64.3. under a.b. Reduce it to one"),
+        ({"a": jnp.zeros([1])}, TypeError, "got float32.1. under a"),
+        ({"a": jax.random.key(0)}, TypeError, "hold scalars"),
+        ({"a": None}, TypeError, "hold scalars, got NoneType"),
+        ({"a": 1j}, TypeError, "hold scalars, got complex"),
+        ({"a/b": 1, "a": {"b": 2}}, ValueError, "two values under the path a.b"),
+        ({"steps": 1}, ValueError, "'steps', and that name is asked of elapsed"),
+    ],
+)
+def test_what_is_no_dict_of_scalars_is_an_error_and_leaves_no_row(logs, error, message):
+    history = History()
+    with pytest.raises(error, match=message):
+        history.commit(Elapsed(1), logs)
+    assert len(history) == 0 and history.paths() == []
+
+
+def test_elapsed_must_be_one():
+    with pytest.raises(TypeError, match="takes how far the run is, an Elapsed, got 100"):
+        History().commit(100, {"loss": 1.0})
+
+
+def test_a_tracer_is_no_value():
+    history = History()
+    with pytest.raises(TypeError, match="got a tracer .* under loss"):
+        jax.jit(lambda x: history.commit(Elapsed(1), {"loss": x}))(1.0)
+
+
+def test_a_history_holds_on_to_nothing_of_its_callers():
+    logs = {"train": {"loss": 1.0}}
+    history = History()
+    history.commit(Elapsed(1).advance(samples=8, time=1.0), logs)
+    logs["train"]["loss"] = 2.0
+    assert history.rows[0] == Row(Elapsed(2, 8, 1.0), {"train": {"loss": 1.0}})
+    assert history.rows[0].elapsed.previous is None
+
+
+def test_outputs_are_kept_as_they_are(reads, tmp_path):
+    history, images = History(tmp_path / "history.jsonl"), jnp.zeros([2, 3])
+    history.add_outputs(Elapsed(1).advance(samples=8, time=1.0), {"images": images})
+    history.flush()
+    ((elapsed, outputs),) = history.outputs
+    assert elapsed == Elapsed(2, 8, 1.0) and elapsed.previous is None
+    assert outputs["images"] is images
+    assert not reads and not os.listdir(tmp_path) and len(history) == 0
+
+
+# Device values -----------------------------------------------------------------------------------
+
+
+def test_a_commit_does_not_wait_and_a_reader_gets_everything(reads):
+    history = history_of(*((i, {"loss": jnp.float32(i), "host": i}) for i in range(20)))
+    assert len(history) == 20 and repr(history) == "History(20 rows up to step 19: loss, host)"
+    assert not reads
+    assert history.collect("steps", "loss", "host") == (list(range(20)),) * 3
+    assert history[7].logs == {"loss": 7.0, "host": 7}
+    assert len(reads) == 20
+    history.flush()
+    assert len(reads) == 20  # Nothing is read twice.
+
+
+def test_only_a_bounded_number_of_rows_is_on_its_way(reads):
+    history = History()
+    for i in range(300):
+        history.commit(Elapsed(i), {"loss": jnp.float32(i)})
+        assert i + 1 - len({id(value) for value in reads}) <= 64
+    assert history.collect("loss") == list(range(300))
+
+
+def test_a_reader_may_come_at_any_time():
+    history = History()
+    for i in range(200):
+        history.commit(Elapsed(i), {"loss": jnp.float32(i)})
+        if i % 29 == 0:
+            assert history.collect("loss") == list(range(i + 1))
+    assert history.collect("loss") == list(range(200))
+
+
+def test_last_reads_the_device_only_for_values_on_their_way(reads):
+    history = history_of((1, {"train.loss": jnp.float32(1)}), (1, {"test.loss": 2.0}))
+    assert history.last("test.loss") == (Elapsed(1), 2.0)
+    assert not reads
+    assert history.last("train.loss") == (Elapsed(1), 1.0)
+    assert len(reads) == 1
+
+
+def test_rows_that_wait_and_rows_that_do_not_keep_their_order(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    for i in range(100):
+        history.commit(Elapsed(i), {"loss": jnp.float32(i) if i % 3 else i})
+    history.close()
+    assert history.collect("loss") == list(range(100))
+    assert History.load(path).rows == history.rows
+
+
+def test_an_interrupted_reader_loses_nothing(monkeypatch):
+    history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(50)))
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "fetch", lambda tree: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            history.collect("loss")
+    history.commit(Elapsed(50), {"loss": jnp.float32(50)})
+    assert history.collect("loss") == list(range(51))
+
+
+def test_a_value_that_was_donated_is_said_once_and_is_nan():
+    count, loss = jnp.float32(1), jnp.float32(2)
+    history = history_of((1, {"state": {"count": count}, "loss": loss}))
+    jax.jit(lambda x: x + 1, donate_argnums=0)(count)
+    with pytest.raises(ValueError, match="donated to a step before it arrived: state.count at step 1. .* jnp.copy"):
+        history.collect("loss")
+    assert history.collect("loss") == [2.0] and math.isnan(history.collect("count")[0])
+    with pytest.raises(ValueError, match="The value under count was donated"):
+        history.commit(Elapsed(2), {"count": count})
+
+
+def test_commits_go_on_after_the_error_of_a_donated_value():
+    history, errors = History(), []
+    for i in range(200):
+        value = jnp.float32(i)
+        try:
+            history.commit(Elapsed(i), {"loss": value})
+        except ValueError as error:
+            errors.append(str(error))
+        if i == 7:
+            value.delete()
+    assert len(errors) == 1 and "loss at step 7" in errors[0]
+    assert [i for i, value in enumerate(history.collect("loss")) if value != i] == [7]
+
+
+# The file ----------------------------------------------------------------------------------------
+
+
+def test_host_rows_are_in_the_file_at_once_and_device_rows_when_they_have_arrived(tmp_path):
+    path = tmp_path / "runs" / "1" / "history.jsonl"
+    history = history_of((1, {"loss": jnp.float32(1)}), (1, {"test/loss": 2.0}), path=path)
+    assert History.load(path).rows == [Row(Elapsed(1), {"test/loss": 2.0})]
+    history.flush()
+    assert History.load(path).rows == history.rows == [(Elapsed(1), {"loss": 1.0}), (Elapsed(1), {"test/loss": 2.0})]
+
+
+def test_a_killed_process_leaves_all_rows_it_committed(tmp_path):
+    path = tmp_path / "history.jsonl"
+    program = (
+        "import os, signal, sys; from jaxloop.history import History; from jaxloop.schedules import Elapsed\n"
+        "history = History(sys.argv[1])\n"
+        "for i in range(5): history.commit(Elapsed(i), {'loss': float(i)})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert History.load(path).collect("steps", "loss") == (list(range(5)), [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_line_of_the_file_is_the_row(tmp_path):
+    history_of((1, {"train": {"loss": 0.5}}), path=tmp_path / "a").save(tmp_path / "b")
+    line = '{"elapsed": {"steps": 1, "samples": 0, "time": 0.0, "loops": 0}, "logs": {"train": {"loss": 0.5}}}\n'
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == line
+
+
+def test_after_close_a_history_is_read_and_written_as_before(tmp_path):
+    history = history_of((1, {"loss": jnp.float32(1)}), path=tmp_path / "history.jsonl")
+    history.close()
+    history.close()
+    assert history.collect("loss") == [1.0]
+    history.commit(Elapsed(2), {"loss": 2.0})
+    assert History.load(tmp_path / "history.jsonl").collect("loss") == [1.0, 2.0]
+
+
+def test_a_path_is_an_epath_or_a_string_and_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, two = History("one.jsonl"), History(epath.Path("two.jsonl"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for history in (one, two):
+        history.commit(Elapsed(1), {"loss": 1.0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "one.jsonl", "two.jsonl"]
+
+
+keys = st.text(max_size=4).filter(
+    lambda key: not {".", "/"} & set(key) and key not in ("steps", "samples", "time", "loops")
+)
+values = (
+    st.floats() | st.integers() | st.booleans() | st.text() | st.sampled_from(["NaN", "'NaN", "''-Infinity", "Inf"])
+)
+nested_logs = st.recursive(
+    st.dictionaries(keys, values, max_size=3),
+    lambda inner: st.dictionaries(keys, values | inner, max_size=3),
+    max_leaves=4,
+)
+elapsed = st.builds(Elapsed, st.integers(0, 9), st.integers(0), st.floats(0), st.integers(0))
+some_rows = st.lists(st.tuples(elapsed, nested_logs), max_size=5)
+few_times = settings(max_examples=40, deadline=None, database=None)
+
+
+def strictly(line):
+    """A line, read as JSON that knows no NaN."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+@few_times
+@given(some_rows)
+@example([(Elapsed(1), {"a": math.nan, "b": math.inf, "c": -math.inf, "d": "NaN", "e": "'NaN", "f": -0.0})])
+@example([(Elapsed(1), {"a": "\n\ud800\u2028", "": {"": {"": 1}}, "b": {}})])
+def test_save_and_load_give_the_same_rows(tmp_path_factory, rows):
+    path = tmp_path_factory.getbasetemp() / "saved.jsonl"
+    history = History()
+    for elapsed, logs in rows:
+        history.commit(elapsed, logs)
+    history.save(path)
+    loaded = History.load(path)
+    # As text, for NaN is not NaN, and 0.0 is -0.0, True is 1 and 1 is 1.0.
+    assert repr(loaded.rows) == repr(history.rows)
+    assert loaded.paths() == history.paths()
+    assert [set(strictly(line)) for line in path.read_text().splitlines()] == [{"elapsed", "logs"}] * len(rows)
+
+
+@few_times
+@given(st.lists(st.integers(0, 9), max_size=8).map(sorted), st.integers(0, 10), st.floats(0, 1))
+def test_a_file_cut_anywhere_goes_on_from_any_step(tmp_path_factory, all_steps, resumed_at, share):
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    path.unlink(missing_ok=True)
+    written = history_of(*((steps, {"row": i, "x": math.nan}) for i, steps in enumerate(all_steps)), path=path)
+    content = path.read_bytes() if all_steps else b""
+    cut = round(share * len(content))
+    path.write_bytes(content[:cut])
+    complete = len([line for line in content.splitlines(keepends=True) if content.index(line) + len(line) - 1 <= cut])
+
+    history = History(path)
+    history.resume(resumed_at)
+    kept = [row for row in written.rows[:complete] if row.elapsed.steps <= resumed_at]
+    assert repr(history.rows) == repr(kept)
+    history.commit(Elapsed(resumed_at + 1), {"row": "new"})
+    assert repr(History.load(path).rows) == repr(history.rows)
+    assert history.collect("row") == [*(row.logs["row"] for row in kept), "new"]
+
+
+def test_two_runs_are_not_mixed_in_one_file(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history_of((1, {"loss": 1.0}), path=path)
+    before = path.read_bytes()
+    second = History(path)
+    for value in (2.0, jnp.float32(2)):
+        with pytest.raises(ValueError, match="rows of an earlier run, .* history.resume.steps. .* or delete the file"):
+            second.commit(Elapsed(1), {"loss": value})
+    assert path.read_bytes() == before and len(second) == 0
+    path.unlink()
+    second.commit(Elapsed(1), {"loss": 3.0})
+    assert History.load(path).collect("loss") == [3.0]
+
+
+def test_an_empty_file_is_of_no_run(tmp_path):
+    (tmp_path / "history.jsonl").touch()
+    assert len(history_of((1, {"loss": 1.0}), path=tmp_path / "history.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(0, [0]), (1, [0, 1, 1]), (np.int64(2), [0, 1, 1, 2]), (9, [0, 1, 1, 2, 3])]
+)
+@pytest.mark.parametrize("in_file", [True, False])
+def test_resume_keeps_the_rows_up_to_a_step(steps, kept, in_file, tmp_path, logs):
+    path = tmp_path / "history.jsonl" if in_file else None
+    history = history_of(*((i, {"loss": i, f"only_at_{i}": 1}) for i in [0, 1, 1, 2, 3]), path=path)
+    for i in range(4):
+        history.add_outputs(Elapsed(i), i)
+    resumed = History(path) if in_file else history
+    resumed.resume(steps)
+    assert resumed.collect("loss") == kept
+    assert resumed.paths() == ["loss", *(f"only_at_{i}" for i in sorted(set(kept)))]
+    assert (resumed.last("only_at_3") is None) == (3 not in kept)
+    assert f"{len(kept)} rows kept, {5 - len(kept)} dropped after step {steps}" in logs.text
+    if in_file:
+        assert History.load(path).rows == resumed.rows
+    else:
+        assert [outputs for _, outputs in resumed.outputs] == sorted(set(kept))
+
+
+def test_resume_without_a_file_begins_one(tmp_path):
+    history = History(tmp_path / "runs" / "history.jsonl")
+    history.resume(100)
+    history.commit(Elapsed(101), {"loss": 1.0})
+    assert len(History.load(tmp_path / "runs" / "history.jsonl")) == 1
+
+
+def test_resume_drops_device_rows_too(tmp_path):
+    history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(5)), path=tmp_path / "history.jsonl")
+    history.resume(2)
+    history.commit(Elapsed(3), {"loss": jnp.float32(30)})
+    assert history.collect("loss") == [0, 1, 2, 30]
+    assert History.load(tmp_path / "history.jsonl").rows == history.rows
+
+
+def test_a_run_killed_with_rows_on_their_way_goes_on_in_order(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history_of((1, {"a": jnp.float32(1)}), (1, {"b": 1}), (2, {"a": jnp.float32(2)}), (2, {"b": 2}), path=path)
+    resumed = History(path)  # As after a kill: the device rows have not arrived.
+    resumed.resume(2)
+    for i in (3, 4):
+        resumed.commit(Elapsed(i), {"b": i})
+    assert History.load(path).collect("steps", "b") == ([1, 2, 3, 4], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("steps", [None, "5", 2.0, True])
+def test_resume_takes_a_number_of_steps(steps):
+    with pytest.raises(TypeError, match="takes a number of steps"):
+        History().resume(steps)
+
+
+def test_an_incomplete_last_line_is_dropped_with_a_warning(tmp_path, warnings_logged):
+    path = tmp_path / "history.jsonl"
+    history_of((1, {"loss": 1.0}), (2, {"loss": 2.0}), path=path)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert History.load(path).collect("loss") == [1.0]
+    assert "line 2, is incomplete and was dropped" in warnings_logged()[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[1]",
+        "3",
+        "{}",
+        '{"elapsed": {"steps": 1}}',
+        '{"elapsed": {"step": 1}, "logs": {}}',
+        '{"elapsed": {"steps": "1"}, "logs": {}}',
+        '{"elapsed": {"steps": 1}, "logs": {"a": [1]}}',
+        "\udcff",
+    ],
+)
+@pytest.mark.parametrize("read", [History.load, lambda path: History(path).resume(5)], ids=["load", "resume"])
+def test_a_broken_line_elsewhere_is_an_error_with_its_number(line, read, tmp_path):
+    path = tmp_path / "history.jsonl"
+    history_of((1, {"loss": 1.0}), path=path)
+    content = path.read_bytes() + line.encode(errors="surrogateescape") + b"\n" + path.read_bytes()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="history.jsonl, line 2: expected a row, .* Mend the line or delete it"):
+        read(path)
+    assert path.read_bytes() == content
+
+
+def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "history.jsonl"
+    history = history_of((1, {"loss": 1.0}), (2, {"loss": 2.0}))
+    history.save(path)
+    assert os.listdir(tmp_path) == ["history.jsonl"]
+    before, dumps = path.read_bytes(), json.dumps
+
+    def fail_at_the_second(line, **options):
+        if line["elapsed"]["steps"] == 2:
+            raise OSError("no space left on device")
+        return dumps(line, **options)
+
+    monkeypatch.setattr(json, "dumps", fail_at_the_second)
+    with pytest.raises(OSError, match="no space left"):
+        history.save(path)
+    assert path.read_bytes() == before
+
+
+def test_a_history_saved_over_its_own_file_goes_on_there(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = history_of((1, {"loss": jnp.float32(1)}), (1, {"loss": 2.0}), path=path)
+    history.save(path)
+    history.commit(Elapsed(2), {"loss": 3.0})
+    assert History.load(path).collect("loss") == [1.0, 2.0, 3.0]
+    assert "row" not in path.read_text()
+
+
+# Drawing -----------------------------------------------------------------------------------------
+
+
+def picture(figure):
+    """What a figure shows: for each axes its labels, and its lines as `(label, number of points, marker)`."""
+    return [
+        (
+            axes.get_xlabel(),
+            axes.get_ylabel(),
+            [(line.get_label(), len(line.get_xdata()), line.get_marker()) for line in axes.lines],
+            [text.get_text() for text in axes.get_legend().get_texts()] if axes.get_legend() else None,
+        )
+        for axes in figure.axes
+    ]
+
+
+def test_train_and_test_are_drawn_together_side_by_side_with_other_names():
+    history = two_curves()
+    for steps in range(5, 51):
+        history.commit(Elapsed(steps), {"train": {"loss": 0.1}})
+    both = ("steps", "loss", [("train", 50, "None"), ("test", 2, "o")], ["train", "test"])
+    accuracy = ("steps", "accuracy", [("test.metrics", 2, "o")], ["test.metrics"])
+    assert picture(history.plot("loss")) == [both]
+    assert picture(history.plot("loss", "accuracy")) == [both, accuracy]
+    one, two = (axes.get_position() for axes in history.plot("loss", "accuracy").axes)
+    assert one.x1 <= two.x0 and one.y0 == two.y0
+
+
+def test_a_single_line_without_a_rest_of_its_name_has_no_legend():
+    ((_, name, lines, legend),) = picture(history_of((1, {"lr": 0.1}), (2, {"lr": 0.2})).plot("lr", x="samples"))
+    assert (name, len(lines), legend) == ("lr", 1, None)
+
+
+def test_a_line_whose_whole_name_was_asked_for_is_called_so_beside_others():
+    ((*_, legend),) = picture(history_of((1, {"eval": {"loss": 2.0}, "loss": 1.0})).plot("loss"))
+    assert legend == ["eval", "loss"]
+
+
+def test_without_names_everything_but_statistics_and_texts_is_drawn():
+    history = two_curves()
+    history.commit(Elapsed(5), {"jaxloop/num_params": 4, "train": {"jaxloop/steps_per_sec": 1.0}, "note": "hello"})
+    assert [name for _, name, *_ in picture(history.plot())] == ["loss", "accuracy"]
+    assert picture(history.plot("steps_per_sec"))[0][1] == "steps_per_sec"  # Asked for, it is drawn.
+
+
+@pytest.mark.parametrize(("x", "label", "first"), [("time", "time (s)", 0.5), ("samples", "samples", 32)])
+def test_the_horizontal_axis_may_be_any_count(x, label, first):
+    (axes,) = two_curves().plot("train.loss", x=x).axes
+    assert (axes.get_xlabel(), axes.lines[0].get_xdata()[0]) == (label, first)
+
+
+def test_what_cannot_be_drawn_is_an_error():
+    with pytest.raises(ValueError, match="takes one of steps, samples, time, loops, got 'epochs'"):
+        two_curves().plot("train.loss", x="epochs")
+    with pytest.raises(ValueError, match="'note' has strings"):
+        history_of((1, {"note": "hello"})).plot("note")
+    with pytest.raises(ValueError, match="There is nothing to draw"):
+        History().plot()
+
+
+def test_a_figure_shows_itself_in_a_notebook_and_leaves_pyplot_alone():
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    data, _ = DisplayFormatter().format(two_curves().plot("loss"))
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
+
+
+def test_without_matplotlib_plot_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        two_curves().plot("loss")
