@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,9 @@ from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 
 from jaxloop import checkpoint, examples, partition
+from jaxloop.actions import CheckpointAction
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, every
 from jaxloop.step import Step
 
 
@@ -63,16 +68,15 @@ def test_a_relative_directory_is_taken(tmp_path, monkeypatch):
     step.restore_model(state, "runs/first")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda directory: orbax_checkpoint.CheckpointManager(directory),
-        lambda directory: orbax_checkpoint.CheckpointManager(
-            directory, orbax_checkpoint.Checkpointer(orbax_checkpoint.PyTreeCheckpointHandler())
-        ),
-    ],
-    ids=["present style", "older style"],
-)
+MANAGERS = {
+    "present style": lambda directory: orbax_checkpoint.CheckpointManager(directory),
+    "older style": lambda directory: orbax_checkpoint.CheckpointManager(
+        directory, orbax_checkpoint.Checkpointer(orbax_checkpoint.PyTreeCheckpointHandler())
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
 def test_managers_of_both_styles_are_written_and_read(tmp_path, make, assert_same):
     step, state, _ = examples.tiny_regression()
     save(make(tmp_path), (3, state))
@@ -159,3 +163,144 @@ def test_an_nnx_state_with_typed_keys_comes_back(tmp_path, partitioner, data_par
     key, restored_key = (s.collections["dropout"]["rngs"]["key"][...] for s in (state, restored))
     assert jnp.issubdtype(restored_key.dtype, jax.dtypes.prng_key) and restored_key == key
     np.testing.assert_array_equal(restored.params["dense"]["kernel"][...], state.params["dense"]["kernel"][...])
+
+
+# The best ---------------------------------------------------------------------------------------------
+
+
+STATE = {"step": jnp.int32(0)}
+
+
+def save_with(action, values):
+    """Saves at the steps 100, 200, ..., at which these were measured."""
+    history = History()
+    for index, value in enumerate(values):
+        elapsed = Elapsed((index + 1) * 100, samples=index)
+        history.commit(elapsed, {"train": {"loss": 1.0}})
+        if value is not None:
+            history.commit(elapsed, {"test": {"accuracy": value}})
+        action(STATE, {"loss": [1.0]}, step_num=elapsed.steps, elapsed=elapsed, history=history)
+
+
+@pytest.mark.parametrize(
+    ("best", "values", "kept", "best_step"),
+    [
+        ("test/accuracy", [0.9, 0.9, 0.3, 0.2, 0.1], [200, 400, 500], 200),  # The newest of equal ones.
+        (("test.accuracy", "min"), [0.1, 0.9, 0.3, 0.2], [100, 300, 400], 100),
+        (("test/accuracy", "max"), [0.1, 0.2, 0.3], [200, 300], 300),
+        ("test/accuracy", [0.1, 0.9, None, None], [200, 300, 400], 200),
+        ("test/accuracy", [math.nan, -1.0, math.inf, -2.0, math.nan], [200, 400, 500], 200),
+        ("test/accuracy", [None, None, None], [200, 300], None),
+    ],
+    ids=repr,
+)
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, best, values, kept, best_step):
+    action = CheckpointAction(tmp_path, keep=2, best=best)
+    save_with(action, values)
+    action.close()
+    assert checkpoint.all_steps(tmp_path) == kept
+    assert action.best_step == checkpoint.best_step(tmp_path) == best_step
+
+
+def test_the_best_survives_restarts(tmp_path):
+    for values in ([0.9, 0.4], [0.9, 0.4, 0.5, None], [0.9, 0.4, 0.5, None, 0.7]):
+        action = CheckpointAction(tmp_path, keep=1, best="test/accuracy")
+        save_with(action, values)
+        action.close()
+    assert checkpoint.all_steps(tmp_path) == [100, 500]
+    assert checkpoint.best_step(tmp_path) == 100
+
+
+def test_a_train_metric_can_tell_the_best(tmp_path):
+    action = CheckpointAction(tmp_path, keep=1, best="loss")
+    for step, losses in [(1, [3.0, 2.0]), (2, [1.0, 2.0]), (3, [9.0, 0.0])]:
+        action(STATE, {"loss": losses}, step_num=step)
+    assert action.best_step == 2  # While it is saved, too.
+    action.close()
+    assert checkpoint.all_steps(tmp_path) == [2, 3]
+    assert action.uses_outputs and not CheckpointAction(tmp_path).uses_outputs
+
+
+def test_what_was_best_for_an_orbax_manager_is_found(tmp_path):
+    options = orbax_checkpoint.CheckpointManagerOptions(best_fn=lambda metrics: metrics["score"])
+    with orbax_checkpoint.CheckpointManager(tmp_path, options=options) as manager:
+        for step, score in [(1, 3.0), (2, 5.0), (3, 4.0)]:
+            manager.save(step, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}), metrics={"score": score})
+    assert checkpoint.best_step(tmp_path, ("score", "max")) == 2
+    assert checkpoint.best_step(tmp_path, ("score", "min")) == 1
+    assert checkpoint.best_step(tmp_path) is None
+    assert checkpoint.best_step(tmp_path / "nowhere") is None
+
+
+def test_a_best_that_was_never_measured_is_said(tmp_path, warnings_logged):
+    action = CheckpointAction(tmp_path, best="test/accuracy", interval=every(steps=100))
+    save_with(action, [None, None])
+    action.close()
+    assert len(warnings_logged()) == 1 and "test/accuracy was measured at none of its 2 saves" in warnings_logged()[0]
+    assert "coincide with the evaluations" in warnings_logged()[0]
+    action.close()
+    assert len(warnings_logged()) == 1
+
+
+def test_best_needs_a_directory_and_a_name(tmp_path):
+    with pytest.raises(ValueError, match="options of its own.*`best` goes with a directory"):
+        CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
+    with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
+        CheckpointAction(tmp_path, best=("loss",))
+    with pytest.raises(ValueError, match="keep must be a positive int or None, got 0"):
+        CheckpointAction(tmp_path, keep=0)
+
+
+def test_checkpoints_come_last():
+    assert CheckpointAction.comes_last and CheckpointAction.time_goes_to == "checkpoints"
+
+
+# Metadata ---------------------------------------------------------------------------------------------
+
+NOTED = {"elapsed": Elapsed(3, 96, 1.5, 2).to_dict(), "actions": [{"best": 0.5, "waits": 2, "name": None}], "on": True}
+
+
+@pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
+def test_what_is_noted_with_a_checkpoint_is_read_again(tmp_path, make):
+    writer = checkpoint.CheckpointWriter(make(tmp_path))
+    writer.save(3, STATE, metadata=NOTED)
+    writer.save(4, STATE)
+    writer.close()
+    assert checkpoint.metadata(tmp_path, 3) == NOTED
+    assert checkpoint.metadata(tmp_path, 4) == {}
+
+
+def test_the_action_notes_how_far_the_run_is(tmp_path):
+    action = CheckpointAction(tmp_path, best="loss")
+    action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2), metadata={"more": [1]})
+    action.save(4, STATE, None, metadata={"more": [2]})
+    action.close()
+    noted = checkpoint.metadata(tmp_path, 3)
+    assert Elapsed(**noted["elapsed"]) == Elapsed(3, 96, 1.5, 2) and noted["more"] == [1]
+    assert checkpoint.metadata(tmp_path, 4)["more"] == [2]
+
+
+def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
+    for name, make in MANAGERS.items():
+        with make(tmp_path / name) as manager:
+            manager.save(1, args=orbax_checkpoint.args.PyTreeSave({"a": jnp.ones(1)}))
+        assert checkpoint.metadata(tmp_path / name, 1) == {}
+        (tmp_path / name / "1" / "_CHECKPOINT_METADATA").unlink()  # As those of long ago.
+        assert checkpoint.metadata(tmp_path / name, 1) == {}
+
+
+def test_metadata_of_no_checkpoint_are_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No checkpoint of step 3 in .*, which holds none"):
+        checkpoint.metadata(tmp_path, 3)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"a": {"b": [1, np.float32(2)]}}, r"metadata\['a'\]\['b'\]\[1\] of a checkpoint must be a number, a string"),
+        ({"a": {3: 1}}, r"metadata\['a'\] of a checkpoint must have strings as keys, got 3"),
+    ],
+)
+def test_metadata_that_json_would_change_are_refused(tmp_path, metadata, message):
+    with pytest.raises(TypeError, match=message):
+        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)

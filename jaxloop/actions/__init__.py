@@ -1,7 +1,13 @@
-"""Side effects at chosen moments: summaries, checkpoints, and your own."""
+"""Side effects at chosen moments: summaries, checkpoints, progress, and your own."""
 
 from jaxloop.actions.action import Action as Action
 from jaxloop.actions.checkpoint_action import CheckpointAction as CheckpointAction
+from jaxloop.actions.early_stopping_action import EarlyStoppingAction as EarlyStoppingAction
+from jaxloop.actions.monitor import Monitor as Monitor
+from jaxloop.actions.periodic_action import PeriodicAction as PeriodicAction
+from jaxloop.actions.periodic_action import is_periodic as is_periodic
+from jaxloop.actions.profile_action import ProfileAction as ProfileAction
+from jaxloop.actions.progress_action import ProgressAction as ProgressAction
 from jaxloop.actions.summary_action import SummaryAction as SummaryAction
 from jaxloop.actions.writers import LogWriter as LogWriter
 from jaxloop.actions.writers import TensorBoardWriter as TensorBoardWriter

@@ -1,10 +1,11 @@
 """The base of all actions."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxloop import checks, types
+from jaxloop.schedules import Schedule
 
 
 class Action(abc.ABC):
@@ -13,8 +14,9 @@ class Action(abc.ABC):
     A loop calls its actions in their order, `begin_actions` with `outputs=None`. An exception in one ends the run.
 
     Args:
-      interval: as a loop's action, every how many loops it is called (2: at the end of the 2nd, 4th, ... loop); as a
-        step's action, every how many steps within the loop.
+      interval: when it is called. An int counts loops as a loop's action (2: at the end of the 2nd, 4th, ... loop),
+        and steps within the loop as a step's action. A schedule such as `every(steps=100)` fires at exactly that step,
+        inside the loop if need be.
 
     >>> class Announce(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -23,16 +25,27 @@ class Action(abc.ABC):
     step 10: {'loss': [0.5]}
     """
 
-    uses_outputs = True
-    """Whether it reads the outputs. If not, a loop keeps none for it, and it gets those of the last loop."""
+    uses_outputs: bool = True
+    """Whether it reads the outputs. If not, a loop keeps none for it, and does not wait for the devices."""
 
-    def __init__(self, interval: int = 1):
-        checks.check_positive(f"{type(self).__name__}.interval", interval)
+    waits_for_outputs: bool = True
+    """Whether a loop, to call it inside, waits until the outputs of all its steps are there. If not, it gets those of
+    the newest step whose values are there already, and the loop goes on at once."""
+
+    comes_last: bool = False
+    """Whether it is called after the evaluations of the same step, and after all other actions, as a checkpoint is."""
+
+    time_goes_to: str = "actions"
+    """What the time report counts its calls as: "actions", "evals" or "checkpoints"."""
+
+    def __init__(self, interval: int | Schedule = 1):
+        if not isinstance(interval, Schedule):
+            checks.check_positive(f"{type(self).__name__}.interval", interval)
         self._interval = interval
 
     @property
-    def interval(self) -> int:
-        """Every how many loops (or steps, as a step's action) it is called."""
+    def interval(self) -> int | Schedule:
+        """When it is called: every so many loops (or steps, as a step's action), or by a schedule."""
         return self._interval
 
     def __repr__(self) -> str:
@@ -40,14 +53,30 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
-        """Called by a loop, or a step, when the interval says.
+        """Called by a loop, or a step, when the interval says; at most once after any one step.
 
         Args:
           state: the train state. The next step takes it over (donates it): copy what is to be kept.
           outputs: as a loop's action the `LoopOutputs` since its last call, on the host; as a step's action the step's
             outputs, still on the devices. `outputs[STOP_LOOP] = True` ends the experiment.
-          **kwargs: `step_num`, the number of completed updates; more names may come.
+          **kwargs: `step_num`, the number of completed updates; `elapsed`, how far the run is (an `Elapsed`); from a
+            loop also `history`, what was measured so far (a `History`, or None), `total_steps`, how many updates the
+            run shall have in all (None if nobody knows), and `spent`, the `Spent` seconds since its last call. More
+            names may come.
         """
+
+    def finish(self, state: Any) -> Any:
+        """Called once when a run has ended well, before `close`; returns the state that the run shall return."""
+        return state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What it remembers from call to call, as numbers, strings, lists and dicts: it is part of the run."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` of an action made with the same arguments returned."""
+        if state_dict:
+            raise ValueError(f"{self!r} remembers nothing, and was given {sorted(state_dict)}: of another action?")
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
         """Waits until what was begun is written. Called after each call by a loop on its own, without an OuterLoop."""
@@ -55,33 +84,3 @@ class Action(abc.ABC):
     def close(self) -> None:
         """Flushes, and lets resources go; called when an OuterLoop's run ends, however it ends."""
         self.flush()
-
-
-class ActionList:
-    """Actions in their order, each called when its interval says. How loops and steps keep theirs.
-
-    Args:
-      actions: the actions, or None for none.
-      unit: what their int intervals count, as a warning words it: "loops".
-    """
-
-    def __init__(self, actions: Sequence[Action] | None, unit: str):
-        self.actions = tuple(actions or ())
-        self.unit = unit
-        self.calls = [0] * len(self.actions)
-        for action in self.actions:
-            if not isinstance(action, Action):
-                raise TypeError(f"An action must be a jaxloop.actions.Action, got {action!r}. Subclass it.")
-
-    def is_due(self, index: int, count: int) -> bool:
-        """Whether an action is called at the end of the loop (or step) of this number, counted from one."""
-        return count % self.actions[index].interval == 0
-
-    def call(self, index: int, state: Any, outputs: types.Output, step_num: int) -> None:
-        """Calls an action; an exception in it goes on with a note of which and when."""
-        try:
-            self.actions[index](state, outputs, step_num=step_num)
-        except BaseException as error:
-            error.add_note(f"in {self.actions[index]!r}, after step {step_num}")
-            raise
-        self.calls[index] += 1

@@ -1,32 +1,67 @@
 """Saving the train state."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, types
+from jaxloop import checkpoint, checks, types
 from jaxloop.actions.action import Action
+from jaxloop.actions.monitor import Monitor
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, Schedule
 
 
 class CheckpointAction(Action):
-    """Saves the train state under its step.
+    """Saves the train state under its step, after the evaluations of that step.
+
+    >>> import tempfile
+    >>> from jaxloop import examples
+    >>> _, state, _ = examples.tiny_regression()
+    >>> action = CheckpointAction(tempfile.mkdtemp(), keep=1, best="test/accuracy")
+    >>> for step, accuracy in [(100, 0.97), (200, 0.99), (300, 0.98), (400, 0.96)]:
+    ...     action(state, {"test/accuracy": accuracy}, step_num=step)
+    >>> action.close()
+    >>> checkpoint.all_steps(action.directory), action.best_step
+    ([200, 400], 200)
 
     Args:
       ckpt_manager: a directory, or an Orbax `CheckpointManager` for single items, of the present or the older style.
         When a run ends, the last save is committed and the manager closed; with a directory, the next run opens it
         again.
       interval: see `Action`.
-      keep: with a directory, how many checkpoints to keep; None for all. A manager has options of its own.
+      keep: with a directory, how many checkpoints to keep, the newest; None for all. A manager has options of its own.
+      best: with a directory, the name of a metric, or the name and a mode as in `("test/accuracy", "max")`, see
+        `Monitor`. The best checkpoint is kept beside the newest, over restarts of the program too; of equal ones it is
+        the newest. It is one of those whose metric was measured at the very step that is saved, so let the interval
+        coincide with the evaluations. A train metric is its mean since the last save.
 
     Raises:
       OSError: a directory that can't be written.
     """
 
-    uses_outputs = False
+    uses_outputs = False  # With `best`, an attribute of the object says otherwise.
+    comes_last = True
+    time_goes_to = "checkpoints"
 
-    def __init__(self, ckpt_manager: Any, interval: int = 1, *, keep: int | None = 3):
+    def __init__(
+        self,
+        ckpt_manager: Any,
+        interval: int | Schedule = 1,
+        *,
+        keep: int | None = 3,
+        best: str | tuple[str, str] | None = None,
+    ):
         super().__init__(interval)
-        self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep)
+        checks.check_positive("CheckpointAction.keep", keep, optional=True)
+        self._monitor = _monitor_of(best)
+        self.uses_outputs = self._monitor is not None
+        name_and_mode = None if self._monitor is None else (self._monitor.name, self._monitor.mode)
+        self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep, name_and_mode)
+        self._best = name_and_mode
+        self._saves = self._saves_measured = 0
         checkpoint.prepare_directory(self.directory)
 
     @property
@@ -34,24 +69,88 @@ class CheckpointAction(Action):
         """The directory with one subdirectory a step."""
         return self._writer.directory
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint, those of earlier runs included; waits for the save under way.
+
+        None where no metric tells. `checkpoint.best_step(directory)` reads the same without an action.
+        """
+        if self._best is None:
+            return None
+        self.flush()
+        return checkpoint.best_step(self.directory, self._best)
+
     def __repr__(self) -> str:
         return f"CheckpointAction({str(self.directory)!r}, interval={self.interval})"
 
-    def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
-        self.save(step_num, state, outputs)
+    def __call__(
+        self,
+        state: Any,
+        outputs: types.Output,
+        *,
+        step_num: int,
+        elapsed: Elapsed | None = None,
+        history: History | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        elapsed = Elapsed(step_num) if elapsed is None else elapsed
+        values = {}
+        if self._monitor is not None:
+            value = self._monitor.measured(outputs, history, elapsed)
+            values = {} if value is None or not math.isfinite(value) else {self._monitor.name: value}
+        metadata = {"elapsed": elapsed.to_dict(), **(metadata or {})}
+        if self.save(step_num, state, outputs, metrics=values or None, metadata=metadata):
+            self._saves += 1
+            self._saves_measured += bool(values)
 
-    def save(self, step: int, state: Any, outputs: types.Output) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        outputs: types.Output,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Saves a state now, asynchronously. The state stays usable: it is copied before this returns.
 
         Call `flush` or `close` before the program ends.
 
+        Args:
+          step: the step it is saved under.
+          state: the state.
+          outputs: not saved.
+          metrics: how good the state is: with `best`, a dict with that metric.
+          metadata: what is to be noted with it, as numbers, strings, lists and dicts; `checkpoint.metadata` reads it.
+
         Returns:
           Whether a save began: not for a step that is there already, nor where the manager's own policy says no.
         """
-        return self._writer.save(step, state)
+        return self._writer.save(step, state, metrics, metadata)
 
     def flush(self) -> None:
         self._writer.wait()
 
     def close(self) -> None:
         self._writer.close()
+        if self._monitor is not None and self._saves and not self._saves_measured:
+            logging.warning(
+                "%r saved no checkpoint that can be the best: %s was measured at none of its %d saves. Let its "
+                "interval coincide with the evaluations: interval=every(steps=500) here, and schedule=every(steps=500) "
+                "in the EvalSpec.",
+                self,
+                self._monitor.name,
+                self._saves,
+            )
+        self._saves = self._saves_measured = 0  # The next run counts its own.
+
+
+def _monitor_of(best: str | tuple[str, str] | None) -> Monitor | None:
+    if best is None or isinstance(best, str):
+        return None if best is None else Monitor(best)
+    if isinstance(best, tuple | list) and len(best) == 2:
+        return Monitor(*best)
+    raise TypeError(
+        f"CheckpointAction.best must be the name of a metric or a pair such as ('test/accuracy', 'max'), got {best!r}."
+    )

@@ -1,0 +1,63 @@
+"""Actions in their order: how loops and steps keep theirs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxloop import types
+from jaxloop.actions.action import Action
+from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
+from jaxloop.schedules import Elapsed, Schedule, earliest
+
+
+class ActionList:
+    """Actions in their order, each called when its interval says.
+
+    Args:
+      actions: the actions, or None for none. Objects of `clu.periodic_actions` are taken too.
+      unit: what their int intervals count, as a warning words it: "loops".
+    """
+
+    def __init__(self, actions: Sequence[Action] | None, unit: str):
+        self.actions = tuple(map(as_action, actions or ()))
+        self.unit = unit
+        self.calls = [0] * len(self.actions)
+        self._scheduled = [action.interval for action in self.actions if isinstance(action.interval, Schedule)]
+
+    @property
+    def has_schedules(self) -> bool:
+        """Whether an interval is a schedule."""
+        return bool(self._scheduled)
+
+    def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
+        """Whether an action is called at the end of the loop (or step) of this number, counted from one."""
+        interval = self.actions[index].interval
+        return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
+
+    def next_step(self, now: Elapsed) -> int | None:
+        """The first step after `now` at which a schedule can fire; None if none can, within this loop."""
+        return earliest(schedule.next_step(now) for schedule in self._scheduled)
+
+    def next_time(self, now: Elapsed) -> float | None:
+        """The training time after `now` from which on a schedule can fire at any step."""
+        return earliest(schedule.next_time(now) for schedule in self._scheduled)
+
+    def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
+        """Calls an action; an exception in it goes on with a note of which and when."""
+        try:
+            self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
+        except BaseException as error:
+            error.add_note(f"in {self.actions[index]!r}, after step {elapsed.steps}")
+            raise
+        self.calls[index] += 1
+
+
+def as_action(action: Any) -> Action:
+    """The action, or the one that an object of `clu.periodic_actions` makes."""
+    if isinstance(action, Action):
+        return action
+    if is_periodic(action):
+        return PeriodicAction(action)
+    raise TypeError(
+        f"An action must be a jaxloop.actions.Action, got {action!r}. Subclass it, or give an object of "
+        "clu.periodic_actions."
+    )

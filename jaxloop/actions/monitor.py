@@ -1,0 +1,145 @@
+"""A metric that is watched: how it is found among what was measured, and what is better."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from absl import logging
+
+from jaxloop import metrics, types
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed
+
+_MODES = ("auto", "min", "max")
+_GOOD = frozenset(
+    "acc accuracy auc auprc auroc bleu correct dice f1 iou map meteor miou precision psnr r2 recall return returns "
+    "reward rewards rouge score scores sensitivity specificity ssim top1 top5".split()
+)
+_BAD = frozenset("brier cost distance entropy err error errors loss losses perplexity regret".split())
+
+
+class Monitor:
+    """A metric by its name, and whether it shall be small or large.
+
+    >>> accuracy = Monitor("test/accuracy")
+    >>> accuracy.mode
+    'max'
+    >>> accuracy.improves(0.98, 0.97), accuracy.improves(0.98, 0.97, min_delta=0.05)
+    (True, False)
+    >>> Monitor("loss").measured({"loss": [1.0, 3.0]}, None, Elapsed(2))
+    2.0
+
+    Args:
+      name: "loss" or "train/loss" for an output of the loop that asks, "test/accuracy" for the `accuracy` of the
+        evaluation named `test`. "accuracy" alone is the loop's own output where it has one, else any evaluation's.
+      mode: "min" or "max". "auto" is "max" where a word of the name's last part speaks of something good (accuracy,
+        acc, auc, f1, precision, recall, score, reward, return, iou, bleu, ...) and none of a loss or an error; else
+        "min".
+    """
+
+    def __init__(self, name: str, mode: str = "auto"):
+        if not isinstance(name, str) or not name.strip("/. "):
+            raise TypeError(f"A metric to monitor is given by its name, such as 'test/accuracy', got {name!r}.")
+        if mode not in _MODES:
+            raise ValueError(f"The mode of {name!r} must be 'auto', 'min' or 'max', got {mode!r}.")
+        self._name = name
+        self._mode = _mode_of(name) if mode == "auto" else mode
+        self._has_warned = False
+
+    @property
+    def name(self) -> str:
+        """The name as it was given."""
+        return self._name
+
+    @property
+    def mode(self) -> str:
+        """What is better: "min" or "max"."""
+        return self._mode
+
+    def __repr__(self) -> str:
+        return f"Monitor({self._name!r}, {self._mode!r})"
+
+    def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+        """Whether a value is better than the best one, by more than `min_delta`; NaN never is."""
+        if best is None:
+            return not math.isnan(value)
+        return value > best + min_delta if self._mode == "max" else value < best - min_delta
+
+    def has_failed(self, value: float) -> bool:
+        """Whether a value is NaN, or infinite where it should be the opposite."""
+        return math.isnan(value) or value == (-math.inf if self._mode == "max" else math.inf)
+
+    def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
+        """What was measured at this step; None where nothing was.
+
+        Looks among the scalars of `outputs`, see `jaxloop.summarize`, then for the newest row of `history`, which
+        counts if it is of this step.
+
+        Raises:
+          ValueError: there is no metric of this name, and none can come. As long as an evaluation of this name might
+            still come, that is logged once instead, as soon as there is an evaluation to compare with.
+        """
+        scalars = metrics.summarize(outputs)
+        found = self._find(scalars)
+        if found is not None:
+            return scalars[found]
+        last = None if history is None else history.last(self._name)
+        if last is None:
+            self._check_can_come(scalars, history)
+            return None
+        measured_at, value = last
+        return self._as_number(value) if measured_at.steps == elapsed.steps else None
+
+    def _as_number(self, value: Any) -> float:
+        if isinstance(value, str):
+            raise TypeError(f"{self._name!r} is to be monitored, so it must be a number, got {value!r}.")
+        return float(value)
+
+    def _find(self, names: Iterable[str]) -> str | None:
+        """The one of the loop's outputs that is meant."""
+        wanted = _parts(self._name)
+        wanted = wanted[1:] if len(wanted) > 1 and wanted[0] == "train" else wanted
+        # The full name first; then a field of a Collection, `loss` of `metrics/loss`.
+        for matches in (lambda parts: parts == wanted, lambda parts: parts[-len(wanted) :] == wanted):
+            found = [name for name in names if matches(_parts(name))]
+            if len(found) > 1:
+                raise ValueError(f"{self._name!r} may be any of {', '.join(sorted(found))}. Write the one in full.")
+            if found:
+                return found[0]
+        return None
+
+    def _check_can_come(self, scalars: Iterable[str], history: History | None) -> None:
+        """Says that nothing of this name was measured, in the way that fits what may still come."""
+        paths = () if history is None else tuple(history.paths())
+        there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
+        if not there:
+            return
+        first, *rest = _parts(self._name)
+        groups = {_parts(path)[0] for path in paths}
+        text = f"Nothing named {self._name!r} was measured. There is: {', '.join(self._nearest_first(there))}."
+        if history is None or (rest and first in groups):
+            raise ValueError(f"{text} Give the name of one of them.")
+        if not groups - {"train"}:  # The evaluations are still to come.
+            return
+        if not rest:
+            raise ValueError(f"{text} Give the name of one of them.")
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning("%s It may still come from an evaluation named %r.", text, first)
+
+    def _nearest_first(self, names: list[str]) -> list[str]:
+        likeness = lambda name: difflib.SequenceMatcher(None, self._name, name).ratio()
+        return sorted(names, key=likeness, reverse=True)[:12]
+
+
+def _parts(name: str) -> list[str]:
+    return name.replace(".", "/").split("/")
+
+
+def _mode_of(name: str) -> str:
+    """What is better of a metric of this name."""
+    last = _parts(name)[-1]
+    words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", last)}
+    return "max" if (words | {last.lower()}) & _GOOD and not words & _BAD else "min"

@@ -1,0 +1,115 @@
+"""A profile of some steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from jaxloop import checkpoint, checks, metrics, types
+from jaxloop.actions.action import Action
+from jaxloop.schedules import after, at, every
+
+
+class ProfileAction(Action):
+    """Records what host and devices do in some steps, for TensorBoard's profile page, XProf or Perfetto.
+
+    The trace holds whole steps: before it begins, and before it ends, the devices are waited for. A run that ends
+    before the last of the steps leaves a trace of those it had.
+
+    >>> import tempfile
+    >>> ProfileAction(tempfile.mkdtemp(), first_step=100, num_steps=5).interval
+    at(steps=99) | at(steps=104)
+
+    Args:
+      logdir: where the trace is written, under `plugins/profile/`.
+      first_step: the first step of the trace, 2 at the least: the first step of a run compiles.
+      num_steps: how many steps. A few tell as much as many, and the files are large.
+      every_steps: records as many steps again each time that so many steps have gone since the first; None for once.
+
+    Raises:
+      OSError: a directory that can't be written.
+    """
+
+    uses_outputs = False
+
+    def __init__(
+        self, logdir: epath.PathLike, first_step: int = 10, num_steps: int = 5, *, every_steps: int | None = None
+    ):
+        checks.check_positive("ProfileAction.first_step", first_step)
+        checks.check_positive("ProfileAction.num_steps", num_steps)
+        checks.check_positive("ProfileAction.every_steps", every_steps, optional=True)
+        if first_step < 2:
+            raise ValueError(f"ProfileAction.first_step must be 2 or more, for step 1 compiles, got {first_step}.")
+        if every_steps is not None and every_steps <= num_steps:
+            raise ValueError(
+                f"ProfileAction.every_steps must be larger than num_steps={num_steps}, or one trace would begin before "
+                f"the last has ended, got {every_steps}."
+            )
+        begin, end = first_step - 1, first_step - 1 + num_steps
+        interval = at(begin) | at(end)
+        if every_steps is not None:
+            interval |= after(begin).then(every(every_steps)) | after(end).then(every(every_steps))
+        super().__init__(interval)
+        self._logdir = checkpoint.prepare_directory(logdir)
+        self._first_step, self._num_steps, self._every_steps = first_step, num_steps, every_steps
+        self._running_since: int | None = None  # The step before the first of the trace.
+        self._traces = 0
+
+    def __repr__(self) -> str:
+        return f"ProfileAction({str(self._logdir)!r}, first_step={self._first_step}, num_steps={self._num_steps})"
+
+    def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
+        if self._running_since is not None:
+            metrics.wait(state)  # What the devices still have to do belongs to these steps.
+            self._stop(step_num)
+        elif self._begins_after(step_num):
+            metrics.wait(state)  # And this does not.
+            self._start(step_num)
+
+    def _begins_after(self, step_num: int) -> bool:
+        gone = step_num - (self._first_step - 1)
+        return gone == 0 or (self._every_steps is not None and gone % self._every_steps == 0)
+
+    def _start(self, step_num: int) -> None:
+        try:
+            jax.profiler.start_trace(str(self._logdir))
+        except RuntimeError as error:
+            logging.warning("%r records no profile of step %d: %s", self, step_num + 1, error)
+        else:
+            self._running_since = step_num
+
+    def _stop(self, step_num: int | None) -> None:
+        """Ends the trace; without a step where nobody knows which was the last."""
+        first, self._running_since = self._running_since, None
+        if first is not None:
+            jax.profiler.stop_trace()
+            self._traces += 1
+            steps = f"the steps from {first + 1} on" if step_num is None else f"steps {first + 1} to {step_num}"
+            logging.info("A profile of %s is in %s. tensorboard --logdir shows it.", steps, self._logdir)
+
+    def finish(self, state: Any) -> Any:
+        if self._running_since is not None:
+            metrics.wait(state)
+        return state
+
+    def close(self) -> None:
+        super().close()
+        self._stop(None)
+        if not self._traces:
+            logging.warning(
+                "%r recorded nothing: the run did not come through steps %d to %d. Give it a first_step between where "
+                "the run begins and where it ends.",
+                self,
+                self._first_step,
+                self._first_step + self._num_steps - 1,
+            )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"traces": self._traces}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if set(state_dict) != {"traces"}:
+            raise ValueError(f"{self!r} remembers ['traces'], and was given {sorted(state_dict)}: of another action?")
+        self._traces = state_dict["traces"]

@@ -1,0 +1,234 @@
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxloop import examples
+from jaxloop.actions import EarlyStoppingAction
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, after, always, at, every, first
+from jaxloop.types import STOP_LOOP
+
+
+def stops_at(action, values, *, every_steps=100, state=None, samples_per_step=10):
+    """The step at which it stops of a run with these accuracies, a measurement each; None if it doesn't."""
+    for index, value in enumerate(values):
+        step = (index + 1) * every_steps
+        outputs = {} if value is None else {"accuracy": value}
+        elapsed = Elapsed(step, step * samples_per_step, step * 0.5, index + 1)
+        history = History()
+        history.commit(elapsed, {"train": {"loss": 1.0}})
+        action(state, outputs, step_num=step, elapsed=elapsed, history=history)
+        if outputs.get(STOP_LOOP):
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stop"),
+    [
+        ({"patience": 1}, [0.5, 0.5], 200),
+        ({"patience": 2}, [0.5, 0.4, 0.6, 0.6, 0.6], 500),
+        ({"patience": 2}, [0.5, 0.4, 0.6, 0.6, 0.7], None),
+        ({"patience": 2}, [0.5, None, None, None, 0.4, 0.4], 600),
+        ({"patience": 2, "min_delta": 0.1}, [0.5, 0.55, 0.58], 300),
+        ({"patience": 2, "mode": "min"}, [0.5, 0.6, 0.7], 300),
+        ({"patience": 2, "baseline": 0.6}, [0.3, 0.4], 200),
+        ({"patience": 2, "baseline": 0.6}, [0.3, 0.7, 0.6, 0.8, 0.7, 0.7], 600),
+        ({"patience": after(steps=300)}, [0.5, 0.4, 0.4, 0.4], 400),
+        ({"patience": after(steps=300)}, [0.5, 0.4, 0.6, 0.6, 0.6, 0.6], 600),
+        ({"patience": every(samples=2000)}, [0.5, 0.4, 0.4], 300),
+        ({"patience": at(time=100)}, [0.5, 0.4, 0.4], 300),
+        ({"patience": after(loops=1)}, [0.5, 0.4], 200),
+        ({"patience": after(steps=150)}, [0.5, None, 0.6, 0.6, 0.6], 500),
+        ({"patience": after(steps=200), "baseline": 0.9}, [0.5, 0.6, 0.7], 300),
+    ],
+    ids=repr,
+)
+def test_it_stops_when_the_patience_is_over(options, values, stop):
+    action = EarlyStoppingAction("accuracy", **options)
+    assert stops_at(action, values) == stop
+    assert action.stopped is (stop is not None)
+
+
+def test_the_best_is_known():
+    action = EarlyStoppingAction("accuracy", patience=5)
+    assert action.best is None and action.best_elapsed is None
+    stops_at(action, [0.5, 0.8, 0.7, 0.8])
+    assert action.best == 0.8 and action.best_elapsed == Elapsed(200, 2000, 100.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "sentence"),
+    [
+        ({"patience": 2}, [0.981, 0.9, 0.95], "accuracy has not improved on 0.981 (step 100) for 2 evaluations."),
+        ({"patience": 1}, [0.981, 0.9], "accuracy has not improved on 0.981 (step 100) for 1 evaluation."),
+        (
+            {"patience": after(steps=200), "min_delta": 0.01},
+            [0.5, 0.505, 0.505],
+            "accuracy has not improved on 0.5 (step 100) by more than 0.01 for 200 steps.",
+        ),
+        ({"patience": after(time=50)}, [0.5, 0.5], "accuracy has not improved on 0.5 (step 100) for 50 seconds."),
+        (
+            {"patience": 2, "baseline": 0.9},
+            [0.5, 0.6],
+            "accuracy has not got better than the baseline 0.9 for 2 evaluations; the best was 0.6 (step 200).",
+        ),
+        ({"patience": 9}, [0.5, math.nan], "accuracy is nan."),
+        ({"patience": 9}, [0.5, -math.inf], "accuracy is -inf."),
+    ],
+)
+def test_why_it_stopped_is_said_in_a_sentence(options, values, sentence, logs):
+    stop = stops_at(EarlyStoppingAction("accuracy", **options), values)
+    assert stop == 100 * len(values)
+    assert logs.messages == [f"Stopped at step {stop}: {sentence}"]
+
+
+def test_a_metric_of_an_evaluation_is_found_in_the_history():
+    action, history = EarlyStoppingAction("test/accuracy", patience=2), History()
+    for step in range(50, 500, 50):
+        elapsed, outputs = Elapsed(step), {"accuracy": 0.1 * step}
+        history.commit(elapsed, {"train": {"accuracy": 0.1 * step}})
+        if step % 100 == 0:
+            history.commit(elapsed, {"test": {"accuracy": {100: 0.7, 200: 0.8}.get(step, 0.8)}})
+        action(None, outputs, step_num=step, elapsed=elapsed, history=history)
+        if outputs.get(STOP_LOOP):
+            break
+    assert step == 400 and action.best_elapsed == Elapsed(200)
+    assert EarlyStoppingAction.comes_last  # For the evaluations of the step to be there.
+
+
+def states():
+    """States of the steps 100, 200, ..., each of which takes over the memory of the one before."""
+    _, state, _ = examples.tiny_regression()
+    state = state.replace(collections={"rngs": jax.random.key(3), "name": "static"})
+    for step in range(100, 1000, 100):
+        taken, state = state, jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, state)
+        state = state.replace(step=jnp.int32(step), params=jax.tree.map(lambda p: p + 1, state.params))
+        jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, taken)
+        yield step, state
+
+
+def run_over_states(action, values):
+    kernels = {}
+    for (step, state), value in zip(states(), values, strict=False):
+        kernels[step] = np.array(state.params["kernel"])
+        outputs = {"accuracy": value}
+        action(state, outputs, step_num=step, elapsed=Elapsed(step))
+        if outputs.get(STOP_LOOP):
+            break
+    return kernels, state
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.8, 0.7, 0.6], [0.5, 0.8, 0.7], [0.5, 0.8, math.nan]], ids=repr)
+def test_the_state_of_the_best_comes_back_however_the_run_ends(values):
+    action = EarlyStoppingAction("accuracy", patience=2, restore_best=True)
+    kernels, state = run_over_states(action, values)
+    best = action.finish(state)
+    assert int(best.step) == 200
+    np.testing.assert_array_equal(best.params["kernel"], kernels[200])
+    assert best.collections["rngs"] == jax.random.key(3) and best.collections["name"] == "static"
+
+
+def test_without_restore_best_the_newest_state_comes_back():
+    action = EarlyStoppingAction("accuracy", patience=2)
+    _, state = run_over_states(action, [0.5, 0.8, 0.7])
+    assert action.finish(state) is state
+
+
+def test_the_copy_keeps_its_place_on_the_mesh(data_parallel):
+    _, state, _ = examples.tiny_regression(partitioner=data_parallel(8))
+    action = EarlyStoppingAction("accuracy", patience=2, restore_best=True)
+    action(state, {"accuracy": 0.5}, step_num=1)
+    best = action.finish(state)
+    assert best.params["kernel"] is not state.params["kernel"]
+    assert best.params["kernel"].sharding == state.params["kernel"].sharding
+
+
+def test_a_resumed_run_goes_on_with_its_patience():
+    values = [0.5, 0.8, 0.7, 0.6, 0.5]
+    whole = EarlyStoppingAction("accuracy", patience=3)
+    assert stops_at(whole, values) == 500
+    for killed_after in range(5):
+        killed, resumed = (EarlyStoppingAction("accuracy", patience=3) for _ in range(2))
+        stops_at(killed, values[:killed_after])
+        resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
+        for index, value in enumerate(values[killed_after:], killed_after):
+            outputs, step = {"accuracy": value}, (index + 1) * 100
+            resumed(None, outputs, step_num=step, elapsed=Elapsed(step, step * 10, step * 0.5, index + 1))
+            assert outputs.get(STOP_LOOP, False) is (step == 500)
+        assert resumed.state_dict() == whole.state_dict()
+
+
+def test_after_a_resume_a_missing_copy_is_said(warnings_logged):
+    action, resumed = (EarlyStoppingAction("accuracy", patience=3, restore_best=True) for _ in range(2))
+    _, state, _ = examples.tiny_regression()
+    action(state, {"accuracy": 0.8}, step_num=100)
+    resumed.load_state_dict(action.state_dict())
+    resumed(state, {"accuracy": 0.7}, step_num=200)
+    assert resumed.finish(state) is state
+    assert "resumed after step 100, where it was" in warnings_logged()[0]
+    resumed.load_state_dict(action.state_dict())
+    resumed(state, {"accuracy": 0.9}, step_num=200)
+    assert resumed.finish(state) is not state  # The new best has a copy.
+
+
+def test_the_state_dict_of_another_action_is_refused():
+    with pytest.raises(ValueError, match=r"remembers \['best', .*, and was given \['traces'\]: of another action?"):
+        EarlyStoppingAction("loss", patience=3).load_state_dict({"traces": 1})
+
+
+def test_the_next_run_begins_anew():
+    action = EarlyStoppingAction("accuracy", patience=2)
+    assert stops_at(action, [0.9, 0.8, 0.8]) == 300
+    action.finish(None)
+    assert action.stopped and action.best == 0.9  # To be asked after the run.
+    assert stops_at(action, [0.5, 0.4, 0.4]) == 300 and action.best == 0.5
+    assert stops_at(action, [0.3, 0.2]) is None and action.best == 0.3  # The run before was interrupted.
+
+
+def test_an_action_that_never_saw_its_metric_says_so(warnings_logged):
+    action, history = EarlyStoppingAction("test/accuracy", patience=2, interval=always()), History()
+    for step in (100, 200):
+        action(None, {"loss": 1.0}, step_num=step, elapsed=Elapsed(step), history=history)
+    action.finish(None)
+    assert "at none of its calls was test/accuracy measured. Let its interval coincide" in warnings_logged()[0]
+
+
+def test_a_begin_action_can_not_stop():
+    action, history = EarlyStoppingAction("accuracy", patience=1), History()
+    for step in (1, 2):
+        history.commit(Elapsed(step), {"test": {"accuracy": 0.5}})
+        if step == 1:
+            action(None, None, step_num=step, history=history)
+    with pytest.raises(TypeError, match="give it to the end_actions"):
+        action(None, None, step_num=2, history=history)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"patience": 0}, ValueError, "patience must be a positive int, got 0"),
+        ({"patience": 1.5}, TypeError, "patience must be a positive int, got 1.5"),
+        ({"patience": first()}, TypeError, r"a period such as after\(steps=1000\), got first\(\), which has no length"),
+        ({"patience": at(5) | at(6)}, TypeError, "which has no length"),
+        ({"patience": after(0)}, ValueError, r"longer than nothing, got after\(steps=0\)"),
+        ({"patience": 1, "mode": "best"}, ValueError, "must be 'auto', 'min' or 'max', got 'best'"),
+        ({"patience": 1, "min_delta": -1}, ValueError, "min_delta must not be negative, got -1"),
+        ({"patience": 1, "min_delta": "0"}, TypeError, "min_delta must be a number, got '0'"),
+        ({"patience": 1, "baseline": math.nan}, TypeError, "baseline must be a number, got nan"),
+        ({"patience": 1, "interval": 0}, ValueError, "interval must be a positive int, got 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        EarlyStoppingAction("loss", **options)
+
+
+def test_its_repr_names_metric_and_patience():
+    assert repr(EarlyStoppingAction("loss", patience=3)) == "EarlyStoppingAction('loss', patience=3, interval=1)"
+    action = EarlyStoppingAction("loss", after(steps=10), interval=every(5))
+    assert repr(action) == "EarlyStoppingAction('loss', patience=after(steps=10), interval=every(steps=5))"

@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxloop.actions import ProfileAction
+from jaxloop.schedules import Elapsed
+
+
+def run(action, num_steps, first_step=1):
+    """Calls it after the steps at which its schedule fires; returns these."""
+    double = jax.jit(lambda x: 2 * x)
+    state, called = jnp.ones(3), []
+    for step in range(first_step, num_steps + 1):
+        state = double(state)
+        if action.interval(Elapsed(step)):
+            called.append(step)
+            action(state, None, step_num=step, elapsed=Elapsed(step))
+    return called, state
+
+
+def traces(directory):
+    return sorted(directory.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_a_trace_of_the_steps_is_written(tmp_path, logs):
+    action = ProfileAction(tmp_path, first_step=3, num_steps=2)
+    called, _ = run(action, 10)
+    assert called == [2, 4]
+    assert len(traces(tmp_path)) == 1
+    assert logs.messages == [f"A profile of steps 3 to 4 is in {tmp_path}. tensorboard --logdir shows it."]
+    action.close()
+    assert len(logs.messages) == 1
+    assert not ProfileAction.uses_outputs
+
+
+def test_it_can_be_repeated(tmp_path, logs):
+    called, _ = run(ProfileAction(tmp_path, first_step=5, num_steps=2, every_steps=10), 30)
+    assert called == [4, 6, 14, 16, 24, 26]
+    steps = [message.split(" is in ")[0] for message in logs.messages]
+    assert steps == [f"A profile of steps {first} to {first + 1}" for first in (5, 15, 25)]
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_run_that_ends_before_leaves_a_trace_too(tmp_path, logs, ends_well):
+    action = ProfileAction(tmp_path, first_step=3, num_steps=20)
+    _, state = run(action, 8)
+    if ends_well:
+        assert action.finish(state) is state
+    action.close()
+    assert len(traces(tmp_path)) == 1
+    assert logs.messages[0].startswith("A profile of the steps from 3 on is in")
+    jax.profiler.start_trace(str(tmp_path))  # No other is running.
+    jax.profiler.stop_trace()
+
+
+@pytest.mark.parametrize("steps", [(1, 20), (40, 50)])
+def test_a_run_that_does_not_come_through_the_steps_says_so(tmp_path, warnings_logged, steps):
+    action = ProfileAction(tmp_path, first_step=30, num_steps=5)
+    run(action, steps[1], first_step=steps[0])
+    action.close()
+    assert "recorded nothing: the run did not come through steps 30 to 34. Give it a first_step" in warnings_logged()[0]
+
+
+def test_a_run_resumed_after_the_trace_is_no_news(tmp_path, warnings_logged):
+    action, resumed = (ProfileAction(tmp_path, first_step=3, num_steps=2) for _ in range(2))
+    run(action, 10)
+    resumed.load_state_dict(action.state_dict())
+    run(resumed, 20, first_step=11)
+    resumed.close()
+    assert warnings_logged() == []
+    with pytest.raises(ValueError, match=r"remembers \['traces'\], and was given \['best'\]"):
+        resumed.load_state_dict({"best": 1})
+
+
+def test_another_trace_that_is_running_is_said_and_the_run_goes_on(tmp_path, warnings_logged):
+    jax.profiler.start_trace(str(tmp_path))
+    run(ProfileAction(tmp_path, first_step=3, num_steps=2), 10)
+    jax.profiler.stop_trace()
+    assert "records no profile of step 3: Profile has already been started" in warnings_logged()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"first_step": 1}, "first_step must be 2 or more, for step 1 compiles, got 1"),
+        ({"num_steps": 0}, "num_steps must be a positive int, got 0"),
+        ({"num_steps": 5, "every_steps": 5}, "every_steps must be larger than num_steps=5.*got 5"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        ProfileAction(tmp_path, **options)
+
+
+def test_a_directory_that_can_not_be_written_is_refused_at_once():
+    with pytest.raises(OSError, match="Can't write to the directory /proc/nowhere"):
+        ProfileAction("/proc/nowhere")

@@ -1,0 +1,341 @@
+import io
+import re
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jaxloop.actions import ProgressAction
+from jaxloop.actions.bars import Progress, keras_line
+from jaxloop.history import History
+from jaxloop.metrics import LoopOutputs
+from jaxloop.schedules import Elapsed
+from jaxloop.types import MetricWithMetadata
+
+
+class Clock:
+    """Tells the time that it was given."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Run:
+    """A run with a step each `seconds`, and what a progress action shows of it."""
+
+    def __init__(self, *, stream=None, seconds=1.0, total=None, **options):
+        self.stream = stream or io.StringIO()
+        self.clock, self.seconds, self.total = Clock(), seconds, total
+        self.history = History()
+        self.elapsed = Elapsed()
+        self.action = ProgressAction(stream=self.stream, clock=self.clock, **options)
+
+    def steps(self, number, outputs=None):
+        for _ in range(number):
+            self.clock.now += self.seconds
+            self.elapsed = self.elapsed.advance(samples=32, time=self.clock.now)
+            step = self.elapsed.steps
+            logs = {"loss": np.float32(1 / step)} if outputs is None else outputs
+            context = {"elapsed": self.elapsed, "history": self.history, "total_steps": self.total}
+            self.action(None, LoopOutputs(logs), step_num=step, **context)
+        return self
+
+    def evaluation(self, **logs):
+        self.history.commit(self.elapsed, {"train": {"loss": 1.0}})
+        self.history.commit(self.elapsed, logs)
+        return self
+
+    def close(self):
+        self.action.close()
+        return self
+
+    @property
+    def text(self):
+        return self.stream.getvalue()
+
+    @property
+    def lines(self):
+        """What a terminal shows in the end."""
+        return [line.rsplit("\r", 1)[-1].rstrip() for line in self.text.rstrip("\n").split("\n")]
+
+
+BARS = ("auto", "tqdm", "keras", "plain")
+
+
+# Keras's line -----------------------------------------------------------------------------------------
+
+
+def test_a_line_is_as_keras_writes_it():
+    metrics = {"loss": 0.0718, "accuracy": 0.9779}
+    under_way = Progress(steps=4650, total=10_000, steps_here=4650, seconds=6.95, values=metrics)
+    assert (
+        keras_line(under_way)
+        == "4650/10000 [============>.................] - ETA: 8s - accuracy: 0.9779 - loss: 0.0718"
+    )
+    done = Progress(steps=10_000, total=10_000, steps_here=10_000, seconds=14.2, values=metrics)
+    assert (
+        keras_line(done, is_final=True)
+        == "10000/10000 [==============================] - 14s 1ms/step - accuracy: 0.9779 - loss: 0.0718"
+    )
+
+
+@pytest.mark.parametrize(
+    ("progress", "is_final", "line"),
+    [
+        (Progress(1, 100, 0, 0.0, {}), False, "1/100 [..............................] - 0s"),
+        (Progress(4, 100, 1, 1.0, {}), False, "4/100 [>.............................] - ETA: 1:36"),
+        (Progress(10, 100, 1, 100.0, {}), False, "10/100 [==>...........................] - ETA: 2:30:00"),
+        (Progress(50, None, 50, 100.0, {}), False, "50/Unknown - 100s 2s/step"),
+        (Progress(50, None, 50, 1e-3, {"loss": 2.5e-5}), True, "50/Unknown - 0s 20us/step - loss: 2.5000e-05"),
+        (Progress(120, 100, 50, 1.0, {}), True, "120/100 [==============================] - 1s 20ms/step"),
+    ],
+)
+def test_other_lines_of_keras(progress, is_final, line):
+    assert keras_line(progress, is_final=is_final) == line
+
+
+def test_the_bar_of_keras_is_redrawn_in_place_on_a_terminal():
+    run = Run(stream=Terminal(), bar="keras", total=4, seconds=2.0).steps(3)
+    run.evaluation(test={"accuracy": 0.5}).steps(1).close()
+    drawn = [part.rstrip() for part in re.split("[\r\n]+", run.text)]
+    bar = keras_line(Progress(3, 4, 2, 4.0, {"loss": 1 / 3}))
+    assert drawn == [
+        keras_line(Progress(1, 4, 0, 0.0, {"loss": 1.0})),
+        keras_line(Progress(2, 4, 1, 2.0, {"loss": 0.5})),
+        bar,
+        "step 3  test: accuracy 0.5000",
+        bar,
+        "4/4 [==============================] - ETA: 0s - loss: 0.2500",
+        "4/4 [==============================] - 6s 2s/step - loss: 0.2500",
+        "",
+    ]
+    assert run.lines == [drawn[3], drawn[6]]  # A line is wiped by what is written over it.
+
+
+def test_a_line_is_cut_where_the_terminal_would_break_it(monkeypatch):
+    class Narrow(Terminal):
+        def fileno(self):
+            return 7
+
+    monkeypatch.setattr("os.get_terminal_size", lambda fileno: (40, 20))
+    run = Run(stream=Narrow(), bar="keras", total=400, seconds=2.0).steps(3)
+    assert all(len(line) <= 39 for line in run.text.split("\r"))
+    assert run.close().lines[-1].endswith("loss: 0.3333")  # What stays is shown in full.
+
+
+# tqdm -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", ["auto", "tqdm"])
+def test_tqdm_shows_steps_time_and_metrics_on_a_terminal(bar):
+    run = Run(stream=Terminal(), bar=bar, total=40).steps(10)
+    assert re.search(r"\r 25%\|.*\| 10/40 \[.*steps/s, loss=0.1000\]$", run.text)
+    run.evaluation(test={"accuracy": 0.5}).steps(30).close()
+    assert run.lines[0] == "step 10  test: accuracy 0.5000"
+    assert re.match(r"100%\|[█#]+\| 40/40 \[.*loss=0.0250\]$", run.lines[1]) and len(run.lines) == 2
+
+
+def test_tqdm_without_a_total_counts():
+    run = Run(stream=Terminal(), bar="tqdm").steps(10).close()
+    assert re.match(r"10 steps \[.*loss=0.1000\]$", run.lines[-1])
+
+
+def test_tqdm_shows_itself_on_a_terminal_that_does_not_know_its_size(monkeypatch):
+    class Unsized(Terminal):
+        def fileno(self):
+            return 7
+
+    monkeypatch.setattr("os.get_terminal_size", lambda fileno: (0, 0))
+    assert "10/40" in Run(stream=Unsized(), bar="tqdm", total=40).steps(10).close().text
+
+
+def test_without_tqdm_there_are_lines_and_the_log_says_so_once(monkeypatch, warnings_logged):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    for _ in range(2):
+        run = Run(stream=Terminal(), total=40).steps(40).close()
+    assert run.lines[-1].startswith("step 40 of 40 (100%)")
+    assert len(warnings_logged()) == 1 and "pip install tqdm" in warnings_logged()[0]
+
+
+@pytest.mark.parametrize("bar", ["auto", "keras"])
+def test_in_a_notebook_it_is_redrawn_on_stdout(bar, monkeypatch, capsys):
+    """Without ipywidgets too, of which tqdm would warn."""
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: Shell()))
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    action = ProgressAction(9, bar=bar, min_seconds=0)
+    for step in range(1, 10):
+        action(None, {"loss": 0.5}, step_num=step)
+    action.close()
+    shown = capsys.readouterr()
+    assert shown.out.count("\r") >= 8 and shown.out.endswith("loss: 0.5000\n" if bar == "keras" else "loss=0.5000]\n")
+    assert shown.err == ""
+
+
+class Shell:
+    """IPython's, in a notebook."""
+
+    kernel = True
+
+
+# Files ------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines():
+    run = Run(total=10_000, seconds=0.5).steps(4650, {"loss": 0.0718, "accuracy": 0.9779, "jaxloop/x": 3.0})
+    assert run.lines[0] == "step 1 of 10,000 (0%)  accuracy 0.9779  loss 0.0718"
+    assert run.lines[1] == "step 21 of 10,000 (0%)  2.0 steps/s  1:23:10 left  accuracy 0.9779  loss 0.0718"
+    run.close()
+    assert run.lines[-1] == "step 4,650 of 10,000 (46%)  2.0 steps/s  took 38:44  accuracy 0.9779  loss 0.0718"
+
+
+@pytest.mark.parametrize("bar", BARS)
+@pytest.mark.parametrize("total", [10_000, None])
+@pytest.mark.parametrize("seconds", [0.02, 60.0])
+def test_a_log_stays_small(bar, total, seconds):
+    metrics = {f"metric_{index}": 0.5 for index in range(6)}
+    run = Run(bar=bar, total=total, seconds=seconds).steps(10_000, metrics).close()
+    assert len(run.text.encode()) < 20_000
+    drawings = [part for part in re.split("[\r\n]+", run.text) if part.strip()]
+    assert 3 <= len(drawings) <= 110
+    assert re.match(r"(step 1\b|1/|\s*0%.* 1/|1 steps)", drawings[0])
+    assert re.search(r"(10,000|10000)", drawings[-1])
+
+
+def test_results_of_evaluations_are_lines_of_their_own():
+    run = Run(total=100, seconds=0.2).steps(5)
+    run.evaluation(test={"loss": 0.0713, "accuracy": 0.98123, "jaxloop/steps_per_sec": 3.0, "note": "hello"})
+    run.evaluation(**{"valid/loss": 2e-4, "lr": 0.5, "jaxloop/x": 1.0}).steps(3)
+    assert run.lines[1:] == ["step 5  test: accuracy 0.9812  loss 0.0713", "step 5  valid: loss 2.0000e-04"]
+    run.evaluation(test={"loss": 0.05}).close()  # After the last step.
+    assert run.lines[3] == "step 8  test: loss 0.0500"
+    assert run.lines[4].startswith("step 8 of 100 (8%)") and len(run.lines) == 5
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_a_resumed_run_counts_its_own_time_and_shows_no_old_results(bar):
+    run = Run(bar=bar, total=5000, seconds=2.0)
+    run.elapsed = Elapsed(4000)
+    run.evaluation(test={"accuracy": 0.5})
+    run.steps(11).close()
+    assert "test" not in run.text
+    expected = {"keras": "4011/5000 .* - 20s 2s/step", "tqdm": r" 80%\|.*\| 4011/5000"}
+    assert re.match(expected.get(bar, r"step 4,011 of 5,000 \(80%\)  2.0 s/step  took 0:20"), run.lines[-1])
+
+
+def test_a_result_before_the_first_step_is_shown():
+    run = Run(total=100).evaluation(test={"accuracy": 0.1}).steps(1)
+    assert run.lines[0] == "step 0  test: accuracy 0.1000"
+
+
+def test_reading_results_does_not_wait_for_train_metrics(monkeypatch):
+    run = Run(total=100).steps(5)
+    run.evaluation(test={"accuracy": 0.1}).steps(1)
+    run.history.commit(run.elapsed, {"train": {"loss": jax.numpy.ones(())}})
+    monkeypatch.setattr(History, "flush", lambda self: pytest.fail("It waits."))
+    run.steps(5)
+
+
+# What is shown ----------------------------------------------------------------------------------------
+
+
+def test_only_the_metrics_asked_for_are_shown_in_their_order(warnings_logged):
+    run = Run(names=["loss", "accuracy", "jaxloop/x", "los"], total=9)
+    run.steps(3, {"accuracy": 0.5, "other": 1.0, "jaxloop/x": 3.0}).steps(1, {"loss": 0.25}).close()
+    assert run.lines[-1].endswith("took 0:03  loss 0.2500  accuracy 0.5000  jaxloop/x 3.0000")
+    assert warnings_logged() == [
+        "ProgressAction showed no los, because no output is named so. There were: accuracy, jaxloop/x, loss, other."
+    ]
+
+
+def test_it_reads_no_value_from_the_devices(monkeypatch):
+    class OnDevice:
+        def __array__(self):
+            raise AssertionError("It was read.")
+
+    outputs = {"loss": jax.numpy.ones(()), "images": np.zeros([2, 3]), "lr": MetricWithMetadata(np.float32(0.5))}
+    run = Run(total=9).steps(1, {**outputs, "mean": [1.0, 3.0], "lost": [OnDevice()], "no": [None]})
+    assert run.lines == ["step 1 of 9 (11%)  lr 0.5000  mean 2.0000"]
+    assert not ProgressAction.waits_for_outputs and ProgressAction.uses_outputs
+
+
+def test_the_total_of_the_argument_comes_first():
+    assert Run(total_steps=8, total=100).steps(2).lines[0].startswith("step 1 of 8 (12%)")
+    assert Run(total=100).steps(2).lines[0].startswith("step 1 of 100 (1%)")
+    assert Run().steps(2).lines[0] == "step 1  loss 1.0000"
+
+
+def test_between_two_drawings_it_does_nothing():
+    run = Run(stream=Terminal(), bar="keras", total=10_000, seconds=0.001, min_seconds=0.5).steps(1000)
+    assert run.text.count("ETA") == 1
+    run.steps(9000)
+    assert run.text.count("ETA") == 9 + 10 + 1  # And the last step.
+
+
+def test_the_other_processes_show_nothing(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert Run(total=10).steps(10).evaluation(test={"loss": 1.0}).close().text == ""
+
+
+# From run to run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_it_can_be_used_again(bar):
+    run = Run(stream=Terminal(), bar=bar, total=20).steps(20).close()
+    assert run.text.endswith("\n")
+    first = len(run.text)
+    run.close()
+    assert len(run.text) == first
+    run.total = 30
+    run.steps(10).close()
+    assert re.search(r"\b30(/30| of 30)\b", run.lines[-1])
+
+
+def test_a_run_that_nobody_closed_is_closed_by_the_next():
+    run = Run(stream=Terminal(), bar="keras", total=20).steps(15)
+    run.elapsed = Elapsed()
+    run.steps(3).close()
+    assert [line.split(" ")[0] for line in run.lines] == ["15/20", "3/20"]
+
+
+def test_a_loop_on_its_own_ends_the_bar_with_its_last_step():
+    run = Run(bar="plain").steps(5)
+    run.action.flush()
+    assert len(run.lines) == 1
+    run.action(None, {}, step_num=6, elapsed=Elapsed(6, is_last=True))
+    run.action.flush()
+    assert run.lines[1].startswith("step 6")
+
+
+# Arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bar": "fancy"}, ValueError, "bar must be one of 'auto', 'tqdm', 'keras', 'plain', got 'fancy'"),
+        ({"total_steps": 0}, ValueError, "total_steps must be a positive int or None, got 0"),
+        ({"min_seconds": -1}, ValueError, "min_seconds must not be negative, got -1"),
+        ({"names": "loss"}, TypeError, r"names takes a list of names, got 'loss'. Write \['loss'\]"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ProgressAction(**options)
+
+
+def test_a_stream_is_looked_up_when_a_run_begins(capsys):
+    action = ProgressAction(bar="plain", total_steps=3)
+    action(None, {"loss": 0.5}, step_num=1)
+    action.close()
+    assert capsys.readouterr().err == "step 1 of 3 (33%)  loss 0.5000\n"
