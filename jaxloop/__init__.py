@@ -5,8 +5,9 @@ Five nouns, and one word for "when":
 - `Step`: what happens to one batch, `preprocess_batch -> begin -> run -> end`; `run` is pure, jitted and sharded.
 - `Partitioner`: where arrays live, on one device or over a mesh.
 - `Loop`: a bounded series of steps over one dataset: `TrainLoop`, `EvalLoop`.
-- `Action`: a side effect at chosen moments: summaries, checkpoints, your own. Its `interval` says when.
+- `Action`: a side effect at chosen moments: summaries, checkpoints, progress, early stopping, your own.
 - `OuterLoop`: the experiment, made of train loops, eval loops by their `EvalSpec`, resume and stop.
+- `Schedule`: *when*, for the interval of an action or an evaluation: `every(steps=100) | last()`, `at(...)`, ...
 
 Beside them: `TrainState`, Flax's with all of a model's variables; `SummaryAction(default_writer(workdir))` for
 TensorBoard and `CheckpointAction(directory)`; `summarize(outputs)` for example-weighted means. `Step` shows how to
@@ -19,10 +20,12 @@ completed optimizer updates, and is the only count.
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions import Action, CheckpointAction, SummaryAction, default_writer
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.partition import DataParallelPartitioner, Partitioner, SingleDevicePartitioner, SPMDPartitioner
+from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first, last, never
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -39,9 +42,11 @@ __all__ = [
     "CheckpointAction",
     "CheckpointSpec",
     "DataParallelPartitioner",
+    "Elapsed",
     "EvalContext",
     "EvalLoop",
     "EvalSpec",
+    "History",
     "Loop",
     "LoopOutputs",
     "MetricType",
@@ -51,12 +56,20 @@ __all__ = [
     "PRNGType",
     "Partitioner",
     "SPMDPartitioner",
+    "Schedule",
     "SingleDevicePartitioner",
     "StatLoop",
     "Step",
     "SummaryAction",
     "TrainLoop",
     "TrainState",
+    "after",
+    "always",
+    "at",
     "default_writer",
+    "every",
+    "first",
+    "last",
+    "never",
     "summarize",
 ]

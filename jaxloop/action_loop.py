@@ -1,18 +1,50 @@
-"""A loop with actions before and after it."""
+"""A loop with actions before, inside and after it."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxloop import metrics, types
-from jaxloop.actions.action import Action, ActionList
+from jaxloop import metrics, timing, types
+from jaxloop.actions.action import Action
+from jaxloop.actions.action_list import ActionList
+from jaxloop.history import History
+from jaxloop.loop import NEVER, Loop
+from jaxloop.schedules import Elapsed, Schedule, earliest
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 
 
-class ActionLoop(StatLoop):
-    """Calls actions when the loop begins and when it ends.
+@dataclasses.dataclass
+class Run:
+    """What a loop knows of the run it is part of. An `OuterLoop` gives it to its loops; one on its own has none.
 
+    Attributes:
+      history: what was measured so far.
+      total_steps: updates in all; None if nobody knows.
+      elapsed: for an evaluation, how far the training is; None for a train loop, which knows by itself.
+      stop: where the run ends besides.
+      eval_schedules: when an evaluation may be due inside the loop.
+      evaluate: evaluates, with a state and an `Elapsed`, what is due; says whether the run goes on.
+    """
+
+    history: History | None = None
+    total_steps: int | None = None
+    elapsed: Elapsed | None = None
+    stop: Schedule | None = None
+    eval_schedules: Sequence[Schedule] = ()
+    evaluate: Callable[[Any, Elapsed], bool] = lambda state, elapsed: True
+
+    @property
+    def schedules(self) -> Sequence[Schedule]:
+        """When something happens inside the loop besides its actions."""
+        return (*self.eval_schedules, *(() if self.stop is None else (self.stop,)))
+
+
+class ActionLoop(StatLoop):
+    """Calls actions when the loop begins, when it ends, and inside it where their schedule says so.
+
+    >>> import jaxloop
     >>> from jaxloop import examples
     >>> class Report(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -23,16 +55,23 @@ class ActionLoop(StatLoop):
     ...     state, outputs = loop(state, batches, num_steps=3)
     step 6: 6 losses
     step 12: 6 losses
+    >>> loop = ActionLoop(step, end_actions=[Report(interval=jaxloop.every(steps=10))])
+    >>> state, outputs = loop(state, batches, num_steps=20)
+    step 20: 8 losses
+    step 30: 10 losses
 
     Args:
       step: what happens to one batch.
-      begin_actions: called in their order when the loop begins, with `outputs=None`. Their interval counts loops.
-      end_actions: called when the loop ends, with the outputs since their last call; likewise.
+      begin_actions: called in their order when the loop begins, with `outputs=None`. An int interval counts loops; a
+        schedule is asked then, whether it fired since the last beginning.
+      end_actions: called with the outputs since their last call. An int interval counts loops, and they are called
+        when the loop ends; with a schedule they are called after exactly that step. Those that come last
+        (`Action.comes_last`, as checkpoints do) follow the others, and the evaluations of an `OuterLoop`.
       stat_names: see `StatLoop`, as all that follows.
 
     Attributes:
-      flushes_actions: whether the end of a call waits for what its actions have begun, such as an asynchronous save.
-        True for a loop on its own; an `OuterLoop` sets it to False, and closes the actions when the run ends.
+      run_info: what the loop knows of the run it is part of, see `Run`. None for a loop on its own, where each call is
+        a run: its end waits for what the actions have begun, such as an asynchronous save.
     """
 
     def __init__(
@@ -48,10 +87,13 @@ class ActionLoop(StatLoop):
         super().__init__(step, stat_names, global_batch_size, clock=clock)
         self._begin_actions = ActionList(begin_actions, unit="loops")
         self._end_actions = ActionList(end_actions, unit="loops")
-        self._loop_count = 0
-        self.flushes_actions = True
-        # What each end action has not seen yet.
-        self._unseen = [metrics.LoopOutputs() for _ in self._end_actions.actions]
+        self._attached: list[_Slot] = []
+        self._slots = [_Slot(self._end_actions, index) for index in range(len(self.end_actions))]
+        self._loop_count = self._count = 0  # The loops that have ended; the number of the one that runs or ran last.
+        self._last_beginning = Elapsed()
+        self._stop_asked = False
+        self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
+        self.run_info: Run | None = None
 
     @property
     def begin_actions(self) -> Sequence[Action]:
@@ -60,13 +102,21 @@ class ActionLoop(StatLoop):
 
     @property
     def end_actions(self) -> Sequence[Action]:
-        """The actions when the loop ends."""
+        """The actions after the steps."""
         return self._end_actions.actions
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
         """All actions, the step's too, and how often each has been called."""
         return (self._begin_actions, self._end_actions, *self.step.action_lists)
+
+    def attach(self, action: Action) -> None:
+        """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
+        self._attached.append(_Slot(ActionList([action], unit="loops"), 0))
+
+    def detach_all(self) -> None:
+        """Takes the attached actions away."""
+        self._attached.clear()
 
     @property
     def loop_count(self) -> int:
@@ -78,28 +128,230 @@ class ActionLoop(StatLoop):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
         if value != self._loop_count:  # What the actions have not seen yet belongs to another run.
-            self._unseen = [metrics.LoopOutputs() for _ in self.end_actions]
+            self._forget()
         self._loop_count = value
+        self._looked = dataclasses.replace(self._looked, loops=value)
+
+    def resume(self, elapsed: Elapsed) -> None:
+        super().resume(elapsed)
+        self._loop_count = elapsed.loops
+        self._last_beginning = elapsed.without_previous()
+        self._forget()
+
+    def _forget(self) -> None:
+        for slot in self._all_slots():
+            slot.forget(self.spent)
+
+    def _all_slots(self) -> list["_Slot"]:
+        return [*self._attached, *self._slots]
+
+    def _loops_ended(self) -> int:
+        return self._loop_count
+
+    # A call of the loop ------------------------------------------------------------------------------
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         state, iterator = super().begin(state, dataset)
+        self._stop_asked = False
+        self._piece, self._piece_begins = metrics.LoopOutputs(), 0
+        if not self._returns_new_state:  # Each call sees the same step again.
+            for slot in self._all_slots():
+                slot.called_at = None
+        self._count = self._loop_count + 1
+        now = self._look(self._loop_count)
+        asked = dataclasses.replace(now, loops=now.loops + 1, previous=self._last_beginning)
         for index in range(len(self.begin_actions)):
-            if self._begin_actions.is_due(index, self._loop_count + 1):
-                self._begin_actions.call(index, state, None, self.step_num)
+            if self._begin_actions.is_due(index, self._count, asked):
+                with self._stopwatch.counting("actions"):
+                    self._begin_actions.call(index, state, None, now)
+        self._last_beginning = asked.without_previous()
         return state, iterator
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state, outputs = super().end(state, outputs)
-        for index, action in enumerate(self.end_actions):
-            if not action.uses_outputs:
-                self._unseen[index] = metrics.LoopOutputs()
-            self._unseen[index].extend(metrics.LoopOutputs(outputs, self.num_examples))
-            if self._end_actions.is_due(index, self._loop_count + 1):
-                seen, self._unseen[index] = self._unseen[index], metrics.LoopOutputs()
-                self._end_actions.call(index, state, seen, self.step_num)
-                if self.flushes_actions:
-                    action.flush()
-                if types.STOP_LOOP in seen:
-                    outputs[types.STOP_LOOP] = seen[types.STOP_LOOP]
-        self._loop_count += 1
+        self._looked = now = self._now(self._loop_count + 1)
+        self._hand_out_piece()
+        whole = metrics.LoopOutputs(outputs, self.num_examples)
+        for slot in self._all_slots():
+            slot.take_loop(whole)
+        self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
+        self._loop_count = self._count
+        if self.run_info is None:
+            self.call_late_actions(state)
+        if self._stop_asked:
+            outputs[types.STOP_LOOP] = True
         return state, outputs
+
+    def call_late_actions(self, state: Any) -> bool:
+        """Calls the actions of the loop's end that come last; returns whether the run goes on.
+
+        An `OuterLoop` calls it after the evaluations of the same step.
+        """
+        now = self._looked
+        self._call_actions(self._due(now, at_end=True), state, now, comes_last=True)
+        return not self._stop_asked
+
+    def call_last_actions(self, state: Any, *, comes_last: bool) -> None:
+        """Calls the actions whose schedule waits for the last step of a run, which has ended.
+
+        An `OuterLoop` calls it twice: for those that come last after the evaluations, and before for the others.
+        """
+        now = dataclasses.replace(self.elapsed, is_last=True)
+        self._call_actions(self._due(now, at_end=False), state, now, comes_last=comes_last)
+
+    # Inside the loop ---------------------------------------------------------------------------------
+
+    def _next_event(self) -> tuple[int, float]:
+        now, run = self._looked, self.run_info
+        if now.steps != self._step_num:  # Before the first step.
+            now = self._look(self._loop_count)
+        schedules = [self._end_actions, *(slot.actions for slot in self._attached), *(run.schedules if run else ())]
+        step = earliest(schedule.next_step(now) for schedule in schedules)
+        time = earliest(schedule.next_time(now) for schedule in schedules)
+        # A hair too early, for rounding not to be too late.
+        return NEVER[0] if step is None else step, NEVER[1] if time is None else time - self._time_offset - 1e-9
+
+    def _at_event(
+        self, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+    ) -> tuple[metrics.LoopOutputs, bool]:
+        now = self._now(self._loop_count)
+        if now.is_last:  # Then the loop ends here, and its end does what is to be done.
+            return outputs, False
+        self._looked = now
+        due = self._due(now, at_end=False)
+        if any(slot.action.uses_outputs and slot.action.waits_for_outputs for slot in due):
+            outputs = self._drain(queue, outputs)
+            if not outputs:
+                metrics.wait(state)
+            self._hand_out_piece()
+        self._call_actions(due, state, now, comes_last=False, newest=queue.newest_scalars)
+        if self.run_info is not None and not self.run_info.evaluate(state, now):
+            self._stop_asked = True
+        if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
+            self._call_actions(due, state, now, comes_last=True, newest=queue.newest_scalars)
+        return outputs, not (self._stop_asked or self._interrupt.requested)
+
+    def _look(self, loops: int) -> Elapsed:
+        run = self.run_info
+        if run is None or run.elapsed is None:
+            return super()._look(loops)
+        return dataclasses.replace(run.elapsed, previous=self._looked.without_previous())
+
+    def _now(self, loops: int) -> Elapsed:
+        """As `_look`, and whether this is the last step of the run."""
+        now, run = self._look(loops), self.run_info
+        if run is None:
+            ends_here = loops > self._loop_count and not self.was_interrupted
+        else:
+            ends_here = now.steps == run.total_steps or (
+                run.stop is not None and run.stop.stops(now.previous or now, now)
+            )
+        return dataclasses.replace(now, is_last=True) if ends_here else now
+
+    def _due(self, now: Elapsed, *, at_end: bool) -> list["_Slot"]:
+        return [slot for slot in self._all_slots() if slot.is_due(now, self._count if at_end else None)]
+
+    def _call_actions(
+        self,
+        due: Sequence["_Slot"],
+        state: Any,
+        now: Elapsed,
+        *,
+        comes_last: bool,
+        newest: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """Calls those of the actions that come last, or that don't."""
+        run = self.run_info or Run()
+        called = [slot for slot in due if slot.action.comes_last == comes_last]
+        # A checkpoint is of the run after all else, also of what early stopping remembers.
+        for slot in sorted(called, key=lambda slot: slot.action.time_goes_to == "checkpoints"):
+            spent = self.spent
+            outputs = slot.hand_over(newest)
+            if slot.action.uses_outputs and slot.action.waits_for_outputs:
+                outputs.update(self._stats(state, spent - slot.spent_before))
+            with self._stopwatch.counting(slot.action.time_goes_to):
+                slot.actions.call(
+                    slot.index,
+                    state,
+                    outputs,
+                    now,
+                    history=run.history,
+                    total_steps=run.total_steps,
+                    spent=spent - slot.spent_before,
+                )
+                if self.run_info is None:
+                    slot.action.flush()
+            slot.called_at, slot.spent_before = now.steps, spent
+            if outputs.get(types.STOP_LOOP):
+                self._stop_asked = True
+
+    def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
+        if self._keeps_pieces:
+            Loop.update_outputs(self, self._piece, arrived)
+        return super()._take(outputs, arrived)
+
+    def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
+        if self._keeps_pieces:
+            super()._take_merged(self._piece, merged)
+        super()._take_merged(outputs, merged)
+
+    def _hand_out_piece(self) -> None:
+        """Gives the outputs of the steps since the last time to the actions that are called inside the loop."""
+        self._piece.num_examples = self.num_examples[self._piece_begins :]
+        for slot in self._all_slots():
+            slot.take_piece(self._piece)
+        self._piece, self._piece_begins = metrics.LoopOutputs(), len(self.num_examples)
+
+    @property
+    def _keeps_pieces(self) -> bool:
+        return any(slot.takes_pieces for slot in self._all_slots())
+
+
+class _Slot:
+    """An end action, and what it has not seen yet.
+
+    Attributes:
+      called_at: the step after which it was called last.
+      spent_before: what the loop had spent then.
+    """
+
+    def __init__(self, actions: ActionList, index: int):
+        self.actions, self.index = actions, index
+        self.action = actions.actions[index]
+        self.is_scheduled = isinstance(self.action.interval, Schedule)
+        self.takes_pieces = self.is_scheduled and self.action.uses_outputs and self.action.waits_for_outputs
+        self.called_at: int | None = None
+        self.spent_before = timing.Spent()
+        self._unseen = metrics.LoopOutputs()
+
+    def forget(self, spent: timing.Spent) -> None:
+        self._unseen, self.called_at, self.spent_before = metrics.LoopOutputs(), None, spent
+
+    def is_due(self, now: Elapsed, count: int | None) -> bool:
+        """Whether it is called now, at the end of the loop of this number; None inside a loop."""
+        if count is None and not self.is_scheduled:
+            return False
+        return self.called_at != now.steps and self.actions.is_due(self.index, count or 0, now)
+
+    def take_piece(self, piece: metrics.LoopOutputs) -> None:
+        """Takes the outputs of steps inside the loop."""
+        if self.takes_pieces:
+            self._unseen.extend(piece)
+
+    def take_loop(self, whole: metrics.LoopOutputs) -> None:
+        """Takes the outputs of a loop that has ended."""
+        if self.takes_pieces:  # What `end` has added to those of the steps.
+            self._unseen.update({name: value for name, value in whole.items() if not isinstance(value, list)})
+        elif not self.action.uses_outputs:
+            self._unseen = whole
+        elif not self.action.waits_for_outputs:
+            self._unseen = metrics.LoopOutputs(metrics.newest_scalars(whole))
+        else:
+            self._unseen.extend(whole)
+
+    def hand_over(self, newest: Callable[[], dict[str, Any]] | None) -> metrics.LoopOutputs:
+        """What the action is to see now; inside a loop, where it doesn't wait, the newest values that are there."""
+        if newest is not None and not self.takes_pieces:
+            return metrics.LoopOutputs(newest() if self.action.uses_outputs else None)
+        unseen, self._unseen = self._unseen, metrics.LoopOutputs()
+        return unseen

@@ -1,19 +1,25 @@
 """A bounded series of steps over one dataset. The only place that repeats steps."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxloop import checks, interrupt, metrics, types
+from jaxloop import checks, interrupt, metrics, timing, types
+from jaxloop.schedules import Elapsed, Schedule, at
 from jaxloop.step import Step
 
 # How many steps' outputs are copied to the host at once; twice as many steps may be under way.
 _CHUNK_SIZE = 32
 # With several devices on one CPU, the collectives of more steps than this compete for the same threads.
 _CHUNK_SIZE_CPU_MESH = 4
+NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
 class Loop:
@@ -29,14 +35,21 @@ class Loop:
 
     Args:
       step: what happens to one batch.
+      clock: tells the time in seconds, for durations.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, *, clock: Callable[[], float] = time.perf_counter):
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__} takes a jaxloop Step, got {step!r}.")
         self._step = step
         self._returns_new_state = True
         self._step_num = 0
+        self._samples = 0
+        self._stopwatch = timing.Stopwatch(clock)
+        self._time_offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
+        self._time_before_step = 0.0  # By the stopwatch.
+        self._looked = Elapsed()  # How far the training was at the last look.
+        self._before_step = Elapsed()  # For the step's own actions: how far it was after the step before.
         self._num_examples: list[int] = []
         self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
@@ -64,6 +77,33 @@ class Loop:
     def num_examples(self) -> list[int]:
         """How many examples each step of the last call had."""
         return self._num_examples
+
+    @property
+    def elapsed(self) -> Elapsed:
+        """How far the training is, with `previous` a step earlier. Its `time` is what this loop has spent on training.
+
+        A state that is not the one this loop returned last begins anew: samples and time are zero then. Call `resume`
+        to go on with those of an earlier run.
+        """
+        looked = self._looked
+        same = (looked.steps, looked.loops) == (self._step_num, self._loops_ended())
+        return looked if same else self._look(self._loops_ended())
+
+    @property
+    def spent(self) -> timing.Spent:
+        """What this loop has spent its time on, in all its calls."""
+        return self._stopwatch.spent()
+
+    @property
+    def stopwatch(self) -> timing.Stopwatch:
+        """What counts `spent`: for time that goes to something else inside, and to evaluations between two calls."""
+        return self._stopwatch
+
+    def resume(self, elapsed: Elapsed) -> None:
+        """Goes on counting from where an earlier run, in this process or another, left off."""
+        self._step_num, self._samples = elapsed.steps, elapsed.samples
+        self._time_offset = elapsed.time - self._stopwatch.training_secs()
+        self._looked = elapsed.without_previous()
 
     @property
     def was_interrupted(self) -> bool:
@@ -110,11 +150,14 @@ class Loop:
         self._rescued_state = None
         self._was_interrupted = False
         self._newest_state = self._step.prepare_state(state)
-        self._step_num = self._read_step_num(self._newest_state)
+        step_num = self._read_step_num(self._newest_state)
+        if step_num != self._step_num and return_state_from_step:
+            self.resume(Elapsed(step_num, loops=self._loops_ended()))
+        self._step_num = step_num
         if return_state_from_step:
             checks.mark_taken(self._newest_state, f"{self!r}, which began at step {self._step_num},")
         try:
-            with self._interrupt:
+            with self._interrupt, self._stopwatch.counting("rest"):
                 state, dataset = self.begin(self._newest_state, dataset_iterator)
                 state, outputs = self.run(state, dataset, num_steps)
                 outputs = self._with_num_examples(outputs)
@@ -138,37 +181,52 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         outputs = metrics.LoopOutputs()
-        queue = metrics.OutputQueue(self._chunk_size())
+        queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch)
+        stopwatch = self._stopwatch
         place, step_name = "the dataset", repr(self._step)
+        next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         try:
             for number in itertools.count() if num_steps is None else range(num_steps):
                 place = "the dataset"
+                time_before = stopwatch.training  # As of the last look below.
+                stopwatch.switch("data")
                 try:
                     batch = self._get_next_batch(dataset)
                 except StopIteration:
                     break
+                finally:
+                    stopwatch.switch("rest")
+                self._time_before_step = time_before
                 place = step_name
                 num_examples = self._step.num_examples(batch)
                 state, step_outputs = self._run_one_step(state, batch, number)
                 self._newest_state = state
                 self._num_examples.append(num_examples)
+                self._samples += num_examples
+                stopwatch.steps += 1
+                stopwatch.samples += num_examples
                 if self._returns_new_state:
                     self._step_num += 1
                 for arrived in queue.push(step_outputs, state):
-                    outputs = self.update_outputs(outputs, arrived)
+                    outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
                     self._was_interrupted = True
                     break
-            rest, merged = queue.drain()
+                # After the last step, `end` does what is to be done.
+                is_event = self._step_num >= next_step or stopwatch.training >= next_time
+                if is_event and number + 1 != num_steps:
+                    place = "the actions"
+                    outputs, goes_on = self._at_event(state, outputs, queue)
+                    if not goes_on:
+                        break
+                    next_step, next_time = self._next_event()
+            outputs = self._drain(queue, outputs)
         except BaseException as error:
             if self._step.rescued_state is not None:  # Only what came after the update has failed.
                 self._newest_state = self._step.rescued_state
                 self._step_num += 1
             error.add_note(f"in {place}, after step {self._step_num}, in {self!r}")
             raise
-        for arrived in rest:
-            outputs = self.update_outputs(outputs, arrived)
-        outputs.update({name: [metric] for name, metric in merged.items()})
         return state, outputs
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -185,12 +243,65 @@ class Loop:
             loop_outputs.setdefault(name, []).append(value)
         return loop_outputs
 
+    # When something happens inside the loop: what the layers above fill in ------------------------------
+
+    def _loops_ended(self) -> int:
+        return 0
+
+    def _look(self, loops: int) -> Elapsed:
+        """How far the training is now. Schedules in terms of time are asked from one look to the next."""
+        earlier = self._looked
+        if self._num_examples and self._returns_new_state:
+            steps, samples = self._step_num - 1, self._samples - self._num_examples[-1]
+            # What passed since then in actions, say, belongs to this step.
+            time = earlier.time if earlier.steps == steps else self._time_offset + self._time_before_step
+            earlier = Elapsed(steps, samples, time, earlier.loops)
+        return Elapsed(self._step_num, self._samples, self._training_secs(), loops, previous=earlier.without_previous())
+
+    def _training_secs(self) -> float:
+        return self._time_offset + self._stopwatch.training_secs()
+
+    def _elapsed_after(self, batch: types.Batch) -> Elapsed:
+        """How far the training is after the step on this batch; for the step's own actions."""
+        before = self._before_step
+        if before.steps != self._step_num or before.loops != self._loops_ended():
+            before = self._look(self._loops_ended())
+        self._before_step = before.advance(samples=self._step.num_examples(batch), time=self._training_secs())
+        return self._before_step
+
+    def _next_event(self) -> tuple[int, float]:
+        """The `step_num` from which on `_at_event` wants to be asked, and the time by the stopwatch."""
+        return NEVER
+
+    def _at_event(
+        self, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+    ) -> tuple[metrics.LoopOutputs, bool]:
+        """Called after a step that is an event; returns the outputs, and whether the loop goes on."""
+        raise NotImplementedError
+
+    def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
+        """Takes in the outputs of one step that have reached the host."""
+        return self.update_outputs(outputs, arrived)
+
+    def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
+        for name, metric in merged.items():
+            outputs[name] = metrics.merge_if_metrics([*outputs.get(name, ()), metric])
+
+    def _drain(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> metrics.LoopOutputs:
+        """Waits for the outputs of all steps so far, and takes them in."""
+        rest, merged = queue.drain()
+        for arrived in rest:
+            outputs = self._take(outputs, arrived)
+        self._take_merged(outputs, merged)
+        return outputs
+
     def _get_next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
         return next(dataset)
 
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
         if self._returns_new_state:
-            return self._step.step(state, batch, per_loop_step_number)
+            elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
+            return self._step.step(state, batch, per_loop_step_number, elapsed=elapsed)
         return state, self._step.evaluate(state, batch, per_loop_step_number)
 
     def _with_num_examples(self, outputs: Any) -> metrics.LoopOutputs:
@@ -223,3 +334,60 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
             "dataset.as_numpy_iterator(), or a list of dicts of arrays."
         )
     return iter(dataset)
+
+
+def elapse(
+    dataset: Any,
+    *,
+    stop: Schedule | int | None = None,
+    start: Elapsed | None = None,
+    stopwatch: timing.Stopwatch | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[tuple[Elapsed, types.Batch]]:
+    """Counts along while you iterate: for loops written by hand.
+
+    >>> from jaxloop import every, examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> eval_period = every(steps=50)
+    >>> for elapsed, batch in elapse(batches, stop=at(100)):
+    ...     state, outputs = step.step(state, batch)
+    ...     if eval_period(elapsed):
+    ...         print(elapsed.steps, elapsed.samples)
+    50 400
+    100 800
+
+    Args:
+      dataset: the batches.
+      stop: after which step to end; an int counts steps. None for as long as there is data.
+      start: how far an earlier run was.
+      stopwatch: counts the time, where some of it is not training. None to count all.
+      clock: tells the time in seconds; not asked where there is a stopwatch.
+
+    Yields:
+      `(elapsed, batch)`, where `elapsed` counts this batch too: within the first, `elapsed.steps == 1`.
+    """
+    if isinstance(stop, int) and not isinstance(stop, bool):
+        stop = at(steps=stop)
+    if stop is not None and not isinstance(stop, Schedule):
+        raise TypeError(f"stop must be a number of steps, or a Schedule such as at(steps=10_000), got {stop!r}.")
+    return _elapse(as_iterator(dataset), stop, start or Elapsed(), stopwatch or timing.Stopwatch(clock))
+
+
+def _elapse(
+    iterator: Iterator[types.Batch], stop: Schedule | None, elapsed: Elapsed, stopwatch: timing.Stopwatch
+) -> Iterator[tuple[Elapsed, types.Batch]]:
+    offset = elapsed.time - stopwatch.training_secs()
+    with stopwatch.counting("rest"):
+        while stop is None or not stop.stops(elapsed.previous or elapsed, elapsed):
+            with stopwatch.counting("data"):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            stopwatch.steps += 1
+            samples = checks.num_examples(batch) or 1
+            stopwatch.samples += samples
+            elapsed = elapsed.advance(samples=samples, time=offset + stopwatch.training_secs())
+            if stop is not None and stop.stops(elapsed.previous or elapsed, elapsed):
+                elapsed = dataclasses.replace(elapsed, is_last=True)
+            yield elapsed, batch

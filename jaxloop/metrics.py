@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from clu import metrics as clu_metrics
 
-from jaxloop import types
+from jaxloop import timing, types
 
 
 def fetch(tree: Any) -> Any:
@@ -47,17 +47,20 @@ class LoopOutputs(dict[str, Any]):
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of the steps that came after.
 
-        Of values that are no scalars (images, say) only the later ones are kept, so that memory does not grow.
+        Of values that are no scalars (images, say) only the later ones are kept, so that memory does not grow. The
+        lists here are this object's own: they grow, and those of `later` stay as they are.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
             earlier = self.get(name)
-            if not isinstance(values, list) or not isinstance(earlier, list) or not all(map(_is_small, values)):
+            if not isinstance(values, list):
                 self[name] = values
+            elif not isinstance(earlier, list) or not all(map(_is_small, values)):
+                self[name] = list(values)
             elif len(earlier) == steps_before and len(values) == steps_later:
-                self[name] = [*earlier, *values]
+                earlier.extend(values)
             else:
-                self[name] = _merge_if_metrics([*earlier, *values])
+                self[name] = merge_if_metrics([*earlier, *values])
         self.num_examples.extend(later.num_examples)
 
 
@@ -76,10 +79,12 @@ class OutputQueue:
 
     Args:
       chunk_size: steps in a chunk.
+      stopwatch: counts the time spent waiting.
     """
 
-    def __init__(self, chunk_size: int):
+    def __init__(self, chunk_size: int, stopwatch: timing.Stopwatch | None = None):
         self._chunk_size = chunk_size
+        self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
         self._newest: list[types.Output] = []
         self._copying: list[types.Output] = []
         self._merged: dict[str, Any] = {}
@@ -95,12 +100,13 @@ class OutputQueue:
         self._newest.append(outputs)
         if len(self._newest) < self._chunk_size:
             return ()
-        arrived = fetch(self._copying)
-        # Also where there was nothing to fetch, the devices shall not fall further behind.
-        wait(self._last_of_chunk)
-        self._last_of_chunk = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
-        if not self._last_of_chunk:
-            wait(state)
+        with self._stopwatch.counting("device"):
+            arrived = fetch(self._copying)
+            # Also where there was nothing to fetch, the devices shall not fall further behind.
+            wait(self._last_of_chunk)
+            self._last_of_chunk = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+            if not self._last_of_chunk:
+                wait(state)
         self._copying, self._newest = self._set_metrics_aside(self._newest), []
         for leaf in jax.tree.leaves(self._copying):
             if isinstance(leaf, jax.Array):
@@ -108,10 +114,21 @@ class OutputQueue:
         return arrived
 
     def drain(self) -> tuple[Sequence[types.Output], dict[str, Any]]:
-        """Waits for the rest; returns it and the merged `clu.metrics` states."""
-        rest = [*self._copying, *self._set_metrics_aside(self._newest)]
-        self._copying, self._newest = [], []
-        return fetch((rest, self._merged))
+        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time."""
+        # Emptied only once all is there: an interrupted read loses nothing.
+        self._copying, self._newest = [*self._copying, *self._set_metrics_aside(self._newest)], []
+        with self._stopwatch.counting("device"):
+            arrived = fetch((self._copying, self._merged))
+        self._copying, self._merged = [], {}
+        return arrived
+
+    def newest_scalars(self) -> dict[str, Any]:
+        """The scalars of the newest step on its way whose values are there already. Does not wait."""
+        for outputs in reversed([*self._copying, *self._newest]):
+            scalars = ready_scalars(outputs or {})
+            if scalars:
+                return scalars
+        return {}
 
     def _set_metrics_aside(self, chunk: list[types.Output]) -> list[types.Output]:
         """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
@@ -130,6 +147,24 @@ class OutputQueue:
         return [outputs and {k: v for k, v in outputs.items() if k not in names} for outputs in chunk]
 
 
+def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The scalars of a step's outputs, on the host; nothing while one of them is still being computed."""
+    scalars = _scalar_values(outputs)
+    if all(getattr(value, "is_ready", lambda: True)() for value in scalars.values()):
+        return fetch(scalars)
+    return {}
+
+
+def newest_scalars(outputs: LoopOutputs) -> dict[str, Any]:
+    """The scalars of the newest step, by name, of outputs on the host."""
+    return _scalar_values({name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value})
+
+
+def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: _value_of(value) for name, value in outputs.items() if not _is_metric(value)}
+    return {name: value for name, value in values.items() if np.ndim(value) == 0 and value is not None}
+
+
 def _is_metric(value: Any) -> bool:
     return isinstance(value, clu_metrics.Metric | clu_metrics.Collection)
 
@@ -146,7 +181,8 @@ def _merge(states: Sequence[Any]) -> Any:
 _merge_jitted = jax.jit(_merge)
 
 
-def _merge_if_metrics(values: list[Any]) -> list[Any]:
+def merge_if_metrics(values: list[Any]) -> list[Any]:
+    """The values, merged into one if they are `clu.metrics` states."""
     return [_merge(values)] if values and all(map(_is_metric, values)) else values
 
 

@@ -1,8 +1,9 @@
 """The experiment: training, evaluation by their specs, resuming, stopping."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,96 +11,24 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint, checks, interrupt, metrics, types
-from jaxloop.action_loop import ActionLoop
+from jaxloop.action_loop import ActionLoop, Run
+from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.history import History
 from jaxloop.loop import as_iterator
+from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
+from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec
+from jaxloop.tally import Tally
+from jaxloop.timing import Spent
 
 STOP_LOOP = types.STOP_LOOP
 """A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
 
-STOPPED_FILE = "STOPPED"
-"""The empty file in the checkpoint directory which says that training is done."""
+HISTORY_FILE = "history.jsonl"
+"""The file in the work directory with a row of the history on each line."""
 
 _POLL_SECS = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalContext:
-    """Where an experiment is when it asks whether to evaluate.
-
-    Attributes:
-      is_continuous_eval: whether checkpoints are evaluated as they appear, without a train loop.
-      step_num: completed updates of the state to evaluate.
-      loop_count: train loops that have ended; in continuous evaluation, checkpoints that have been evaluated.
-    """
-
-    is_continuous_eval: bool
-    step_num: int
-    loop_count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSpec:
-    """On what an eval loop evaluates, and when.
-
-    >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
-    True
-
-    Attributes:
-      dataset: an iterable of batches, evaluated from its start each time.
-      dataset_iterator: an iterator to go on with instead, `num_steps` batches each time.
-      num_steps: how many batches; None for all.
-      eval_loop_interval: evaluates after every so many train loops; None for each. Not asked in continuous evaluation.
-      should_eval_fn: gets an `EvalContext`, says whether to evaluate. Both the interval and the function must agree.
-    """
-
-    dataset: Iterable[types.Batch] | None
-    dataset_iterator: Iterator[types.Batch] | None = None
-    num_steps: int | None = None
-    eval_loop_interval: int | None = None
-    should_eval_fn: Callable[[EvalContext], bool] | None = None
-
-    def __post_init__(self):
-        checks.check_positive("EvalSpec.num_steps", self.num_steps, optional=True)
-        checks.check_positive("EvalSpec.eval_loop_interval", self.eval_loop_interval, optional=True)
-        if self.dataset is None and self.dataset_iterator is None:
-            raise ValueError("EvalSpec needs a dataset, or a dataset_iterator with num_steps; both are None.")
-        if self.dataset_iterator is not None and self.num_steps is None:
-            raise ValueError(
-                "EvalSpec.dataset_iterator is drawn from again at each evaluation, so it needs num_steps, got None."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSpec:
-    """Where an experiment's checkpoints are.
-
-    With a train loop the experiment resumes from the newest one. (A `CheckpointAction` of the train loop writes them.)
-    Without, each checkpoint is evaluated as it appears.
-
-    Attributes:
-      checkpoint_dir: the directory with one subdirectory a step.
-      iterate_interval_secs: in continuous evaluation, seconds between two looks at the directory.
-      iterate_stop_fn: in continuous evaluation, says whether no more checkpoints will come; None for the presence of
-        the file `STOPPED`, which training leaves in the directory when it is done.
-      transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
-    """
-
-    checkpoint_dir: epath.PathLike
-    iterate_interval_secs: float = 0
-    iterate_stop_fn: Callable[[], bool] | None = None
-    transforms: Any = None
-
-    def __post_init__(self):
-        if self.iterate_interval_secs < 0:
-            raise ValueError(
-                f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."
-            )
-
-    @property
-    def stopped_file(self) -> epath.Path:
-        """The file which says that training is done."""
-        return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
 
 
 class OuterLoop:
@@ -123,6 +52,15 @@ class OuterLoop:
       train_loop: None to evaluate only.
       eval_loops: one for each `EvalSpec` of the call.
       checkpoint_spec: where to resume from, or what to evaluate. None to do neither.
+      workdir: the directory of the file `history.jsonl`, to which each row of the history is written at once, and
+        which a resumed run continues. None for that of the checkpoints, where something is trained; for no file, where
+        there is no `checkpoint_spec` either.
+      log_interval: when the train metrics since the last time make a row of the history, as an action's interval: an
+        int counts train loops.
+
+    >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
+    >>> steps[:3], losses[-1] < losses[0]
+    ([10, 20, 30], True)
     """
 
     def __init__(
@@ -130,6 +68,9 @@ class OuterLoop:
         train_loop: ActionLoop | None = None,
         eval_loops: Sequence[ActionLoop] | None = None,
         checkpoint_spec: CheckpointSpec | None = None,
+        *,
+        workdir: epath.PathLike | None = None,
+        log_interval: int | Schedule = 1,
     ):
         if isinstance(eval_loops, ActionLoop):
             raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
@@ -146,6 +87,24 @@ class OuterLoop:
                 raise TypeError(f"OuterLoop takes a TrainLoop and a list of EvalLoops, got {loop!r} among them.")
         self._interrupt = interrupt.Interruptible()
         self._rescued_state: Any = None
+        if workdir is None and checkpoint_spec is not None and train_loop is not None:
+            workdir = checkpoint_spec.checkpoint_dir
+        self._history = History(None if workdir is None else epath.Path(workdir) / HISTORY_FILE)
+        self._log_interval = log_interval
+        self._spent = Spent()
+
+    @property
+    def history(self) -> History:
+        """What was measured: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation so named.
+
+        Statistics such as the steps per second are left out: a run done again has the same history.
+        """
+        return self._history
+
+    @property
+    def spent(self) -> Spent:
+        """What the last call spent its time on; as a text, one sentence."""
+        return self._spent
 
     @property
     def rescued_state(self) -> Any:
@@ -160,13 +119,15 @@ class OuterLoop:
         train_loop_steps: int | None = None,
         eval_specs: Sequence[EvalSpec] | None = None,
         log_train_total_steps: bool = True,
+        *,
+        stop: Schedule | None = None,
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment to its end.
 
-        It ends when `train_total_steps` are done, the train dataset ends, a loop sets `outputs[STOP_LOOP]`, or Ctrl-C
-        is pressed. However it ends, the actions are closed: checkpoints are committed and writers flushed. Where an
-        exception ends it, the state as of the last whole step is in `rescued_state`, and is saved by the train loop's
-        `CheckpointAction`s.
+        It ends when `train_total_steps` are done, `stop` fires, the train dataset ends, a loop sets
+        `outputs[STOP_LOOP]`, or Ctrl-C is pressed. However it ends, the actions are closed: checkpoints are committed
+        and writers flushed. Where an exception ends it, the state as of the last whole step is in `rescued_state`, and
+        is saved by the train loop's `CheckpointAction`s.
 
         Args:
           state: the train state, taken over by the train loop. Only evaluated, it stays usable.
@@ -176,20 +137,21 @@ class OuterLoop:
           train_loop_steps: updates in a loop; loops end at its multiples. None for one loop through the dataset.
           eval_specs: one for each eval loop.
           log_train_total_steps: logs from where to where the training goes.
+          stop: ends the training besides: `at(time=3600)`, `at(samples=1_000_000)`.
 
         Returns:
           `(state, outputs)`, the outputs being those of the last train loop, or of the last eval loop where there is
           no train loop; None where no loop ran.
         """
         eval_specs = tuple(eval_specs or ())
-        self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs)
+        self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop)
         checks.check_alive(state, "OuterLoop(...)")
-        tally = _Tally(self._loops)
+        tally = Tally(self._loops)
         self._rescued_state = None
-        for loop in self._loops:
-            loop.flushes_actions = False  # They are closed here, however the run ends.
+        spent_before = self._loops[0].spent
+        self._join_loops(eval_specs, Run(self._history, train_total_steps, stop=stop))
         try:
-            with self._interrupt:
+            with self._interrupt, self._loops[0].stopwatch.counting("rest"):
                 if self._train_loop is not None:
                     state, outputs = self._train(
                         tally,
@@ -204,12 +166,17 @@ class OuterLoop:
                     outputs = self._evaluate_checkpoints(tally, state, self._checkpoint_spec, eval_specs)
                 else:
                     context = EvalContext(is_continuous_eval=False, step_num=_step_num(state), loop_count=0)
-                    outputs = self._evaluate(tally, state, eval_specs, context)
+                    outputs = self._evaluate(tally, state, eval_specs, context, Elapsed(context.step_num))
         except BaseException as error:
             self._rescue_state(tally, save=isinstance(error, Exception))
             self._close_actions(raise_errors=False)
             raise
+        if not self._interrupt.requested:
+            for action in _unique_actions(self._loops):
+                state = action.finish(state)
         self._close_actions(raise_errors=True)
+        self._spent = self._loops[0].spent - spent_before
+        logging.info("%s", self._spent)
         if not self._interrupt.requested:
             tally.report_what_never_ran(eval_specs)
             if self._train_loop is None and outputs is None:
@@ -219,9 +186,11 @@ class OuterLoop:
             self._checkpoint_spec.stopped_file.touch()
         return state, outputs
 
-    def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs) -> None:
+    def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop) -> None:
         checks.check_positive("train_total_steps", train_total_steps, optional=True)
         checks.check_positive("train_loop_steps", train_loop_steps, optional=True)
+        if stop is not None and not isinstance(stop, Schedule):
+            raise TypeError(f"stop must be a Schedule such as at(steps=10_000), got {stop!r}.")
         if (self._train_loop is None) != (train_dataset is None):
             got, missing = (
                 ("train_dataset", "train_loop") if self._train_loop is None else ("train_loop", "train_dataset")
@@ -237,6 +206,16 @@ class OuterLoop:
         for spec in eval_specs:
             if not isinstance(spec, EvalSpec):
                 raise TypeError(f"eval_specs must hold EvalSpecs, got {spec!r}.")
+        _names(eval_specs)
+
+    def _join_loops(self, eval_specs: Sequence[EvalSpec], run: Run) -> None:
+        """Makes the loops part of one run: their actions are closed here, however it ends."""
+        for loop in self._loops:
+            loop.run_info = dataclasses.replace(run)
+        if self._train_loop is not None:
+            self._train_loop.attach(_Recorder(self._history, "train", self._log_interval))
+        for loop, name in zip(self._eval_loops, _names(eval_specs), strict=True):
+            loop.attach(_Recorder(self._history, name, 1))
 
     # Training ------------------------------------------------------------------------------------
 
@@ -244,64 +223,95 @@ class OuterLoop:
         self, tally, state, dataset, total_steps, loop_steps, eval_specs, log_total_steps
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
+        run: Run = train_loop.run_info  # pyright: ignore[reportAssignmentType]
+        elapsed = None
         if self._checkpoint_spec is not None:
-            state = self._resume(train_loop, state, self._checkpoint_spec)
-        step_num = _step_num(state)
+            state, elapsed = self._resume(train_loop, state, self._checkpoint_spec)
+        step_num = _step_num(state) if hasattr(state, "step") or elapsed is None else elapsed.steps
+        if elapsed is not None or step_num != train_loop.step_num:  # Else it goes on where the last call ended.
+            for loop in self._loops:
+                loop.resume(elapsed or Elapsed(step_num))
         _check_no_newer_checkpoints(train_loop, step_num)
         if loop_steps is not None:
             self._set_loop_counts(step_num // loop_steps, eval_specs)
-        if total_steps is not None and step_num >= total_steps:
-            logging.warning("Nothing is left to train: step %d of train_total_steps=%d.", step_num, total_steps)
-        elif log_total_steps:
-            logging.info("Training from step %d to %s.", step_num, total_steps or "the end of the dataset")
+        self._history.resume(step_num)
+        is_over = run.stop is not None and run.stop.stops(train_loop.elapsed, train_loop.elapsed)
+        if is_over or (total_steps is not None and step_num >= total_steps):
+            wanted = f"stop={run.stop!r}" if is_over else f"train_total_steps={total_steps}"
+            logging.warning("Nothing is left to train: step %d of %s.", step_num, wanted)
+            return state, None
+        if log_total_steps:
+            logging.info("Training from step %d to %s.", step_num, total_steps or run.stop or "the end of the dataset")
         tally.newest, tally.has_begun = (state, step_num), True
-        outputs = None
-        while total_steps is None or step_num < total_steps:
+        evaluate = lambda state, elapsed: self._evaluate_inside(tally, state, eval_specs, elapsed)
+        schedules = [spec.schedule for spec in eval_specs if spec.schedule is not None]
+        train_loop.run_info = dataclasses.replace(run, eval_schedules=schedules, evaluate=evaluate)
+        first_step, outputs = step_num, None
+        while True:
             num_steps = _steps_of_next_loop(step_num, total_steps, loop_steps)
             tally.newest = None  # While the train loop runs, it knows better.
             state, loop_outputs = train_loop(state, dataset, num_steps)
             steps_run = tally.count(train_loop)
             step_num += steps_run
             tally.newest = (state, step_num)
-            eval_outputs = None
+            goes_on = not _asks_to_stop(loop_outputs)
             if steps_run:
                 outputs = loop_outputs
             if steps_run and not self._interrupt.requested:
-                context = EvalContext(is_continuous_eval=False, step_num=step_num, loop_count=train_loop.loop_count)
-                eval_outputs = self._evaluate(tally, state, eval_specs, context)
+                goes_on &= self._evaluate_after(tally, state, eval_specs, train_loop.elapsed)
+                goes_on &= self._interrupt.requested or train_loop.call_late_actions(state)
             if self._interrupt.requested:
                 logging.warning("Ended by Ctrl-C. The state of step %d is returned.", step_num)
                 self._save_now(state, step_num)
-                break
-            if _asks_to_stop(loop_outputs) or _asks_to_stop(eval_outputs):
+                return state, outputs
+            if not goes_on:
                 loop_outputs[STOP_LOOP] = True
                 logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, STOP_LOOP)
+                break
+            if train_loop.elapsed.is_last:
                 break
             if num_steps is None or steps_run < num_steps:
                 self._report_end_of_data(step_num, total_steps)
                 break
+        if step_num > first_step:
+            self._call_what_waits_for_the_last_step(tally, state, eval_specs)
         return state, outputs
+
+    def _call_what_waits_for_the_last_step(self, tally, state, eval_specs) -> None:
+        """Calls the actions and evaluations whose schedule fires only now that the run is known to have ended."""
+        train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
+        elapsed = dataclasses.replace(train_loop.elapsed, is_last=True)
+        train_loop.call_last_actions(state, comes_last=False)
+        self._evaluate_inside(tally, state, eval_specs, elapsed)
+        for loop in self._eval_loops:
+            if loop.run_info is not None and loop.run_info.elapsed is not None:
+                loop.call_last_actions(state, comes_last=False)
+                loop.call_last_actions(state, comes_last=True)
+        train_loop.call_last_actions(state, comes_last=True)
 
     def _set_loop_counts(self, train_loops: int, eval_specs: Sequence[EvalSpec]) -> None:
         """Has intervals go on where an earlier run, in this process or another, left off."""
         self._train_loop.loop_count = train_loops  # pyright: ignore[reportOptionalMemberAccess]
         for loop, spec in zip(self._eval_loops, eval_specs, strict=True):
-            if spec.should_eval_fn is None:
+            if spec.should_eval_fn is None and spec.schedule is None:
                 loop.loop_count = train_loops // (spec.eval_loop_interval or 1)
 
-    def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> Any:
+    def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> tuple[Any, Elapsed | None]:
+        """Restores the newest checkpoint, and how far the run was then; None where there is nothing to restore."""
         # Now rather than after hours of training, when STOPPED is written.
         checkpoint.prepare_directory(spec.checkpoint_dir)
-        step_num, saved = _step_num(state), checkpoint.all_steps(spec.checkpoint_dir)
+        step_num, saved, elapsed = _step_num(state), checkpoint.all_steps(spec.checkpoint_dir), None
         if saved and saved[-1] < step_num:
             logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
         else:
             state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
             if saved:
+                metadata = checkpoint.metadata(spec.checkpoint_dir, saved[-1])
+                elapsed = Elapsed(**metadata.get("elapsed", {"steps": saved[-1]}))
                 logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
         spec.stopped_file.unlink(missing_ok=True)
-        return state
+        return state, elapsed
 
     def _report_end_of_data(self, step_num: int, total_steps: int | None) -> None:
         if total_steps is not None and step_num < total_steps:
@@ -316,23 +326,50 @@ class OuterLoop:
 
     # Evaluation ----------------------------------------------------------------------------------
 
-    def _evaluate(self, tally, state, eval_specs, context: EvalContext) -> metrics.LoopOutputs | None:
-        """Runs the evaluations that are due; returns the outputs of the last of them."""
+    def _evaluate(
+        self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], context: EvalContext, elapsed: Elapsed
+    ) -> metrics.LoopOutputs | None:
+        """Runs the evaluations that are due at the end of a train loop; returns the outputs of the last of them."""
+        is_due = lambda spec: _is_due(spec, context, elapsed)
+        due = [(loop, spec) for loop, spec in zip(self._eval_loops, eval_specs, strict=True) if is_due(spec)]
+        return self._evaluate_all(tally, state, due, elapsed)
+
+    def _evaluate_after(self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], elapsed: Elapsed) -> bool:
+        """Evaluates what is due after a train loop; returns whether the run goes on."""
+        context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
+        return not _asks_to_stop(self._evaluate(tally, state, eval_specs, context, elapsed))
+
+    def _evaluate_inside(self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], elapsed: Elapsed) -> bool:
+        """Evaluates what a schedule asks for inside a train loop; returns whether the run goes on."""
+        scheduled = [pair for pair in zip(self._eval_loops, eval_specs, strict=True) if pair[1].schedule is not None]
+        context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
+        due = [(loop, spec) for loop, spec in scheduled if _is_due(spec, context, elapsed)]
+        return not _asks_to_stop(self._evaluate_all(tally, state, due, elapsed))
+
+    def _evaluate_all(self, tally, state, due, elapsed: Elapsed) -> metrics.LoopOutputs | None:
         last, stop = None, False
-        for loop, spec in zip(self._eval_loops, eval_specs, strict=True):
-            if not _is_due(spec, context):
+        for loop, spec in due:
+            if spec.schedule is not None and tally.evaluated_at.get(id(spec)) == elapsed.steps:
                 continue
+            tally.evaluated_at[id(spec)] = elapsed.steps
             dataset = as_iterator(spec.dataset) if spec.dataset_iterator is None else spec.dataset_iterator
-            _, last = loop(state, dataset, spec.num_steps, return_state_from_step=False)
-            self._check_evaluated(tally, spec, tally.count(loop))
-            if loop.was_interrupted:
-                break
-            stop = stop or _asks_to_stop(last)
+            loop.run_info.elapsed = elapsed
+            with self._counting_eval():
+                _, last = loop(state, dataset, spec.num_steps, return_state_from_step=False)
+                self._check_evaluated(tally, spec, tally.count(loop))
+                if loop.was_interrupted:
+                    break
+                stop = not loop.call_late_actions(state) or stop or _asks_to_stop(last)
         if last is not None and stop:
             last[STOP_LOOP] = True
         return last
 
-    def _check_evaluated(self, tally: "_Tally", spec: EvalSpec, steps_run: int) -> None:
+    def _counting_eval(self) -> contextlib.AbstractContextManager[None]:
+        if self._train_loop is None:
+            return contextlib.nullcontext()
+        return self._train_loop.stopwatch.counting("evals")
+
+    def _check_evaluated(self, tally: Tally, spec: EvalSpec, steps_run: int) -> None:
         if self._interrupt.requested:
             return
         if steps_run == 0:
@@ -360,6 +397,7 @@ class OuterLoop:
         stop_fn = spec.iterate_stop_fn or spec.stopped_file.exists
         step = self._eval_loops[0].step
         outputs, seen = None, set()
+        self._history.resume(min(checkpoint.all_steps(spec.checkpoint_dir), default=1) - 1)
         while True:
             # Asked before looking: what was saved before the stop is still found.
             no_more_will_come = stop_fn()
@@ -373,7 +411,8 @@ class OuterLoop:
                     logging.warning("The checkpoint of step %d was deleted before it could be evaluated.", step_num)
                     continue
                 context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
-                outputs = self._evaluate(tally, restored, eval_specs, context) or outputs
+                saved = checkpoint.metadata(spec.checkpoint_dir, step_num).get("elapsed", {"steps": step_num})
+                outputs = self._evaluate(tally, restored, eval_specs, context, Elapsed(**saved)) or outputs
                 if _asks_to_stop(outputs) or self._interrupt.requested:
                     return outputs
             if no_more_will_come or self._interrupt.requested:
@@ -388,7 +427,7 @@ class OuterLoop:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _rescue_state(self, tally: "_Tally", save: bool) -> None:
+    def _rescue_state(self, tally: Tally, save: bool) -> None:
         """Keeps, and saves, the state as of the last whole step before an exception."""
         if self._train_loop is None or not tally.has_begun:
             return
@@ -404,72 +443,27 @@ class OuterLoop:
         for action in _unique_actions(self._loops[:1]):
             if isinstance(action, CheckpointAction) and step_num not in checkpoint.all_steps(action.directory):
                 try:
-                    if action.save(step_num, state, None):
+                    if action.save(step_num, state, None, metadata={"elapsed": self._loops[0].elapsed.to_dict()}):
                         logging.info("%r saves the state of step %d.", action, step_num)
                 except Exception:
                     logging.exception("%r could not save the state of step %d.", action, step_num)
 
     def _close_actions(self, raise_errors: bool) -> None:
-        for loop in self._loops:
-            loop.flushes_actions = True
         errors = []
         for action in _unique_actions(self._loops):
             try:
-                action.close()
+                with self._loops[0].stopwatch.counting(action.time_goes_to):
+                    action.close()
             except Exception as error:
                 error.add_note(f"when {action!r} was closed at the end of the run")
                 logging.exception("%r could not be closed.", action)
                 errors.append(error)
+        for loop in self._loops:
+            loop.run_info = None
+            loop.detach_all()
+        self._history.close()
         if errors and raise_errors:
             raise errors[0]
-
-
-class _Tally:
-    """What one run of an OuterLoop has done: which loops and actions ran, and the newest state."""
-
-    def __init__(self, loops: Sequence[ActionLoop]):
-        self._loops = loops
-        self._runs = {id(loop): 0 for loop in loops}
-        self._most_steps = {id(loop): 0 for loop in loops}
-        self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
-        self.newest: tuple[Any, int] | None = None
-        self.has_begun = False
-        self.short_evaluations: set[int] = set()
-
-    def count(self, loop: ActionLoop) -> int:
-        """Counts the loop's last call; returns how many steps it ran."""
-        steps_run = len(loop.num_examples)
-        self._runs[id(loop)] += steps_run > 0
-        self._most_steps[id(loop)] = max(self._most_steps[id(loop)], steps_run)
-        return steps_run
-
-    def report_what_never_ran(self, eval_specs: Sequence[EvalSpec]) -> None:
-        """Says in one warning which actions and evaluations never came to run, and why."""
-        lines, told = [], set()
-        for loop in self._loops:
-            runs, most_steps = self._runs[id(loop)], self._most_steps[id(loop)]
-            for each in loop.action_lists if runs else ():
-                if id(each) in told:  # Of a step that two loops share.
-                    continue
-                told.add(id(each))
-                happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
-                for action, calls, before in zip(each.actions, each.calls, self._calls_before[id(each)], strict=True):
-                    if calls == before:
-                        lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
-        train_loops = sum(self._runs[id(loop)] for loop in self._loops[: len(self._loops) - len(eval_specs)])
-        for index, spec in enumerate(eval_specs):
-            loop = self._loops[len(self._loops) - len(eval_specs) + index]
-            if train_loops and not self._runs[id(loop)]:
-                asked = (
-                    "should_eval_fn"
-                    if spec.eval_loop_interval is None
-                    else f"eval_loop_interval={spec.eval_loop_interval}"
-                )
-                lines.append(f"{loop!r}: {asked} never let it run after one of the {train_loops} train loops")
-        if lines:
-            logging.warning(
-                "Never called in this run:\n  %s.\nA smaller interval would make them run.", ";\n  ".join(lines)
-            )
 
 
 def _step_num(state: Any) -> int:
@@ -497,8 +491,39 @@ def _steps_of_next_loop(step_num: int, total_steps: int | None, loop_steps: int 
     return min(limits, default=None)
 
 
-def _is_due(spec: EvalSpec, context: EvalContext) -> bool:
-    if not context.is_continuous_eval and context.loop_count % (spec.eval_loop_interval or 1):
+class _Recorder(Action):
+    """Makes rows of the history. A loop's first action, so that the others find the row of their step there."""
+
+    def __init__(self, history: History, name: str, interval: int | Schedule):
+        super().__init__(interval)
+        self._history, self._name = history, name
+
+    def __call__(self, state, outputs, *, elapsed, **kwargs):
+        scalars = metrics.summarize(outputs)
+        measured = {name: value for name, value in scalars.items() if not name.startswith("jaxloop/")}
+        if measured:
+            self._history.commit(elapsed, {self._name: measured})
+
+
+def _names(eval_specs: Sequence[EvalSpec]) -> list[str]:
+    """The names of the evaluations, all different."""
+    names = []
+    for spec in eval_specs:
+        if spec.name == "eval":
+            names.append("eval" if "eval" not in names else f"eval_{len(names) + 1}")
+        else:
+            names.append(spec.name)
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each a name of its own.")
+    return names
+
+
+def _is_due(spec: EvalSpec, context: EvalContext, elapsed: Elapsed) -> bool:
+    if spec.schedule is not None and elapsed.previous is not None:
+        if not spec.schedule(elapsed):
+            return False
+    elif not context.is_continuous_eval and context.loop_count % (spec.eval_loop_interval or 1):
         return False
     return spec.should_eval_fn is None or bool(spec.should_eval_fn(context))
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxloop import checks, metrics, types
+from jaxloop import checks, metrics, timing, types
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 
@@ -19,11 +19,21 @@ STAT_BEGIN_TIME = "jaxloop/begin_time"
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
 """Seconds from when the loop was made to the end of this call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Seconds that this call took, until the device had finished."""
+"""Seconds that this call took, until the device had finished; for an action, those since its last call."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
-"""Steps of this call over `STAT_LOOP_TIME_SECS`."""
+"""Steps over the same seconds, without those of evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
-"""Examples of this call over `STAT_LOOP_TIME_SECS`."""
+"""Examples over the same seconds."""
+STAT_DATA_TIME_SECS = "jaxloop/data_time_secs"
+"""Of `STAT_LOOP_TIME_SECS`, those spent waiting for the next batch."""
+STAT_DEVICE_TIME_SECS = "jaxloop/device_time_secs"
+"""Those spent waiting for the devices."""
+STAT_ACTION_TIME_SECS = "jaxloop/action_time_secs"
+"""Those spent in actions other than checkpoints."""
+STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
+"""Those spent in evaluations."""
+STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
+"""Those spent in saving checkpoints, as far as the loop waits for that."""
 
 # Those that cost nothing, and that make a curve.
 DEFAULT_STATS = (
@@ -33,7 +43,14 @@ DEFAULT_STATS = (
     STAT_STEPS_PER_SEC,
     STAT_EXAMPLES_PER_SEC,
 )
-ALL_STATS = (*DEFAULT_STATS, STAT_NUM_FLOPS, STAT_INIT_TIME, STAT_BEGIN_TIME)
+TIME_STATS = (
+    STAT_DATA_TIME_SECS,
+    STAT_DEVICE_TIME_SECS,
+    STAT_ACTION_TIME_SECS,
+    STAT_EVAL_TIME_SECS,
+    STAT_CHECKPOINT_TIME_SECS,
+)
+ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, STAT_NUM_FLOPS, STAT_INIT_TIME, STAT_BEGIN_TIME)
 
 
 class StatLoop(Loop):
@@ -47,8 +64,9 @@ class StatLoop(Loop):
 
     Args:
       step: what happens to one batch.
-      stat_names: which, an empty list for none. None for `DEFAULT_STATS`: all but the two moments in time, and the
-        operations, which have to be counted in a trace of their own.
+      stat_names: which, an empty list for none. None for `DEFAULT_STATS`: the number of parameters, the seconds in
+        all, and the speed. `ALL_STATS` has besides what the time went to, two moments in time, and the operations,
+        which have to be counted in a trace of their own.
       global_batch_size: examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: tells the time in seconds, for durations.
     """
@@ -61,7 +79,7 @@ class StatLoop(Loop):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__(step)
+        super().__init__(step, clock=clock)
         for name in stat_names or ():
             if name not in ALL_STATS:
                 raise ValueError(f"stat_names holds {name!r}, which is none of {', '.join(ALL_STATS)}.")
@@ -70,10 +88,10 @@ class StatLoop(Loop):
         self._global_batch_size = global_batch_size
         self._clock = clock
         self._init_time, self._init_clock = time.time(), clock()
-        self._begin_time, self._begin_clock = self._init_time, self._init_clock
+        self._begin_time, self._spent_before = self._init_time, self.spent
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        self._begin_time, self._begin_clock = time.time(), self._clock()
+        self._begin_time, self._spent_before = time.time(), self.spent
         return super().begin(state, dataset)
 
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
@@ -84,26 +102,31 @@ class StatLoop(Loop):
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # The outputs are on the host, so the device has finished; without outputs, wait for the state.
         if not outputs:
-            metrics.wait(state)
-        stats = self._stats(state)
-        outputs.update({name: stats[name] for name in self._stat_names if stats[name] is not None})
+            with self._stopwatch.counting("device"):
+                metrics.wait(state)
+        outputs.update(self._stats(state, self.spent - self._spent_before))
         return super().end(state, outputs)
 
-    def _stats(self, state: Any) -> dict[str, Any]:
-        now = self._clock()
-        seconds = max(now - self._begin_clock, 1e-9)
-        steps = len(self.num_examples)
-        examples = steps * self._global_batch_size if self._global_batch_size else sum(self.num_examples)
+    def _stats(self, state: Any, spent: timing.Spent) -> dict[str, Any]:
+        """The statistics of an interval, by name."""
+        seconds = max(spent.training, 1e-9)
+        examples = spent.steps * self._global_batch_size if self._global_batch_size else spent.samples
         num_params = self.step.num_params
         if num_params is None and hasattr(state, "params"):
             num_params = self.step.compute_num_params(state)
-        return {
+        stats = {
             STAT_NUM_PARAMS: num_params,
             STAT_NUM_FLOPS: self.step.num_flops,
             STAT_INIT_TIME: self._init_time,
             STAT_BEGIN_TIME: self._begin_time,
-            STAT_LIFE_TIME_SECS: now - self._init_clock,
-            STAT_LOOP_TIME_SECS: now - self._begin_clock,
-            STAT_STEPS_PER_SEC: steps / seconds,
+            STAT_LIFE_TIME_SECS: self._clock() - self._init_clock,
+            STAT_LOOP_TIME_SECS: spent.total,
+            STAT_STEPS_PER_SEC: spent.steps / seconds,
             STAT_EXAMPLES_PER_SEC: examples / seconds,
+            STAT_DATA_TIME_SECS: spent.data,
+            STAT_DEVICE_TIME_SECS: spent.device,
+            STAT_ACTION_TIME_SECS: spent.actions,
+            STAT_EVAL_TIME_SECS: spent.evals,
+            STAT_CHECKPOINT_TIME_SECS: spent.checkpoints,
         }
+        return {name: stats[name] for name in self._stat_names if stats[name] is not None}

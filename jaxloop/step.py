@@ -1,5 +1,6 @@
 """What happens to one batch."""
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint, checks, metrics, models, partition, types
-from jaxloop.actions.action import Action, ActionList
+from jaxloop.actions.action import Action
+from jaxloop.actions.action_list import ActionList
+from jaxloop.schedules import Elapsed
 
 _NO_OPTIMIZER = optax.identity()
 
@@ -82,7 +85,8 @@ class Step:
       train: whether this step trains, for `run` to ask (`self.train`). Then an optimizer is expected.
       should_shard_batch: False if `begin` has placed the batch already.
       nnx_model_args: positional arguments for an NNX class; an empty tuple for none.
-      begin_actions: called with `outputs=None` before `run`. An int interval counts the steps within the loop.
+      begin_actions: called with `outputs=None` before `run`. An int interval counts the steps within the loop, a
+        schedule those of the training: `at(100)` is before or after the update that makes `state.step` 100.
       end_actions: called with the step's outputs after `end`; likewise.
       **nnx_model_kwargs: keyword arguments for an NNX class.
 
@@ -286,7 +290,13 @@ class Step:
         return state
 
     def step(
-        self, state: Any, batch: types.Batch, per_loop_step_number: int = 0, log_num_flops: bool = False
+        self,
+        state: Any,
+        batch: types.Batch,
+        per_loop_step_number: int = 0,
+        log_num_flops: bool = False,
+        *,
+        elapsed: Elapsed | None = None,
     ) -> tuple[Any, types.Output]:
         """Takes one batch through the hooks. The state is donated: use the one that is returned.
 
@@ -295,6 +305,8 @@ class Step:
           batch: a host batch.
           per_loop_step_number: how many steps the loop has done before this one, for the step's actions.
           log_num_flops: counts and logs the operations of `run`, at the first call.
+          elapsed: how far the training is once this step is done, for the schedules of the step's actions. None to
+            count the steps within the loop.
 
         Returns:
           `(state, outputs)`, the outputs still on the devices.
@@ -308,11 +320,12 @@ class Step:
         state = self.prepare_state(state)
         if log_num_flops and self._num_flops is None:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
-        state, batch = self._begin(state, batch, per_loop_step_number)
+        elapsed = elapsed or Elapsed(per_loop_step_number + 1)
+        state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
         state, outputs = self._dispatch(self._compiled_run, self.shard_batch, state, batch)
         checks.mark_taken(given, f"{type(self).__name__}.step")
         try:
-            state, outputs = self._end(state, outputs, per_loop_step_number)
+            state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
         except BaseException:
             self._rescued_state = state
             raise
@@ -329,9 +342,10 @@ class Step:
             kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
             jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": None}
             self._compiled_evaluation = self._partitioner.partition(self._checked_outputs, **jit_kwargs)
-        state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number)
+        elapsed = Elapsed(per_loop_step_number + 1)
+        state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number, elapsed)
         outputs = self._dispatch(self._compiled_evaluation, self._shard_short_batch, state, batch)
-        return self._end(state, outputs, per_loop_step_number)[1]
+        return self._end(state, outputs, per_loop_step_number, elapsed)[1]
 
     def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
@@ -346,12 +360,12 @@ class Step:
         has_step = isinstance(getattr(state, "step", None), jax.Array)
         self._known_state = weakref.ref(state) if has_step else None
 
-    def _begin(self, state: Any, batch: types.Batch, number: int) -> tuple[Any, types.Batch]:
+    def _begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
         result = self.begin(state, self.preprocess_batch(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         if new_state is not state:
             new_state = self.prepare_state(new_state)
-        self._call_actions(self._begin_actions, new_state, None, number)
+        self._call_actions(self._begin_actions, new_state, None, number, elapsed)
         return new_state, batch
 
     def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: types.Batch) -> Any:
@@ -361,18 +375,21 @@ class Step:
             checks.check_batch(batch)
             raise
 
-    def _end(self, state: Any, outputs: types.Output, number: int) -> tuple[Any, types.Output]:
+    def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
         if type(self).end is not Step.end:
             result = self.end(state, outputs)
             state, outputs = checks.check_result(result, f"{type(self).__name__}.end")
             outputs = _copy_what_is_donated(outputs, state)
-        self._call_actions(self._end_actions, state, outputs, number)
+        self._call_actions(self._end_actions, state, outputs, number, elapsed)
         return state, outputs
 
-    def _call_actions(self, actions: ActionList, state: Any, outputs: types.Output, number: int) -> None:
+    def _call_actions(
+        self, actions: ActionList, state: Any, outputs: types.Output, number: int, elapsed: Elapsed
+    ) -> None:
         for index in range(len(actions.actions)):
-            if actions.is_due(index, number + 1):
-                actions.call(index, state, outputs, int(metrics.fetch(getattr(state, "step", 0))))
+            if actions.is_due(index, number + 1, elapsed):
+                step_num = int(metrics.fetch(getattr(state, "step", 0)))
+                actions.call(index, state, outputs, dataclasses.replace(elapsed, steps=step_num))
 
     def _checked_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         hook = f"{type(self).__name__}.run"
@@ -434,6 +451,11 @@ class Step:
     def end_actions(self) -> Sequence[Action]:
         """The actions after `end`."""
         return self._end_actions.actions
+
+    @property
+    def has_schedules(self) -> bool:
+        """Whether one of its actions has a schedule for an interval."""
+        return self._begin_actions.has_schedules or self._end_actions.has_schedules
 
     @property
     def action_lists(self) -> Sequence[ActionList]:

@@ -36,12 +36,21 @@ class TrainLoop(ActionLoop):
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Once is enough, and costs nothing now that the outputs have been read.
-        if not self._count_is_checked and hasattr(state, "step"):
-            self._check_count(int(metrics.fetch(state.step)))
-            self._count_is_checked = True
+        self._check_count(state)
         return super().end(state, outputs)
 
-    def _check_count(self, count: int) -> None:
+    def _at_event(
+        self, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+    ) -> tuple[metrics.LoopOutputs, bool]:
+        is_ready = getattr(getattr(state, "step", None), "is_ready", None)
+        if is_ready is not None and is_ready():
+            self._check_count(state)
+        return super()._at_event(state, outputs, queue)
+
+    def _check_count(self, state: Any) -> None:
+        if self._count_is_checked or not hasattr(state, "step"):
+            return
+        count = int(metrics.fetch(state.step))
         if count != self.step_num:
             steps = len(self.num_examples)
             raise ValueError(
@@ -50,3 +59,4 @@ class TrainLoop(ActionLoop):
                 "state.apply_gradients(grads=...), or state.replace(step=state.step + 1)."
                 + ("" if self.step.train else " (The step has train=False: did you mean Step(..., train=True)?)")
             )
+        self._count_is_checked = True

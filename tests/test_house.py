@@ -15,9 +15,10 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types checks interrupt schedules partition models metrics checkpoint
-actions.action actions.checkpoint_action actions.summary_action actions.writers actions
-step loop stat_loop action_loop train_loop eval_loop outer_loop examples
+types checks interrupt schedules timing partition models metrics history checkpoint data
+actions.action actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
+actions.periodic_action actions.profile_action actions.progress_action actions.summary_action actions.writers
+actions.action_list actions step loss_step function_step loop stat_loop action_loop train_loop eval_loop specs tally outer_loop functional fitting examples
 """.split()
 
 
@@ -92,6 +93,8 @@ FIXED_NAMES = {
     "train_loop": "TrainLoop",
     "eval_loop": "EvalLoop",
     "actions": "Action SummaryAction CheckpointAction default_writer",
+    "schedules": "Elapsed Schedule every at after first last always never",
+    "history": "History",
     "outer_loop": "OuterLoop EvalSpec EvalContext CheckpointSpec STOP_LOOP",
 }
 

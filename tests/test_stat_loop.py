@@ -6,28 +6,48 @@ from jaxloop.stat_loop import StatLoop
 
 
 class Clock:
-    """Each look at it takes one second."""
+    """Stands still, but for what a test makes it move."""
 
     def __init__(self):
         self.now = 100.0
 
     def __call__(self):
-        self.now += 1
         return self.now
+
+    def during(self, batches, seconds):
+        """Gives batches, each after so many seconds."""
+        for batch in batches:
+            self.now += seconds
+            yield batch
 
 
 def test_statistics_are_plain_numbers_of_the_loop():
     step, state, batches = examples.tiny_regression()
-    loop = StatLoop(step, stat_loop.ALL_STATS, clock=Clock())  # Made at 101, begins at 102, ends at 103.
-    _, outputs = loop(state, batches, num_steps=10)
+    clock = Clock()
+    loop = StatLoop(step, stat_loop.ALL_STATS, clock=clock)
+    clock.now += 1
+    _, outputs = loop(state, clock.during(batches, 0.5), num_steps=10)
     assert outputs[stat_loop.STAT_NUM_PARAMS] == 4
-    assert outputs[stat_loop.STAT_LIFE_TIME_SECS] == 2
-    assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 1
-    assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 10
-    assert outputs[stat_loop.STAT_EXAMPLES_PER_SEC] == 80
+    assert outputs[stat_loop.STAT_LIFE_TIME_SECS] == 6
+    assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 5
+    assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 2
+    assert outputs[stat_loop.STAT_EXAMPLES_PER_SEC] == 16
+    assert outputs[stat_loop.STAT_DATA_TIME_SECS] == 5
     assert outputs[stat_loop.STAT_BEGIN_TIME] >= outputs[stat_loop.STAT_INIT_TIME] > 1.7e9
     assert set(outputs) == {"loss", *stat_loop.ALL_STATS}
     assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
+
+
+def test_statistics_are_those_of_each_call():
+    step, state, batches = examples.tiny_regression()
+    clock = Clock()
+    loop = StatLoop(step, clock=clock)
+    state, _ = loop(state, clock.during(batches, 5), num_steps=4)
+    clock.now += 1000  # Between two calls, nobody knows for what.
+    _, outputs = loop(state, clock.during(batches, 1), num_steps=2)
+    assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 2
+    assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 1
+    assert loop.spent.data == loop.spent.total == 22
 
 
 def test_times_are_taken_after_the_device_has_finished(monkeypatch):

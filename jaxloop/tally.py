@@ -1,0 +1,62 @@
+"""What one run of an experiment has done, and what never came to run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxloop.action_loop import ActionLoop
+from jaxloop.schedules import Schedule
+from jaxloop.specs import EvalSpec
+
+
+class Tally:
+    """What one run of an OuterLoop has done: which loops and actions ran, and the newest state."""
+
+    def __init__(self, loops: Sequence[ActionLoop]):
+        self._loops = loops
+        self._runs = {id(loop): 0 for loop in loops}
+        self._most_steps = {id(loop): 0 for loop in loops}
+        self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
+        self.newest: tuple[Any, int] | None = None
+        self.has_begun = False
+        self.short_evaluations: set[int] = set()
+        self.evaluated_at: dict[int, int] = {}  # For each spec with a schedule, the step of its last evaluation.
+
+    def count(self, loop: ActionLoop) -> int:
+        """Counts the loop's last call; returns how many steps it ran."""
+        steps_run = len(loop.num_examples)
+        self._runs[id(loop)] += steps_run > 0
+        self._most_steps[id(loop)] = max(self._most_steps[id(loop)], steps_run)
+        return steps_run
+
+    def report_what_never_ran(self, eval_specs: Sequence[EvalSpec]) -> None:
+        """Says in one warning which actions and evaluations never came to run, and why."""
+        lines, told = [], set()
+        for loop in self._loops:
+            runs, most_steps = self._runs[id(loop)], self._most_steps[id(loop)]
+            for each in loop.action_lists if runs else ():
+                if id(each) in told:  # Of a step that two loops share.
+                    continue
+                told.add(id(each))
+                happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
+                for action, calls, before in zip(each.actions, each.calls, self._calls_before[id(each)], strict=True):
+                    if calls == before and isinstance(action.interval, Schedule):
+                        lines.append(f"{action!r} of {loop!r}: its schedule did not fire up to step {loop.step_num}")
+                    elif calls == before:
+                        lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
+        train_loops = sum(self._runs[id(loop)] for loop in self._loops[: len(self._loops) - len(eval_specs)])
+        for index, spec in enumerate(eval_specs):
+            loop = self._loops[len(self._loops) - len(eval_specs) + index]
+            if train_loops and not self._runs[id(loop)]:
+                lines.append(f"{loop!r}: {_why_not(spec)} never let it run after one of the {train_loops} train loops")
+        if lines:
+            logging.warning(
+                "Never called in this run:\n  %s.\nA smaller interval would make them run.", ";\n  ".join(lines)
+            )
+
+
+def _why_not(spec: EvalSpec) -> str:
+    if spec.schedule is not None:
+        return f"schedule={spec.schedule!r}"
+    return "should_eval_fn" if spec.eval_loop_interval is None else f"eval_loop_interval={spec.eval_loop_interval}"

@@ -1,0 +1,283 @@
+"""When things happen: the algebra alone, and in whole runs against a reference that looks at every step."""
+
+import dataclasses
+import datetime
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxloop
+from jaxloop import Elapsed, after, always, at, every, first, last, never
+
+# The algebra ---------------------------------------------------------------------------------------
+
+
+def firings(schedule, steps=20):
+    return [step for step in range(1, steps + 1) if schedule(Elapsed(step))]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (every(5), [5, 10, 15, 20]),
+        (every(steps=7), [7, 14]),
+        (at(3), [3]),
+        (after(18), [18, 19, 20]),
+        (first(), [1]),
+        (last(), []),
+        (always(), list(range(1, 21))),
+        (never(), []),
+        (every(5) | at(7), [5, 7, 10, 15, 20]),
+        (every(5) & every(2), [10, 20]),
+        (every(5) & ~at(10), [5, 15, 20]),
+        (~after(3), [1, 2]),
+        (after(8).then(every(5)), [13, 18]),
+        (after(8).then(first() | at(3)), [9, 11]),
+        (after(8).then(always()) & every(9), [9, 18]),
+        (after(5).then(after(5).then(every(4))), [14, 18]),
+    ],
+    ids=repr,
+)
+def test_what_schedules_mean(schedule, expected):
+    assert firings(schedule) == expected
+
+
+def test_samples_and_time_fire_at_the_step_that_passes_them():
+    run = [Elapsed()]
+    for _ in range(10):
+        run.append(run[-1].advance(samples=30, time=run[-1].time + 0.5))
+    steps = lambda schedule: [now.steps for now in run[1:] if schedule(now)]
+    assert steps(every(samples=100)) == [4, 7, 10]
+    assert steps(every(time=2)) == [4, 8]
+    assert steps(at(time=datetime.timedelta(seconds=1.6))) == [4]
+    assert steps(after(samples=250)) == [9, 10]
+    assert steps(after(time=3).then(every(samples=60))) == [6, 8, 10]
+
+
+def test_elapsed_is_before_or_past_a_point():
+    assert Elapsed(steps=10_000) >= at(steps=10_000)
+    assert not Elapsed(steps=9_999) >= at(steps=10_000)
+    assert Elapsed(time=59.0) < at(time=60) | at(steps=1)
+    assert Elapsed(steps=2, time=59.0) < at(time=60) & at(steps=1)
+    with pytest.raises(TypeError, match=r"every\(steps=5\) is no point in a run.*Compare with at"):
+        assert Elapsed(5) >= every(5)
+
+
+def test_a_schedule_is_an_immutable_value_and_a_key_by_identity():
+    one, two = every(1), every(1)
+    assert len({one: "a", two: "b"}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.value = 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (every(100) | first() & ~at(time=60), "every(steps=100) | first() & ~at(time=60.0)"),
+        ((every(loops=2) | last()) & after(samples=5), "(every(loops=2) | last()) & after(samples=5)"),
+        (~(always() | never()), "~(always() | never())"),
+        (after(1000).then(every(100)), "after(steps=1000).then(every(steps=100))"),
+    ],
+)
+def test_a_schedule_reads_as_it_was_written(schedule, text):
+    assert repr(schedule) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: every(), ValueError, r"every\(...\) takes one of steps, samples, time and loops, got none of them"),
+        (lambda: at(), ValueError, r"at\(...\) takes one of .* got none"),
+        (lambda: every(5, time=60), ValueError, r"got steps=5, time=60. Join two with |: every(steps=5) | every\(time"),
+        (lambda: every(0), ValueError, r"every\(steps=...\) takes a number of steps, positive, got 0"),
+        (lambda: every(-5), ValueError, "positive, got -5"),
+        (lambda: at(-1), ValueError, r"at\(steps=...\) takes a number of steps, not negative, got -1"),
+        (lambda: every(time=-1.0), ValueError, r"every\(time=...\) takes seconds or a timedelta, positive, got -1.0"),
+        (lambda: every(time=float("nan")), ValueError, "positive, got nan"),
+        (lambda: every(1.5), TypeError, r"takes a number of steps, got 1.5"),
+        (lambda: every(True), TypeError, r"takes a number of steps, got True"),
+        (lambda: every(samples=datetime.timedelta(1)), TypeError, "takes a number of samples"),
+        (lambda: every(every(5)), TypeError, "is a schedule already"),
+        (lambda: after(5).then(10), TypeError, r"after\(steps=5\).then\(...\) takes a schedule, got 10"),
+        (lambda: every(5) | 10, TypeError, "unsupported operand"),
+    ],
+)
+def test_a_schedule_that_can_not_be_meant_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# In whole runs -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Plan:
+    """A schedule, and the same said plainly of one step: whether it fires between `before` and `now`."""
+
+    schedule: jaxloop.Schedule
+    fires: object
+
+    def __repr__(self):
+        return repr(self.schedule)
+
+
+def counted(unit, value):
+    count = lambda row: getattr(row, unit)
+    return [
+        Plan(every(**{unit: value}), lambda before, now: count(now) // value > count(before) // value),
+        Plan(at(**{unit: value}), lambda before, now: count(before) < value <= count(now)),
+        Plan(after(**{unit: value}), lambda before, now: count(now) >= value and now.steps > before.steps),
+    ]
+
+
+def then(unit, value, plan):
+    moved = lambda row: dataclasses.replace(row, **{unit: max(getattr(row, unit) - value, 0)})
+    return Plan(
+        after(**{unit: value}).then(plan.schedule),
+        lambda before, now: getattr(now, unit) >= value and plan.fires(moved(before), moved(now)),
+    )
+
+
+PLAIN = [
+    Plan(first(), lambda before, now: before.steps == 0 < now.steps),
+    Plan(last(), lambda before, now: now.is_last),
+    Plan(always(), lambda before, now: now.steps > before.steps),
+    Plan(never(), lambda before, now: False),
+]
+UNITS = {"steps": st.integers(1, 25), "samples": st.integers(1, 150), "loops": st.integers(1, 6)}
+leaves = st.one_of(
+    st.sampled_from(PLAIN),
+    *(values.flatmap(lambda value, unit=unit: st.sampled_from(counted(unit, value))) for unit, values in UNITS.items()),
+    st.integers(1, 20).flatmap(lambda half_seconds: st.sampled_from(counted("time", half_seconds / 2))),
+)
+
+
+def joined(plans):
+    return st.one_of(
+        st.tuples(plans, plans).map(
+            lambda p: Plan(p[0].schedule | p[1].schedule, lambda *step: p[0].fires(*step) or p[1].fires(*step))
+        ),
+        st.tuples(plans, plans).map(
+            lambda p: Plan(p[0].schedule & p[1].schedule, lambda *step: p[0].fires(*step) and p[1].fires(*step))
+        ),
+        plans.map(
+            lambda p: Plan(~p.schedule, lambda before, now: now.steps > before.steps and not p.fires(before, now))
+        ),
+        st.tuples(st.sampled_from(["steps", "samples", "time", "loops"]), st.integers(1, 15), plans).map(
+            lambda t: then(*t)
+        ),
+    )
+
+
+few = lambda least, most: st.lists(st.integers(least, most), min_size=1, max_size=3)
+plans = st.recursive(leaves, joined, max_leaves=4)
+
+
+class CountingStep(jaxloop.Step):
+    """Counts, as training does."""
+
+    def run(self, state, batch):
+        return state.apply_gradients(grads=state.params), {"mean": batch["x"].mean()}
+
+    def num_examples(self, batch):
+        return int(batch["samples"])
+
+
+TRAIN_STEP = CountingStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
+EVAL_STEP = CountingStep(jax.random.key(0), nn.Dense(1))
+STATE = jax.tree.map(np.asarray, TRAIN_STEP.initialize_model([1, 1]))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Record(jaxloop.Action):
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.steps, self.seen = [], []
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.steps.append(step_num)
+        self.seen.extend(outputs.get("mean", ()))
+
+
+def batches_of(run, clock, first_step):
+    """Data of which the batch of each step has its number in it, its samples, and takes its time."""
+    for before, now in itertools.pairwise(run[first_step:]):
+        clock.now += now.time - before.time
+        yield {"x": np.full([2, 1], now.steps, np.float32), "samples": np.int32(now.samples - before.samples)}
+
+
+def whole_run(total, loop_steps, samples, half_seconds):
+    """How far a run is after each of its steps, from before the first on."""
+    rows = [Elapsed()]
+    for step in range(1, total + 1):
+        before = rows[-1]
+        rows.append(
+            Elapsed(
+                step,
+                before.samples + samples[step % len(samples)],
+                before.time + half_seconds[step % len(half_seconds)] / 2,
+                before.loops + (step % loop_steps == 0 or step == total),
+                is_last=step == total,
+            )
+        )
+    return rows
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    plan=plans,
+    total=st.integers(1, 40),
+    loop_steps=st.integers(1, 45),
+    resumed_at=st.integers(0, 39),
+    samples=few(1, 9),
+    half_seconds=few(0, 3),
+)
+def test_actions_and_evaluations_fire_as_a_reference_that_looks_at_every_step(
+    plan, total, loop_steps, resumed_at, samples, half_seconds
+):
+    resumed_at = min(resumed_at, total - 1)
+    run = whole_run(total, loop_steps, samples, half_seconds)
+    expected = [step for step in range(resumed_at + 1, total + 1) if plan.fires(run[step - 1], run[step])]
+
+    clock, action, evaluation = Clock(), Record(plan.schedule), Record(1)
+    train_loop = jaxloop.TrainLoop(TRAIN_STEP, end_actions=[action], stat_names=[], clock=clock)
+    eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluation], stat_names=[], clock=clock)
+    train_loop.resume(dataclasses.replace(run[resumed_at], loops=resumed_at // loop_steps))
+    state, _ = jaxloop.OuterLoop(train_loop, [eval_loop])(
+        STATE.replace(step=np.int32(resumed_at)),
+        train_dataset=batches_of(run, clock, resumed_at),
+        train_total_steps=total,
+        train_loop_steps=loop_steps,
+        eval_specs=[jaxloop.EvalSpec([{"x": np.ones([2, 1], np.float32), "samples": 1}], schedule=plan.schedule)],
+    )
+    assert int(state.step) == total
+    assert action.steps == expected
+    assert evaluation.steps == expected
+    # Each output is seen once, and none by a call before its step.
+    assert action.seen == list(range(resumed_at + 1, max(expected, default=resumed_at) + 1))
+    assert train_loop.elapsed == run[-1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(plan=plans, samples=few(1, 9), half_seconds=few(0, 3))
+def test_a_loop_may_run_freely_up_to_the_next_step(plan, samples, half_seconds):
+    # One loop, at whose end a loop asks besides.
+    run = whole_run(30, 30, samples, half_seconds)
+    for step in range(30):
+        next_step, next_time = plan.schedule.next_step(run[step]), plan.schedule.next_time(run[step])
+        fired = [i for i in range(step + 1, 30) if plan.fires(run[i - 1], run[i])]
+        if fired:
+            by_step = next_step is not None and step < next_step <= fired[0]
+            assert by_step or (next_time is not None and next_time <= run[fired[0]].time)
