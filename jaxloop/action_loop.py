@@ -2,8 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+from absl import logging
 
 from jaxloop import metrics, timing, types
 from jaxloop.actions.action import Action
@@ -72,6 +74,7 @@ class ActionLoop(StatLoop):
     Attributes:
       run_info: what the loop knows of the run it is part of, see `Run`. None for a loop on its own, where each call is
         a run: its end waits for what the actions have begun, such as an asynchronous save.
+      first_batch: how many batches of the dataset an earlier run has had, where this one goes on inside a loop.
     """
 
     def __init__(
@@ -94,6 +97,12 @@ class ActionLoop(StatLoop):
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
         self.run_info: Run | None = None
+        self.first_batch = 0
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Where in its data the loop is, for a checkpoint: the batches it has had, 0 when it has ended."""
+        return {"batches_in_loop": 0 if self._count == self._loop_count else self.first_batch + len(self.num_examples)}
 
     @property
     def begin_actions(self) -> Sequence[Action]:
@@ -149,6 +158,31 @@ class ActionLoop(StatLoop):
         return self._loop_count
 
     # A call of the loop ------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        state: Any,
+        dataset_iterator: Iterable[types.Batch],
+        num_steps: int | None = None,
+        return_state_from_step: bool = True,
+    ) -> tuple[Any, metrics.LoopOutputs]:
+        try:
+            result = super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
+        except BaseException:
+            self._flush_actions(raise_errors=False)
+            raise
+        self._flush_actions(raise_errors=True)
+        return result
+
+    def _flush_actions(self, raise_errors: bool) -> None:
+        """Waits for what the actions have begun, at the end of a loop on its own."""
+        for slot in self._all_slots() if self.run_info is None else ():
+            try:
+                slot.action.flush()
+            except Exception:
+                if raise_errors:
+                    raise
+                logging.exception("%r could not be flushed.", slot.action)
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         state, iterator = super().begin(state, dataset)
@@ -278,9 +312,8 @@ class ActionLoop(StatLoop):
                     history=run.history,
                     total_steps=run.total_steps,
                     spent=spent - slot.spent_before,
+                    metadata=self.position,
                 )
-                if self.run_info is None:
-                    slot.action.flush()
             slot.called_at, slot.spent_before = now.steps, spent
             if outputs.get(types.STOP_LOOP):
                 self._stop_asked = True

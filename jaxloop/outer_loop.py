@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -121,6 +122,7 @@ class OuterLoop:
         log_train_total_steps: bool = True,
         *,
         stop: Schedule | None = None,
+        train_epochs: int | None = None,
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment to its end.
 
@@ -138,13 +140,16 @@ class OuterLoop:
           eval_specs: one for each eval loop.
           log_train_total_steps: logs from where to where the training goes.
           stop: ends the training besides: `at(time=3600)`, `at(samples=1_000_000)`.
+          train_epochs: passes over the train dataset, an iterable, of which each is one loop (so there are no
+            `train_loop_steps`); with `train_total_steps`, at most so many. A run that was resumed inside a pass skips
+            the batches that it has had, which is exact where they come in the same order again.
 
         Returns:
           `(state, outputs)`, the outputs being those of the last train loop, or of the last eval loop where there is
           no train loop; None where no loop ran.
         """
         eval_specs = tuple(eval_specs or ())
-        self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop)
+        self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs)
         checks.check_alive(state, "OuterLoop(...)")
         tally = Tally(self._loops)
         self._rescued_state = None
@@ -156,9 +161,10 @@ class OuterLoop:
                     state, outputs = self._train(
                         tally,
                         state,
-                        as_iterator(train_dataset),
+                        train_dataset,
                         train_total_steps,
                         train_loop_steps,
+                        train_epochs,
                         eval_specs,
                         log_train_total_steps,
                     )
@@ -186,9 +192,21 @@ class OuterLoop:
             self._checkpoint_spec.stopped_file.touch()
         return state, outputs
 
-    def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop) -> None:
+    def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs):
         checks.check_positive("train_total_steps", train_total_steps, optional=True)
         checks.check_positive("train_loop_steps", train_loop_steps, optional=True)
+        checks.check_positive("train_epochs", train_epochs, optional=True)
+        if train_epochs is not None and train_loop_steps is not None:
+            raise ValueError(
+                f"OuterLoop got train_epochs={train_epochs} and train_loop_steps={train_loop_steps}, and each epoch is "
+                "one loop: give one of them. An action or evaluation with a schedule such as every(steps=100) is "
+                "called inside the loop."
+            )
+        if train_epochs is not None and train_epochs > 1 and hasattr(train_dataset, "__next__"):
+            raise ValueError(
+                f"train_epochs={train_epochs} needs a train dataset that starts anew each time (a list, a "
+                f"tf.data.Dataset, a DataLoader), got the iterator {train_dataset!r}, which ends once and for all."
+            )
         if stop is not None and not isinstance(stop, Schedule):
             raise TypeError(f"stop must be a Schedule such as at(steps=10_000), got {stop!r}.")
         if (self._train_loop is None) != (train_dataset is None):
@@ -220,13 +238,13 @@ class OuterLoop:
     # Training ------------------------------------------------------------------------------------
 
     def _train(
-        self, tally, state, dataset, total_steps, loop_steps, eval_specs, log_total_steps
+        self, tally, state, train_dataset, total_steps, loop_steps, epochs, eval_specs, log_total_steps
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
         run: Run = train_loop.run_info  # pyright: ignore[reportAssignmentType]
-        elapsed = None
+        dataset, elapsed, batches_to_skip = as_iterator(train_dataset), None, 0
         if self._checkpoint_spec is not None:
-            state, elapsed = self._resume(train_loop, state, self._checkpoint_spec)
+            state, elapsed, batches_to_skip = self._resume(train_loop, state, self._checkpoint_spec)
         step_num = _step_num(state) if hasattr(state, "step") or elapsed is None else elapsed.steps
         if elapsed is not None or step_num != train_loop.step_num:  # Else it goes on where the last call ended.
             for loop in self._loops:
@@ -235,11 +253,18 @@ class OuterLoop:
         if loop_steps is not None:
             self._set_loop_counts(step_num // loop_steps, eval_specs)
         self._history.resume(step_num)
-        is_over = run.stop is not None and run.stop.stops(train_loop.elapsed, train_loop.elapsed)
-        if is_over or (total_steps is not None and step_num >= total_steps):
-            wanted = f"stop={run.stop!r}" if is_over else f"train_total_steps={total_steps}"
-            logging.warning("Nothing is left to train: step %d of %s.", step_num, wanted)
-            return state, None
+        ends = {
+            f"stop={run.stop!r}": run.stop is not None and run.stop.stops(train_loop.elapsed, train_loop.elapsed),
+            f"train_total_steps={total_steps}": total_steps is not None and step_num >= total_steps,
+            f"train_epochs={epochs}": epochs is not None and train_loop.loop_count >= epochs,
+        }
+        for end, is_reached in ends.items():
+            if is_reached:
+                logging.warning("Nothing is left to train: step %d of %s.", step_num, end)
+                return state, None
+        if epochs is not None and batches_to_skip:
+            _skip(dataset, batches_to_skip)
+            train_loop.first_batch = batches_to_skip
         if log_total_steps:
             logging.info("Training from step %d to %s.", step_num, total_steps or run.stop or "the end of the dataset")
         tally.newest, tally.has_begun = (state, step_num), True
@@ -249,6 +274,7 @@ class OuterLoop:
         first_step, outputs = step_num, None
         while True:
             num_steps = _steps_of_next_loop(step_num, total_steps, loop_steps)
+            loops_before = train_loop.loop_count
             tally.newest = None  # While the train loop runs, it knows better.
             state, loop_outputs = train_loop(state, dataset, num_steps)
             steps_run = tally.count(train_loop)
@@ -262,6 +288,8 @@ class OuterLoop:
                 goes_on &= self._interrupt.requested or train_loop.call_late_actions(state)
             if self._interrupt.requested:
                 logging.warning("Ended by Ctrl-C. The state of step %d is returned.", step_num)
+                if train_loop.was_interrupted:  # Then this loop has not come to its end.
+                    train_loop.loop_count = loops_before
                 self._save_now(state, step_num)
                 return state, outputs
             if not goes_on:
@@ -271,8 +299,12 @@ class OuterLoop:
             if train_loop.elapsed.is_last:
                 break
             if num_steps is None or steps_run < num_steps:
-                self._report_end_of_data(step_num, total_steps)
-                break
+                if epochs is None or train_loop.loop_count >= epochs or dataset is train_dataset:
+                    self._report_end_of_data(step_num, total_steps)
+                    break
+                _check_epoch(train_loop, train_dataset, steps_run)
+                dataset = as_iterator(train_dataset)
+            train_loop.first_batch = 0
         if step_num > first_step:
             self._call_what_waits_for_the_last_step(tally, state, eval_specs)
         return state, outputs
@@ -296,11 +328,14 @@ class OuterLoop:
             if spec.should_eval_fn is None and spec.schedule is None:
                 loop.loop_count = train_loops // (spec.eval_loop_interval or 1)
 
-    def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> tuple[Any, Elapsed | None]:
-        """Restores the newest checkpoint, and how far the run was then; None where there is nothing to restore."""
+    def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> tuple[Any, Elapsed | None, int]:
+        """Restores the newest checkpoint, how far the run was then, and how many batches its loop had had.
+
+        None and 0 where there is nothing to restore.
+        """
         # Now rather than after hours of training, when STOPPED is written.
         checkpoint.prepare_directory(spec.checkpoint_dir)
-        step_num, saved, elapsed = _step_num(state), checkpoint.all_steps(spec.checkpoint_dir), None
+        step_num, saved, elapsed, batches = _step_num(state), checkpoint.all_steps(spec.checkpoint_dir), None, 0
         if saved and saved[-1] < step_num:
             logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
         else:
@@ -308,10 +343,11 @@ class OuterLoop:
             if saved:
                 metadata = checkpoint.metadata(spec.checkpoint_dir, saved[-1])
                 elapsed = Elapsed(**metadata.get("elapsed", {"steps": saved[-1]}))
+                batches = metadata.get("batches_in_loop", 0)
                 logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
         spec.stopped_file.unlink(missing_ok=True)
-        return state, elapsed
+        return state, elapsed, batches
 
     def _report_end_of_data(self, step_num: int, total_steps: int | None) -> None:
         if total_steps is not None and step_num < total_steps:
@@ -443,7 +479,9 @@ class OuterLoop:
         for action in _unique_actions(self._loops[:1]):
             if isinstance(action, CheckpointAction) and step_num not in checkpoint.all_steps(action.directory):
                 try:
-                    if action.save(step_num, state, None, metadata={"elapsed": self._loops[0].elapsed.to_dict()}):
+                    train_loop = self._loops[0]
+                    metadata = {"elapsed": train_loop.elapsed.to_dict(), **train_loop.position}
+                    if action.save(step_num, state, None, metadata=metadata):
                         logging.info("%r saves the state of step %d.", action, step_num)
                 except Exception:
                     logging.exception("%r could not save the state of step %d.", action, step_num)
@@ -468,6 +506,26 @@ class OuterLoop:
 
 def _step_num(state: Any) -> int:
     return int(metrics.fetch(getattr(state, "step", 0)))
+
+
+def _skip(dataset: Any, batches: int) -> None:
+    logging.info(
+        "Skipping the %d batches of this epoch that were trained on before; exact where they come in the same order.",
+        batches,
+    )
+    for _ in itertools.islice(dataset, batches):
+        pass
+
+
+def _check_epoch(train_loop: ActionLoop, train_dataset: Any, steps_run: int) -> None:
+    """Raises where an epoch had no batch, other than one that was resumed at its very end."""
+    if steps_run == 0 and train_loop.first_batch == 0:
+        raise ValueError(
+            f"The train dataset {checks.describe(train_dataset)} gave no batch. Look at what its pipeline filters out, "
+            "and whether it starts anew each time it is iterated over."
+        )
+    if steps_run == 0:
+        train_loop.loop_count += 1
 
 
 def _check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:

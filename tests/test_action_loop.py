@@ -1,7 +1,10 @@
+import jax
 import numpy as np
+import optax
 import pytest
+from clu import metrics as clu_metrics
 
-from jaxloop import actions, examples, types
+from jaxloop import Elapsed, OuterLoop, actions, at, every, examples, last, metrics, stat_loop, summarize, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.train_loop import TrainLoop
 
@@ -101,3 +104,200 @@ def test_an_action_that_does_not_come_due_keeps_no_images():
     for _ in range(4):
         state, _ = loop(state, batches, num_steps=2)
     assert size.noted == [(8, 2)]
+
+
+# Inside the loop -----------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands still, but for what a test makes it move."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def during(self, batches, seconds):
+        """Gives batches, each after its seconds."""
+        for batch, each in zip(batches, seconds, strict=False):
+            self.now += each
+            yield batch
+
+
+class Seen(actions.Action):
+    """Keeps what each call was given."""
+
+    def __init__(self, interval=1, **options):
+        super().__init__(interval)
+        self.calls = []
+        self.__dict__.update(options)
+
+    def __call__(self, state, outputs, *, elapsed, **kwargs):
+        self.calls.append((elapsed.steps, int(state.step), dict(outputs), kwargs))
+
+    @property
+    def steps(self):
+        return [call[0] for call in self.calls]
+
+
+def test_a_schedule_fires_at_its_step_with_that_state_and_the_outputs_since():
+    seen = Seen(every(steps=7))
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, end_actions=[seen])
+    state, first = loop(state, batches, num_steps=10)
+    state, second = loop(state, batches, num_steps=10)
+    assert [(count, step_num) for count, step_num, _, _ in seen.calls] == [(7, 7), (14, 14)]
+    losses = [*first["loss"], *second["loss"]]
+    assert seen.calls[0][2]["loss"] == losses[:7]
+    assert seen.calls[1][2]["loss"] == losses[7:14]
+    assert len(second["loss"]) == 10
+
+
+def test_an_action_inside_the_loop_gets_the_weighted_mean_of_its_interval():
+    probe = Weigh(every(steps=2))
+    step, state, _ = examples.tiny_regression()
+    rows = lambda n, y: {"x": np.zeros([n, 3], np.float32), "y": np.full([n, 1], y, np.float32)}
+    frozen = jax.tree.map(np.zeros_like, state.params)
+    batches = [rows(6, 1.0), rows(2, 3.0), rows(1, 0.0), rows(3, 0.0)]
+    ActionLoop(step, end_actions=[probe])(state.replace(params=frozen, tx=optax.set_to_zero()), batches)
+    assert probe.means == [pytest.approx((6 * 1.0 + 2 * 9.0) / 8), 0.0]
+
+
+class Weigh(actions.Action):
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.means = []
+
+    def __call__(self, state, outputs, **kwargs):
+        self.means.append(summarize(outputs)["loss"])
+
+
+def test_merged_metrics_are_those_of_the_interval_and_of_the_loop():
+    class Counting(type(examples.tiny_regression()[0])):
+        def run(self, state, batch):
+            state, _ = super().run(state, batch)
+            return state, {"loss": clu_metrics.Average.from_model_output(values=batch["x"][:, 0])}
+
+    tiny, state, batches = examples.tiny_regression()
+    step = Counting(tiny.base_prng, tiny.model, tiny.optimizer, train=True)
+    probe = Weigh(every(steps=3))
+    _, outputs = TrainLoop(step, end_actions=[probe])(state, batches, num_steps=8)
+    values = [float(batch["x"][:, 0].mean()) for batch in batches[:8]]
+    np.testing.assert_allclose(probe.means, [np.mean(values[:3]), np.mean(values[3:6])], rtol=1e-5)
+    np.testing.assert_allclose(summarize(outputs)["loss"], np.mean(values), rtol=1e-5)
+
+
+def test_what_does_not_use_outputs_makes_the_loop_wait_for_nothing(monkeypatch):
+    waits = []
+    step, state, batches = examples.tiny_regression()
+    state, _ = step.step(state, batches[0])
+    seen = Seen(every(steps=2), uses_outputs=False)
+    reads = lambda tree: any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+    for name in ("fetch", "wait"):
+        real = getattr(metrics, name)
+        monkeypatch.setattr(
+            metrics, name, lambda tree, real=real: (reads(tree) and waits.append(seen.steps)) or real(tree)
+        )
+    TrainLoop(step, end_actions=[seen], stat_names=[])(state, batches, num_steps=20)
+    # For `state.step`, where it begins and when its first value is there; and at its end.
+    assert {len(steps) for steps in waits} == {0, 10}
+    assert seen.calls[0][2] == {}
+
+
+def test_what_does_not_wait_gets_the_newest_values_that_are_there():
+    step, state, batches = examples.tiny_regression()
+    seen = Seen(every(steps=5), waits_for_outputs=False)
+    _, outputs = TrainLoop(step, end_actions=[seen])(state, batches, num_steps=12)
+    for _, _, given, _ in seen.calls:
+        assert all(value in outputs["loss"] for value in given.values())
+
+
+def test_after_one_step_an_action_is_called_at_most_once():
+    seen = Seen(every(steps=5) | every(loops=1))
+    step, state, batches = examples.tiny_regression()
+    TrainLoop(step, end_actions=[seen])(state, batches[:10])  # That it has ended is known only after step 10.
+    assert seen.steps == [5, 10]
+
+
+def test_last_is_the_end_of_a_loop_on_its_own():
+    seen = Seen(every(steps=4) | last())
+    step, state, batches = examples.tiny_regression()
+    TrainLoop(step, end_actions=[seen])(state, batches, num_steps=10)
+    assert seen.steps == [4, 8, 10]
+
+
+def test_an_action_inside_the_loop_can_stop_it():
+    class Stop(actions.Action):
+        def __call__(self, state, outputs, **kwargs):
+            outputs[types.STOP_LOOP] = True
+
+    step, state, batches = examples.tiny_regression()
+    state, outputs = TrainLoop(step, end_actions=[Stop(at(6))])(state, batches, num_steps=50)
+    assert int(state.step) == len(outputs["loss"]) == 6
+    assert outputs[types.STOP_LOOP] is True
+
+
+def test_an_action_that_raises_inside_the_loop_is_named_and_the_state_kept():
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, end_actions=[Note(every(steps=3), fails_at=6)])
+    with pytest.raises(RuntimeError, match="no space left") as caught:
+        loop(state, batches, num_steps=20)
+    assert "in Note(interval=every(steps=3)), after step 6" in caught.value.__notes__
+    assert int(loop.rescued_state.step) == 6
+
+
+def test_statistics_are_those_since_the_last_call():
+    clock = Clock()
+    seen = Seen(every(steps=4))
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, end_actions=[seen], stat_names=stat_loop.ALL_STATS, clock=clock)
+    loop(state, clock.during(batches, [1, 1, 1, 1, 3, 3, 3, 3, 9]), num_steps=9)
+    speeds = [outputs[stat_loop.STAT_STEPS_PER_SEC] for _, _, outputs, _ in seen.calls]
+    assert speeds == [1, pytest.approx(1 / 3)]
+    assert [kwargs["spent"].data for _, _, _, kwargs in seen.calls] == [4, 12]
+    assert [kwargs["spent"].samples for _, _, _, kwargs in seen.calls] == [32, 32]
+    assert loop.elapsed == Elapsed(9, 72, 25.0, 1)
+
+
+def test_a_schedule_of_a_begin_action_is_asked_when_a_loop_begins():
+    note = Note(every(steps=10) | every(loops=3))
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, begin_actions=[note])
+    for _ in range(5):
+        state, _ = loop(state, batches, num_steps=4)
+    assert [step_num for step_num, _ in note.noted] == [8, 12]
+
+
+def test_a_schedule_of_an_action_of_the_step_counts_the_training():
+    begin = Note(every(steps=4))
+    tiny, state, batches = examples.tiny_regression()
+    loop = TrainLoop(type(tiny)(tiny.base_prng, tiny.model, tiny.optimizer, train=True, begin_actions=[begin]))
+    for _ in range(3):
+        state, _ = loop(state, batches, num_steps=3)
+    assert [step_num for step_num, _ in begin.noted] == [3, 7]  # Before the updates number 4 and 8.
+
+    class Count(actions.Action):
+        steps = ()
+
+        def __call__(self, state, outputs, *, elapsed, **kwargs):
+            self.steps = (*self.steps, (elapsed.steps, elapsed.samples))
+
+    count = Count(every(samples=24))
+    step = type(tiny)(tiny.base_prng, tiny.model, tiny.optimizer, train=True, end_actions=[count])
+    TrainLoop(step)(tiny.initialize_model([1, 3]), batches, num_steps=7)
+    assert count.steps == ((3, 24), (6, 48))
+
+
+@pytest.mark.parametrize("kind", ["loop", "outer_loop"])
+def test_objects_of_clu_are_actions(kind):
+    from clu import periodic_actions
+
+    calls = []
+    callback = periodic_actions.PeriodicCallback(every_steps=4, callback_fn=lambda step, t: calls.append(step))
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, end_actions=[callback])
+    if kind == "loop":
+        loop(state, batches, num_steps=10)
+    else:
+        OuterLoop(loop)(state, train_dataset=batches, train_total_steps=10, train_loop_steps=5)
+    assert calls == [4, 8]

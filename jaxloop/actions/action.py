@@ -79,7 +79,7 @@ class Action(abc.ABC):
             raise ValueError(f"{self!r} remembers nothing, and was given {sorted(state_dict)}: of another action?")
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
-        """Waits until what was begun is written. Called after each call by a loop on its own, without an OuterLoop."""
+        """Waits until what was begun is written. Called at the end of a loop on its own, without an OuterLoop."""
 
     def close(self) -> None:
         """Flushes, and lets resources go; called when an OuterLoop's run ends, however it ends."""

@@ -1,0 +1,487 @@
+"""Whole runs: evaluations by schedule, the history and what is resumed of it, time, epochs."""
+
+import itertools
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import jaxloop
+from jaxloop import Elapsed, EvalLoop, EvalSpec, OuterLoop, TrainLoop, actions, at, every, examples, last, types
+from jaxloop.specs import CheckpointSpec
+
+
+class Seen(actions.Action):
+    """Keeps at which steps it was called, and what it was given."""
+
+    def __init__(self, interval=1, **options):
+        super().__init__(interval)
+        self.steps, self.calls = [], []
+        self.__dict__.update(options)
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.steps.append(step_num)
+        self.calls.append((int(state.step), dict(outputs or {}), kwargs))
+
+
+def run(state, step, total, *, eval_specs=(), train_actions=(), eval_actions=(), loop_steps=None, **options):
+    """An experiment on endless data; returns its outer loop, state and outputs."""
+    call = {name: options.pop(name) for name in ("stop", "train_epochs") if name in options}
+    dataset = options.pop("train_dataset", None)
+    eval_step = type(step)(step.base_prng, step.model, step.optimizer)
+    outer_loop = OuterLoop(
+        TrainLoop(step, end_actions=train_actions, stat_names=[]),
+        [EvalLoop(eval_step, end_actions=eval_actions, stat_names=[]) for _ in eval_specs],
+        **options,
+    )
+    dataset = itertools.cycle(examples.tiny_regression()[2]) if dataset is None else dataset
+    state, outputs = outer_loop(state, dataset, total, loop_steps, eval_specs, **call)
+    return outer_loop, state, outputs
+
+
+# Evaluations -----------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_by_schedule_sees_the_state_of_its_step():
+    step, state, batches = examples.tiny_regression()
+    seen = Seen()
+    specs = [EvalSpec(batches[:2], schedule=every(steps=30) | last())]
+    _, _, outputs = run(state, step, 100, loop_steps=50, eval_specs=specs, eval_actions=[seen])
+    assert seen.steps == [30, 60, 90, 100]
+    assert [step_num for step_num, _, _ in seen.calls] == [30, 60, 90, 100]
+    assert len(outputs["loss"]) == 50
+
+
+def test_without_loops_an_evaluation_by_schedule_runs_inside_the_one_loop():
+    step, state, batches = examples.tiny_regression()
+    evaluation, each_loop = Seen(), Seen()
+    specs = [EvalSpec(batches[:2], schedule=every(steps=30))]
+    run(state, step, 100, eval_specs=specs, eval_actions=[evaluation], train_actions=[each_loop])
+    assert evaluation.steps == [30, 60, 90]
+    assert each_loop.steps == [100]
+
+
+def test_a_schedule_and_a_function_must_agree():
+    step, state, batches = examples.tiny_regression()
+    seen = Seen()
+    specs = [EvalSpec(batches[:2], schedule=every(20), should_eval_fn=lambda context: context.step_num > 50)]
+    run(state, step, 100, eval_specs=specs, eval_actions=[seen])
+    assert seen.steps == [60, 80, 100]
+
+
+def test_after_a_step_come_actions_then_evaluations_then_checkpoints(tmp_path):
+    order = []
+
+    class Note(Seen):
+        def __call__(self, state, outputs, **kwargs):
+            order.append(self.name)
+
+    class Save(actions.CheckpointAction):
+        def __call__(self, state, outputs, **kwargs):
+            order.append("checkpoint")
+
+    step, state, batches = examples.tiny_regression()
+    specs = [EvalSpec(batches[:2], schedule=every(20))]
+    train_actions = [
+        Save(tmp_path, every(20)),
+        Note(every(20), name="late", comes_last=True),
+        Note(every(20), name="train"),
+    ]
+    run(state, step, 40, eval_specs=specs, eval_actions=[Note(name="eval")], train_actions=train_actions)
+    assert order == ["train", "eval", "late", "checkpoint"] * 2
+
+
+def test_an_evaluation_inside_a_loop_can_stop_the_run():
+    class Stop(Seen):
+        def __call__(self, state, outputs, **kwargs):
+            outputs[types.STOP_LOOP] = True
+
+    step, state, batches = examples.tiny_regression()
+    specs = [EvalSpec(batches[:2], schedule=every(30))]
+    _, state, outputs = run(state, step, 100, eval_specs=specs, eval_actions=[Stop()])
+    assert int(state.step) == 30
+    assert outputs[types.STOP_LOOP]
+
+
+def test_ctrl_c_in_an_evaluation_inside_a_loop_saves_that_step(tmp_path, interrupted):
+    step, state, batches = examples.tiny_regression()
+    specs = [EvalSpec(None, interrupted(batches, 2), num_steps=50, schedule=every(30))]
+    action = actions.CheckpointAction(tmp_path, every(30))
+    _, state, _ = run(state, step, 100, eval_specs=specs, train_actions=[action])
+    assert int(state.step) == 30
+    assert jaxloop.checkpoint.all_steps(tmp_path) == [30]
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps"), [(at(37), 37), (at(samples=80), 10), (every(25), 25), (at(37) | at(samples=80), 10)], ids=repr
+)
+def test_a_run_ends_where_its_stop_says(stop, steps):
+    step, state, _ = examples.tiny_regression()
+    seen = Seen(last())
+    _, state, _ = run(state, step, None, stop=stop, loop_steps=20, train_actions=[seen])
+    assert int(state.step) == steps
+    assert seen.steps == [steps]
+
+
+def test_last_fires_also_where_nobody_knew_that_it_was(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    seen, evaluation = Seen(every(40) | last()), Seen()
+    specs = [EvalSpec(batches[:2], schedule=last())]
+    save = actions.CheckpointAction(tmp_path, last())
+    run(
+        state,
+        step,
+        None,
+        train_dataset=batches[:90],
+        train_actions=[seen, save],
+        eval_specs=specs,
+        eval_actions=[evaluation],
+    )
+    assert (seen.steps, evaluation.steps) == ([40, 80, 90], [90])
+    assert jaxloop.checkpoint.all_steps(tmp_path) == [90]
+
+
+INTERVALS = [
+    {},
+    {"log_interval": every(7)},
+    {"train_actions": [every(1)]},
+    {"train_actions": [every(5), every(samples=60), last()]},
+    {"evaluate": every(11)},
+    {"evaluate": every(loops=1)},
+    {"checkpoint": every(13)},
+    {"progress": every(1)},
+    {"loop_steps": 17, "log_interval": 2, "evaluate": every(3), "checkpoint": every(50), "progress": every(2)},
+]
+
+
+def test_no_interval_changes_a_bit_of_the_parameters(tmp_path, assert_same):
+    finals = []
+    for index, settings in enumerate(INTERVALS):
+        step, state, batches = examples.tiny_regression()
+        train_actions = [Seen(interval) for interval in settings.get("train_actions", ())]
+        if "checkpoint" in settings:
+            train_actions.append(actions.CheckpointAction(tmp_path / str(index), settings["checkpoint"]))
+        if "progress" in settings:
+            train_actions.append(actions.ProgressAction(interval=settings["progress"], bar="plain"))
+        specs = [EvalSpec(batches[:3], schedule=settings["evaluate"])] if "evaluate" in settings else []
+        options = {"log_interval": settings.get("log_interval", 1), "loop_steps": settings.get("loop_steps")}
+        _, state, _ = run(state, step, 60, train_actions=train_actions, eval_specs=specs, **options)
+        finals.append(jax.tree.map(np.array, state))
+    for final in finals[1:]:
+        assert_same(final, finals[0])
+
+
+# The history -----------------------------------------------------------------------------------------
+
+
+def test_the_history_has_a_row_for_each_log_point_and_evaluation():
+    step, state, batches = examples.tiny_regression()
+    specs = [EvalSpec(batches[:2], name="test"), EvalSpec(batches[2:4], schedule=every(20)), EvalSpec(batches[4:5])]
+    outer_loop, _, outputs = run(state, step, 40, loop_steps=10, log_interval=2, eval_specs=specs)
+    history = outer_loop.history
+    assert history.paths() == ["test.loss", "eval_3.loss", "train.loss", "eval.loss"]
+    assert history.collect("steps", "train.loss")[0] == [20, 40]
+    assert history.collect("steps", "samples", "loops", "test.loss")[:3] == (
+        [10, 20, 30, 40],
+        [80, 160, 240, 320],
+        [1, 2, 3, 4],
+    )
+    assert history.collect("steps", "eval.loss")[0] == [20, 40]
+    assert len(outputs["loss"]) == 10
+
+
+def test_two_evaluations_of_one_name_are_refused():
+    step, state, batches = examples.tiny_regression()
+    specs = [EvalSpec(batches[:2], name="test"), EvalSpec(batches[:2], name="test")]
+    with pytest.raises(ValueError, match="Two EvalSpecs are named 'test'"):
+        run(state, step, 10, eval_specs=specs)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"schedule": 500}, TypeError, r"EvalSpec.schedule must be a Schedule such as every\(steps=500\), got 500"),
+        ({"schedule": every(5), "eval_loop_interval": 2}, ValueError, "give one of them"),
+        ({"name": "train"}, ValueError, "other than 'train'"),
+        ({"name": "a/b"}, ValueError, "without / and ., .* got 'a/b'"),
+    ],
+)
+def test_an_eval_spec_that_can_not_be_meant_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        EvalSpec([], **options)
+
+
+def rows_of(path):
+    """The rows of a file, without the time they took."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["elapsed"]["time"]
+    return rows
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles SIGKILL."""
+
+
+@pytest.mark.parametrize("killed_at", [1, 5, 29, 30, 31, 45, 59, 60, 61, 75])
+def test_a_resumed_run_continues_the_history_without_a_row_lost_or_doubled(
+    killed_at, tmp_path, monkeypatch, assert_same
+):
+    def experiment(workdir, dies_at=None):
+        step, state, batches = examples.tiny_regression()
+        begin = max(jaxloop.checkpoint.all_steps(workdir), default=0) if workdir.exists() else 0
+        dataset = itertools.islice(itertools.cycle(batches), begin, None)
+
+        class Die(Seen):
+            def __call__(self, state, outputs, *, step_num, **kwargs):
+                if step_num == dies_at:
+                    raise Killed
+
+        save = actions.CheckpointAction(workdir, every(15) | last())
+        specs = [EvalSpec(batches[:2], schedule=every(10) | last(), name="test")]
+        options = {"checkpoint_spec": CheckpointSpec(workdir), "log_interval": every(5), "train_dataset": dataset}
+        train_actions = [Die(every(1), uses_outputs=False), save]
+        return run(state, step, 80, train_actions=train_actions, eval_specs=specs, loop_steps=20, **options)
+
+    whole, state, _ = experiment(tmp_path / "whole")
+    with pytest.raises(Killed):
+        experiment(tmp_path / "killed", dies_at=killed_at)
+    resumed, same_state, _ = experiment(tmp_path / "killed")
+    assert_same(state, same_state)
+    file = "killed/history.jsonl"
+    assert rows_of(tmp_path / file) == rows_of(tmp_path / "whole" / "history.jsonl")
+    assert resumed.history.collect("steps", "test.loss") == whole.history.collect("steps", "test.loss")
+
+
+def test_how_far_a_run_is_survives_a_resume(tmp_path):
+    step, state, _ = examples.tiny_regression()
+    options = {"checkpoint_spec": CheckpointSpec(tmp_path), "loop_steps": 20}
+    save = actions.CheckpointAction(tmp_path, every(10))
+    first, *_ = run(state, step, 30, train_actions=[save], **options)
+    step, state, _ = examples.tiny_regression()
+    seen = Seen(every(samples=8 * 50))
+    run(state, step, 60, train_actions=[seen], **options)
+    assert seen.steps == [50]
+    before = first.history[-1].elapsed
+    elapsed = seen.calls[0][2]["elapsed"]
+    assert elapsed.samples == 8 * 50
+    assert elapsed.time > before.time > 0
+
+
+def test_a_run_done_anew_forgets_the_rows_of_the_last_one():
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step))
+    for _ in range(2):
+        outer_loop(step.initialize_model([1, 3]), batches, 40, 10)
+        assert outer_loop.history.collect("steps", "loss")[0] == [10, 20, 30, 40]
+    outer_loop(state.replace(step=np.int32(40)), batches, 60, 10)
+    assert outer_loop.history.collect("steps", "loss")[0] == [10, 20, 30, 40, 50, 60]
+
+
+# Epochs ----------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_one_pass_and_one_loop():
+    step, state, batches = examples.tiny_regression()
+    seen, evaluation = Seen(), Seen()
+    specs = [EvalSpec(batches[:1], schedule=every(loops=2) | last())]
+    outer_loop, state, outputs = run(
+        state,
+        step,
+        None,
+        train_dataset=batches[:7],
+        train_epochs=5,
+        train_actions=[seen],
+        eval_specs=specs,
+        eval_actions=[evaluation],
+    )
+    assert seen.steps == [7, 14, 21, 28, 35]
+    assert evaluation.steps == [14, 28, 35]
+    assert len(outputs["loss"]) == 7
+    assert outer_loop.history.collect("loops", "train.loss")[0] == [1, 2, 3, 4, 5]
+
+
+def test_a_total_ends_a_run_of_epochs_inside_one():
+    step, state, batches = examples.tiny_regression()
+    seen = Seen()
+    _, state, _ = run(state, step, 12, train_dataset=batches[:5], train_epochs=100, train_actions=[seen])
+    assert seen.steps == [5, 10, 12]
+
+
+@pytest.mark.parametrize("killed_at", [3, 5, 8, 12, 14, 15])
+def test_a_run_of_epochs_resumes_inside_an_epoch(killed_at, tmp_path, assert_same):
+    def experiment(workdir, interrupt_at=None):
+        step, state, batches = examples.tiny_regression()
+
+        class Die(Seen):
+            def __call__(self, state, outputs, *, step_num, **kwargs):
+                if step_num == interrupt_at:
+                    raise Killed
+
+        train_actions = [Die(every(1), uses_outputs=False), actions.CheckpointAction(workdir, every(2))]
+        options = {"checkpoint_spec": CheckpointSpec(workdir), "train_dataset": batches[:5], "train_epochs": 4}
+        return run(state, step, None, train_actions=train_actions, **options)
+
+    _, state, _ = experiment(tmp_path / "whole")
+    with pytest.raises(Killed):
+        experiment(tmp_path / "killed", killed_at)
+    _, same, _ = experiment(tmp_path / "killed")
+    assert int(same.step) == 20
+    assert_same(state, same)
+    elapsed_of = lambda name: [row["elapsed"] for row in rows_of(tmp_path / name / "history.jsonl")]
+    assert elapsed_of("killed") == elapsed_of("whole")
+
+
+def test_ctrl_c_inside_an_epoch_and_again(tmp_path, interrupted, assert_same):
+    step, state, batches = examples.tiny_regression()
+    batches = batches[:6]
+
+    class OnceInterrupted:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return interrupted(batches, 4) if self.passes == 2 else iter(batches)
+
+    action = actions.CheckpointAction(tmp_path, every(loops=1))
+    options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_epochs": 3, "train_actions": [action]}
+    _, state, _ = run(state, step, None, train_dataset=OnceInterrupted(), **options)
+    assert int(state.step) == 11  # Ctrl-C ends it after the step in flight.
+    step, state, _ = examples.tiny_regression()
+    _, state, _ = run(state, step, None, train_dataset=batches, **options)
+    assert int(state.step) == 18
+    step, fresh, _ = examples.tiny_regression()
+    _, unbroken, _ = run(fresh, step, None, train_dataset=batches, train_epochs=3)
+    assert_same(state, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_epochs": 2, "loop_steps": 5}, "train_epochs=2 and train_loop_steps=5"),
+        ({"train_epochs": 2, "train_dataset": iter([])}, "starts anew each time"),
+        ({"train_epochs": 2, "train_dataset": []}, "gave no batch"),
+        ({"train_epochs": 0}, "train_epochs must be a positive int"),
+    ],
+)
+def test_epochs_that_can_not_be_are_refused(options, message):
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(ValueError, match=message):
+        run(state, step, None, **{"train_dataset": batches, **options})
+
+
+# Time ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def pass_during(self, things, seconds):
+        for thing in things:
+            self.now += seconds
+            yield thing
+
+
+class Takes(Seen):
+    """Takes its time."""
+
+    def __call__(self, state, outputs, **kwargs):
+        super().__call__(state, outputs, **kwargs)
+        self.clock.now += self.seconds
+
+
+def test_each_second_is_counted_for_one_thing(logs):
+    clock = Clock()
+    step, state, batches = examples.tiny_regression()
+    train_actions = [
+        Takes(every(5), clock=clock, seconds=3),
+        Takes(2, clock=clock, seconds=7, time_goes_to="checkpoints"),
+    ]
+    train_loop = TrainLoop(step, end_actions=train_actions, clock=clock)
+    eval_loop = EvalLoop(type(step)(step.base_prng, step.model), clock=clock)
+
+    class EvalData:
+        def __iter__(self):
+            return clock.pass_during(batches[:2], 10)
+
+    outer_loop = OuterLoop(train_loop, [eval_loop])
+    specs = [EvalSpec(EvalData(), schedule=every(10))]
+    outer_loop(state, clock.pass_during(itertools.cycle(batches), 0.5), 20, 5, specs)
+    spent = outer_loop.spent
+    assert (spent.data, spent.actions, spent.evals, spent.checkpoints) == (10, 4 * 3, 2 * 20, 2 * 7)
+    assert spent.total == clock.now
+    assert spent.steps_per_sec == 20 / 22
+    # The last action's time is spent after the last look at the training.
+    assert outer_loop.history[-1].elapsed.time == 10 + 3 * 3
+    assert "20 steps in 1 min 16 s" in logs.text
+    assert (
+        "53% of the time was spent in evaluations, 18% in checkpoints, 16% in actions, 13% waiting for data"
+        in logs.text
+    )
+
+
+def test_what_is_counted_is_the_time_of_the_clock_on_the_wall():
+    step, state, batches = examples.tiny_regression()
+
+    def slow():
+        for batch in itertools.cycle(batches):
+            time.sleep(0.002)
+            yield batch
+
+    outer_loop = OuterLoop(TrainLoop(step))
+    state, _ = outer_loop(state, batches, 10)  # Compiles.
+    before = time.perf_counter()
+    outer_loop(state, slow(), 210, 50)
+    seconds = time.perf_counter() - before
+    assert outer_loop.spent.steps == 200
+    assert outer_loop.spent.total == pytest.approx(seconds, rel=0.03)
+    assert outer_loop.spent.data > 0.4
+
+
+# The end ---------------------------------------------------------------------------------------------
+
+
+def test_an_action_may_give_the_state_that_a_run_returns():
+    class Back(Seen):
+        def __call__(self, state, outputs, **kwargs):
+            self.kept = jax.tree.map(np.array, state)
+
+        def finish(self, state):
+            return self.kept
+
+    step, state, _ = examples.tiny_regression()
+    _, state, _ = run(state, step, 30, train_actions=[Back(at(12))])
+    assert int(state.step) == 12
+
+
+def test_early_stopping_restores_the_best_of_a_run():
+    step, state, batches = examples.tiny_regression()
+    losses = iter([3.0, 1.0, 2.0, 2.0, 2.0])
+
+    class Worse(EvalLoop):
+        def end(self, state, outputs):
+            outputs["score"] = next(losses)
+            return super().end(state, outputs)
+
+    stop = actions.EarlyStoppingAction("test/score", 2, "min", restore_best=True)
+    train_loop = TrainLoop(step, end_actions=[stop])
+    outer_loop = OuterLoop(train_loop, [Worse(type(step)(step.base_prng, step.model))])
+    specs = [EvalSpec(batches[:1], name="test")]
+    state, outputs = outer_loop(state, itertools.cycle(batches), 100, 10, specs)
+    assert outputs[types.STOP_LOOP]
+    assert int(state.step) == 20
+    assert train_loop.elapsed.steps == 40
+
+
+def test_how_far_a_loop_is_can_be_asked_and_set():
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step)
+    loop(state, batches, num_steps=4)
+    assert (loop.elapsed.steps, loop.elapsed.samples, loop.elapsed.loops) == (4, 32, 1)
+    loop.resume(Elapsed(100, 800, 60.0, 10))
+    assert loop.elapsed == Elapsed(100, 800, pytest.approx(60.0), 10)
