@@ -1,0 +1,197 @@
+import collections
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxloop import data
+
+BATCHES = [{"x": np.full((2, 3), number, np.float32), "y": np.arange(2)} for number in range(3)]
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+class Tensor:
+    """As much of a torch.Tensor as NumPy needs: on an accelerator, with a gradient."""
+
+    __module__ = "torch"
+
+    def __init__(self, array, dtype="torch.float32", place="cuda", has_gradient=True):
+        self.array, self.dtype, self.place, self.has_gradient = array, dtype, place, has_gradient
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    def detach(self):
+        return type(self)(self.array, self.dtype, self.place, False)
+
+    def cpu(self):
+        return type(self)(self.array, self.dtype, "cpu", self.has_gradient)
+
+    def float(self):
+        return type(self)(self.array, "torch.float32", self.place, self.has_gradient)
+
+    def numpy(self):
+        assert (self.place, self.has_gradient) == ("cpu", False) and self.dtype != "torch.bfloat16"
+        return self.array
+
+
+class Parameter(Tensor):
+    """A subclass from elsewhere."""
+
+    __module__ = "user"
+
+
+class DataLoader:
+    """As a torch DataLoader: each pass begins anew, with lists of tensors."""
+
+    def __iter__(self):
+        return iter([[Tensor(batch["x"]), Tensor(batch["y"])] for batch in BATCHES])
+
+
+def assert_equal(one, two):
+    assert type(one) is type(two)
+    np.testing.assert_equal(one, two)
+
+
+@pytest.mark.parametrize("make", [Tensor, Parameter])
+def test_torch_tensors_become_numpy_arrays(make):
+    x, y = np.ones(3), np.arange(3)
+    batch = {"a": make(x), "b": [make(y), (make(y), "text", None, 1)], "c": Pair(make(x), y)}
+    assert_equal(data.numpy_batch(batch), {"a": x, "b": [y, (y, "text", None, 1)], "c": Pair(x, y)})
+
+
+def test_bfloat16_tensors_keep_their_type():
+    converted = data.numpy_batch(Tensor(np.ones(3, np.float32), "torch.bfloat16"))
+    assert converted.dtype == jnp.bfloat16 and converted.tolist() == [1, 1, 1]
+
+
+def test_other_leaves_are_left_alone():
+    batch = {"device": jnp.ones(2), "host": np.ones(2), "number": 1.5, "object": object(), "set": {1}}
+    converted = data.numpy_batch(batch)
+    assert all(converted[name] is value for name, value in batch.items())
+
+
+class WithCall(list):
+    """Iterable and callable: a dataset, and no function."""
+
+    def __call__(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BATCHES,
+        lambda: tuple(BATCHES),
+        lambda: iter(BATCHES),
+        lambda: (batch for batch in BATCHES),
+        lambda: lambda: BATCHES,
+        lambda: lambda: (batch for batch in BATCHES),
+        lambda: WithCall(BATCHES),
+    ],
+    ids=["list", "tuple", "iterator", "generator", "function", "generator function", "callable list"],
+)
+def test_any_iterable_is_run_through(make):
+    assert list(data.batches(make())) == BATCHES
+
+
+def test_a_function_of_functions_is_refused():
+    with pytest.raises(TypeError, match="The dataset function <lambda> must return batches, got function"):
+        data.batches(lambda: lambda: BATCHES)
+
+
+def test_a_data_loader_gives_numpy():
+    for _ in range(2):
+        found = list(data.batches(DataLoader()))
+        assert_equal(found, [[batch["x"], batch["y"]] for batch in BATCHES])
+
+
+def test_tensorflow_datasets_are_run_through():
+    tf = pytest.importorskip("tensorflow")
+    tfds = pytest.importorskip("tensorflow_datasets")
+    dataset = tf.data.Dataset.from_tensor_slices({"x": np.arange(5, dtype=np.float32), "y": np.arange(5)}).batch(2)
+    expected = [
+        {"x": np.arange(i, min(i + 2, 5), dtype=np.float32), "y": np.arange(i, min(i + 2, 5))} for i in (0, 2, 4)
+    ]
+    for make in (lambda: dataset, lambda: tfds.as_numpy(dataset), lambda: iter(dataset), lambda: lambda: dataset):
+        assert_equal(list(data.batches(make())), expected)
+    assert not data.is_one_pass(dataset) and data.is_one_pass(iter(dataset))
+    assert data.numpy_batch(tf.constant([1], tf.bfloat16)).dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match=r"got a tensor of shape \[3\].*write \[batch\]"):
+        data.batches(tf.ones(3))
+
+
+def test_grain_datasets_are_run_through_and_keep_their_position():
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.source(list(range(10))).batch(4)
+    loader = grain.DataLoader(
+        data_source=list(range(10)),
+        sampler=grain.samplers.SequentialSampler(10, grain.sharding.NoSharding()),
+        operations=[grain.transforms.Batch(4)],
+        worker_count=0,
+    )
+    for source in (dataset, dataset.to_iter_dataset(), loader):
+        assert [batch.tolist() for batch in data.batches(source)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert not data.is_one_pass(source)
+        first, iterator = data.peek(data.batches(source))
+        before = iterator.get_state()
+        assert first.tolist() == next(iterator).tolist() == [0, 1, 2, 3]
+        assert next(iterator).tolist() == [4, 5, 6, 7]
+        iterator.set_state(before)
+        assert next(iterator).tolist() == [0, 1, 2, 3]
+
+
+def test_only_an_iterator_that_knows_its_position_can_tell_it():
+    assert not hasattr(data.batches(BATCHES), "get_state")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (BATCHES[0], r"got dict\. Give an iterable of batches.*For the one batch that this is, write \[batch\]"),
+        (np.ones([8, 3]), r"got float64\[8, 3\].*write \[batch\]"),
+        (jnp.ones(3), r"got float32\[3\].*write \[batch\]"),
+        (Tensor(np.ones(3)), r"write \[batch\]"),
+        ((np.ones([8, 3]), np.ones(8)), r"got a tuple of arrays, \(float64\[8, 3\], float64\[8\]\).*write \[batch\]"),
+        (Pair(np.ones(2), Tensor(np.ones(2))), "got a Pair of arrays"),
+        ("/data/train", "got str. Give an iterable"),
+        (None, "got NoneType. Give an iterable"),
+        (3, "got int. Give an iterable"),
+        (lambda: None, "got NoneType. Give an iterable"),
+        (lambda: BATCHES[0], r"got dict.*write \[batch\]"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(given, message):
+    with pytest.raises(TypeError, match=f"(?s)A dataset is an iterator of batches, or an iterable, .*{message}"):
+        data.batches(given)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (BATCHES, False),
+        (iter(BATCHES), True),
+        (map(id, BATCHES), True),
+        (lambda: iter(BATCHES), False),
+        (DataLoader(), False),
+        (data.batches(BATCHES), True),
+    ],
+)
+def test_whether_a_second_pass_would_be_empty(source, expected):
+    assert data.is_one_pass(source) is expected
+
+
+def test_peeking_loses_nothing():
+    drawn = []
+    source = (drawn.append(number) or number for number in range(3))
+    first, iterator = data.peek(source)
+    assert (first, drawn) == (0, [0])
+    again, same = data.peek(iterator)
+    assert again == 0 and same is iterator and drawn == [0]
+    assert list(iterator) == [0, 1, 2]
+
+
+def test_peeking_at_no_data_says_so():
+    with pytest.raises(ValueError, match="The dataset has no batch. An iterator that was run through before"):
+        data.peek(iter([]))

@@ -1,0 +1,609 @@
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from clu import metrics as clu_metrics
+from flax import linen as nn
+from flax import nnx
+
+import jaxloop
+from jaxloop.loss_step import LossStep
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(3, 1)).astype(np.float32)
+
+
+def rows(count, seed=0):
+    """A batch of a linear regression."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, 3)).astype(np.float32)
+    return {"x": x, "y": (x @ W + rng.normal(size=(count, 1))).astype(np.float32)}
+
+
+def squares(outputs, batch):
+    return jnp.mean((outputs - batch["y"]) ** 2, axis=-1)
+
+
+def linear(params, batch):
+    """A loss of parameters alone, which compiles in no time."""
+    return squares(batch["x"] @ params["w"], batch)
+
+
+def linear_step(loss=linear, **options):
+    return LossStep(KEY, {"w": np.zeros([3, 1], np.float32)}, optax.sgd(0.1), loss=loss, **options)
+
+
+def train(step, batches, **spec):
+    """Trains from the first state; returns the last, and the losses."""
+    state, losses = step.initialize_model(**spec), []
+    for number, batch in enumerate(batches):
+        state, outputs = step.step(state, batch, number)
+        losses.append(float(outputs["loss"]))
+    return state, losses
+
+
+# Models as they come ----------------------------------------------------------------------------------
+
+
+def two_layers():
+    """The same network in seven ways: a model, the arguments of its step, and its outputs for the loss."""
+    rng = np.random.default_rng(1)
+    w1, w2 = (rng.normal(size=shape).astype(np.float32) for shape in ([3, 4], [4, 1]))
+    b1, b2 = np.zeros(4, np.float32), np.zeros(1, np.float32)
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            given = lambda array: lambda *unused: jnp.asarray(array)
+            x = nn.tanh(nn.Dense(4, kernel_init=given(w1), bias_init=given(b1))(x))
+            return nn.Dense(1, kernel_init=given(w2), bias_init=given(b2))(x)
+
+    class NNX(nnx.Module):
+        def __init__(self, *, rngs):
+            self.w1, self.b1, self.w2, self.b2 = (nnx.Param(jnp.asarray(array)) for array in (w1, b1, w2, b2))
+
+        def __call__(self, x):
+            return jnp.tanh(x @ self.w1[...] + self.b1[...][None]) @ self.w2[...] + self.b2[...][None]
+
+    class Equinox(eqx.Module):
+        w1: jax.Array
+        b1: jax.Array
+        w2: jax.Array
+        b2: jax.Array
+
+        def __call__(self, x):
+            return jnp.tanh(x @ self.w1 + self.b1) @ self.w2 + self.b2
+
+    def haiku(x):
+        given = lambda array: lambda shape, dtype: jnp.broadcast_to(jnp.asarray(array), shape)
+        x = jnp.tanh(hk.Linear(4, w_init=given(w1), b_init=given(b1))(x))
+        return hk.Linear(1, w_init=given(w2), b_init=given(b2))(x)
+
+    params = {"w1": w1, "b1": b1[None], "w2": w2, "b2": b2[None]}
+    network = lambda params, x: jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+    return {
+        "Linen": (Linen(), {}),
+        "NNX class": (NNX, {"nnx_model_args": ()}),
+        "NNX instance": (NNX(rngs=nnx.Rngs(0)), {}),
+        "Equinox": (Equinox(*map(jnp.asarray, (w1, b1, w2, b2))), {}),
+        "Haiku": (hk.transform(haiku), {}),
+        "(init, apply)": ((lambda key, x: jax.tree.map(jnp.asarray, params), network), {}),
+        "parameters": (params, {"loss": lambda params, batch: squares(network(params, batch["x"]), batch)}),
+    }
+
+
+def test_the_same_network_trains_the_same_in_whatever_library():
+    batches = [rows(8, seed) for seed in range(5)]
+    found = {}
+    for name, (model, options) in two_layers().items():
+        with jax.numpy_rank_promotion("allow"):  # Haiku's.
+            step = LossStep(KEY, model, optax.sgd(0.05, momentum=0.9), train=True, **{"loss": squares, **options})
+            state, found[name] = train(step, batches, spec=step.input_spec(batches[0]))
+        assert int(state.step) == 5 and step.num_params == 21
+        np.testing.assert_allclose(found[name], found["Linen"], rtol=1e-6, err_msg=name)
+    assert found["Linen"][-1] < found["Linen"][0]
+
+
+# The loss ------------------------------------------------------------------------------------------------
+
+
+class Regression(LossStep):
+    def loss(self, outputs, batch):
+        error = outputs - batch["y"]
+        return jnp.mean(error**2, axis=-1), {"off": jnp.abs(error[:, 0]) > 1, "constant": 3}
+
+
+def test_the_loss_is_a_method_or_an_argument():
+    batch = rows(8)
+    loss, metrics = Regression.loss, {"mae": lambda outputs, batch: jnp.abs(outputs - batch["y"]).mean(-1)}
+    found = []
+    for step in (
+        Regression(KEY, nn.Dense(1), optax.sgd(0.1), train=True, metrics=metrics),
+        LossStep(KEY, nn.Dense(1), optax.sgd(0.1), train=True, loss=lambda *args: loss(None, *args), metrics=metrics),
+    ):
+        state = step.initialize_model([1, 3])
+        error = batch["x"] @ np.asarray(state.params["kernel"]) - batch["y"]
+        found.append(step.step(state, batch)[1])
+        assert sorted(found[-1]) == ["constant", "loss", "mae", "off"]
+        np.testing.assert_allclose(found[-1]["loss"], np.mean(error**2), rtol=1e-5)
+        np.testing.assert_allclose(found[-1]["off"], np.mean(np.abs(error) > 1), rtol=1e-5)
+        np.testing.assert_allclose(found[-1]["mae"], np.mean(np.abs(error)), rtol=1e-5)
+    assert found[0] == found[1]
+
+
+def test_a_scalar_loss_is_taken_as_it_is():
+    batches = [rows(8, seed) for seed in range(3)]
+    scalar, losses = train(linear_step(lambda p, b: jnp.mean(linear(p, b)), train=True), batches)
+    per_example, same_losses = train(linear_step(train=True), batches)
+    np.testing.assert_allclose(scalar.params["w"], per_example.params["w"], rtol=1e-6)
+    np.testing.assert_allclose(losses, same_losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda o, b: (o - b["y"]) ** 2, ValueError, r"The loss is float32\[8, 1\] for 8 examples; it must be per"),
+        (
+            lambda o, b: (o - b["y"]) ** 2,
+            ValueError,
+            r"float32\[8\], or a scalar. Take the mean .*\.mean\(axis=1\).*keep",
+        ),
+        (lambda o, b: o[:, None] * b["x"][:, None], ValueError, r"float32\[8, 1, 3\].*\.mean\(axis=\(1, 2\)\)\.\n"),
+        (
+            lambda o, b: jnp.mean(o, keepdims=True),
+            ValueError,
+            r"float32\[1, 1\] for 8 examples.*Leave out keepdims=True",
+        ),
+        (lambda o, b: b["x"].mean(0), ValueError, r"float32\[3\] for 8 examples.*one number for each example"),
+        (lambda o, b: {"loss": o}, TypeError, r"an array of per-example losses \[batch\].*got dict"),
+        (lambda o, b: None, TypeError, "got NoneType"),
+        (lambda o, b: o[:, 0] > 0, TypeError, r"floating-point losses, got bool\[8\]"),
+        (
+            lambda o, b: (squares(o, b), o),
+            TypeError,
+            r"losses or \(losses, metrics\), got \(float32\[8\], float32\[8, 1",
+        ),
+        (lambda o, b: (squares(o, b), {"loss": o}), ValueError, "a metric named 'loss'"),
+        (lambda o, b: (squares(o, b), {"m": o}), ValueError, r"The metric 'm' is float32\[8, 1\] for 8 examples"),
+        (lambda o, b: (squares(o, b), {"m": "a"}), TypeError, "The metric 'm' must be an array .*got str"),
+        (lambda o, b: (squares(o, b), {"mae": 0.0}), ValueError, "two metrics named 'mae': The loss returned one"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(loss, error, message):
+    step = LossStep(KEY, nn.Dense(1), loss=loss, metrics={"mae": lambda o, b: 0.0})
+    with pytest.raises(error, match=message):
+        jax.eval_shape(step.run, jax.eval_shape(lambda: step.initialize_model([1, 3])), rows(8))
+
+
+def test_the_error_of_a_method_names_it():
+    class Wrong(LossStep):
+        def loss(self, outputs, batch):
+            return outputs
+
+    step = Wrong(KEY, nn.Dense(1))
+    with pytest.raises(ValueError, match=r"Wrong.loss is float32\[8, 1\]"):
+        step.evaluate(step.initialize_model([1, 3]), rows(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (LossStep, {}, TypeError, "LossStep needs one loss: .* It got neither"),
+        (Regression, {"loss": squares}, TypeError, "Regression needs one loss: .* It got both"),
+        (LossStep, {"loss": 1.0}, TypeError, "loss must be a function of .*got 1.0"),
+        (Regression, {"metrics": {"m": 1.0}}, TypeError, "m must be a function of .*got 1.0"),
+        (Regression, {"metrics": {"loss": squares}}, ValueError, "named 'loss'"),
+        (Regression, {"accumulate": 0}, ValueError, "accumulate must be a positive int, got 0"),
+        (Regression, {"batch_size": 1.5}, TypeError, "batch_size must be a positive int or None, got 1.5"),
+        (Regression, {"compute_dtype": jnp.int8}, ValueError, "compute_dtype must be a floating-point type"),
+        (Regression, {"optimiser": 1}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, options, error, message):
+    with pytest.raises(error, match=message):
+        make(KEY, nn.Dense(1), **options)
+
+
+@pytest.mark.parametrize("option", [{"inputs": "x"}, {"compute_dtype": jnp.bfloat16}])
+def test_parameters_without_a_model_have_no_forward_pass(option):
+    with pytest.raises(ValueError, match=f"got {next(iter(option))}, which is for a forward pass, and a dict is a pyt"):
+        linear_step(**option)
+
+
+# The inputs ----------------------------------------------------------------------------------------------
+
+A, B = np.zeros([4, 2], np.float32), np.zeros([4, 3])
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "shape"),
+    [
+        ({"x": A, "y": B}, None, (1, 2)),
+        ({"image": A, "label": B}, None, (1, 2)),
+        ({"tokens": A, "x": B}, "tokens", (1, 2)),
+        ((A, B), None, (1, 2)),
+        ([A, B], None, (1, 2)),
+        ((A, B), 1, (1, 3)),
+        (A, None, (1, 2)),
+        ({"x": {"a": A}}, lambda batch: batch["x"]["a"], (1, 2)),
+    ],
+)
+def test_where_the_inputs_are(batch, inputs, shape):
+    spec = LossStep(KEY, nn.Dense(1), loss=squares, inputs=inputs).input_spec(batch)
+    assert (spec.shape, spec.dtype) == (shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "message"),
+    [
+        ({"a": A, "b": B}, None, "the batch has none of them. Its keys are 'a', 'b'. Say which: inputs="),
+        ({"x": A, "image": B}, None, "more than one of them, 'x', 'image'. Its keys are 'image', 'x'"),
+        ({"x": A}, "tokens", "The batch has no inputs='tokens'; it has the keys 'x'"),
+        ((A, B), 2, "The batch has no inputs=2; it has tuple of 2"),
+        ((), None, "A batch is a dict, a tuple, a list or an array, got tuple of 0"),
+    ],
+)
+def test_inputs_that_are_nowhere_are_refused(batch, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        LossStep(KEY, nn.Dense(1), loss=squares, inputs=inputs).input_spec(batch)
+
+
+def test_tensors_of_other_libraries_are_taken():
+    class Tensor:
+        """As much of a torch.Tensor as NumPy needs."""
+
+        __module__ = "torch"
+        dtype = "torch.float32"
+
+        def __init__(self, array):
+            self.array, self.shape = array, array.shape
+
+        detach = cpu = lambda self: self
+
+        def numpy(self):
+            return self.array
+
+    step, batch = linear_step(), rows(4)
+    state = step.initialize_model()
+    outputs = step.evaluate(state, jax.tree.map(Tensor, batch))
+    assert outputs == step.evaluate(state, batch)
+
+
+# Keys, statistics, types --------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout and batch statistics."""
+
+    rate: float = 0.5
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(1)(nn.Dropout(self.rate, deterministic=not train)(x))
+
+
+class NNXNoisy(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense, self.norm = nnx.Linear(3, 1, rngs=rngs), nnx.BatchNorm(1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dense(self.dropout(x)))
+
+
+def test_a_step_is_what_one_would_write_by_hand():
+    class ByHand(jaxloop.Step):
+        def run(self, state, batch):
+            def loss_fn(params):
+                outputs, updates = state.apply_fn(
+                    {**state.variables, "params": params},
+                    batch["x"],
+                    train=True,
+                    rngs={"dropout": self.prng_key(state.step)},
+                    mutable=["batch_stats"],
+                )
+                return jnp.mean(squares(outputs, batch)), updates
+
+            (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+            return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
+
+    scalar = lambda outputs, batch: jnp.mean(squares(outputs, batch))
+    states = []
+    for make in (ByHand, lambda *args, **options: LossStep(*args, loss=scalar, **options)):
+        step = make(KEY, Noisy(), optax.sgd(0.1), train=True)
+        state = step.initialize_model([1, 3])
+        for seed in range(2):
+            state, _ = step.step(state, rows(8, seed))
+        states.append(state)
+    assert int(states[1].step) == 2
+    for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model", [Noisy(rate=0), NNXNoisy], ids=["linen", "nnx"])
+def test_statistics_change_with_each_micro_batch_in_training_alone(model):
+    options = {"nnx_model_args": ()} if model is NNXNoisy else {}
+    keys = {"params": KEY, "dropout": jax.random.key(1)}
+    make = lambda **more: LossStep(keys, model, optax.sgd(0.1), loss=squares, accumulate=2, **options, **more)
+    step = make(train=True)
+    before = step.initialize_model([1, 3])
+    kept = jax.tree.map(jnp.copy, before)
+    state, _ = step.step(before, rows(8))
+    assert not np.allclose(jax.tree.leaves(state.batch_stats)[0], jax.tree.leaves(kept.batch_stats)[0])
+    if model is NNXNoisy:
+        assert int(state.collections["dropout"]["rngs"]["count"][...]) == 2
+    else:  # Neighbours are in different micro-batches.
+        first, second = (rows(8)["x"][number::2].mean(axis=0) for number in (0, 1))
+        mean = state.batch_stats["BatchNorm_0"]["mean"]
+        np.testing.assert_allclose(mean, 0.99 * 0.01 * first + 0.01 * second, rtol=1e-4)
+    evaluation = make()
+    assert evaluation.evaluate(state, rows(8)) == evaluation.evaluate(state, rows(8))
+
+
+def test_a_lower_precision_is_for_the_forward_pass_alone():
+    seen = {}
+
+    class Looks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.ones, (3, 1))
+            statistics = nn.BatchNorm(use_running_average=True)(x)
+            seen.update(x=x.dtype, kernel=kernel.dtype, normed=statistics.dtype)
+            return x @ kernel
+
+    def loss(outputs, batch):
+        seen.update(outputs=outputs.dtype, y=batch["y"].dtype)
+        return squares(outputs, batch)
+
+    options = {"train": True, "loss": loss, "compute_dtype": jnp.bfloat16}
+    step = LossStep(KEY, Looks(), optax.sgd(0.1, momentum=0.9), **options)
+    with jax.numpy_dtype_promotion("standard"):
+        state = step.initialize_model([1, 3])
+        state, outputs = step.step(state, {**rows(8), "count": np.arange(8)})
+    assert {str(seen.pop(name)) for name in ("x", "kernel")} == {"bfloat16"} and seen.pop("normed")
+    assert {str(dtype) for dtype in seen.values()} == {"float32"}
+    floating = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {str(leaf.dtype) for leaf in floating} == {"float32"} and outputs["loss"].dtype == jnp.float32
+
+
+# Micro-batches --------------------------------------------------------------------------------------------
+
+
+def reference_update(batch, mask):
+    """The parameters after one step of gradient descent from zero, and the mean loss, in float64."""
+    x, y = batch["x"][mask].astype(np.float64), batch["y"][mask].astype(np.float64)
+    return 0.1 * 2 * x.T @ y / max(len(x), 1), np.mean(y**2) if len(x) else 0.0
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_micro_batches_make_the_update_of_the_whole_batch(count):
+    batch = rows(count, seed=count)
+    step = linear_step(train=True, accumulate=4)
+    first, numbers = step.initialize_model(), np.arange(count)
+    for mask in (numbers < count, numbers % 3 != 1, numbers < 1, numbers < 0):
+        given = {**batch, "mask": mask.astype(np.float32)}
+        state, outputs = step.step(jax.tree.map(jnp.copy, first), given)
+        params, loss = reference_update(batch, mask)
+        np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
+        np.testing.assert_allclose(outputs["loss"], loss, atol=1e-6)
+        assert step.num_examples(given) == mask.sum()
+
+
+@pytest.mark.parametrize(("devices", "count", "masked"), [(1, 7, False), (2, 10, True), (8, 8, False), (8, 40, True)])
+def test_micro_batches_over_a_mesh_are_the_same(devices, count, masked, data_parallel):
+    mask = np.arange(count) % 5 != 2 if masked else np.ones(count, bool)
+    batch = {**rows(count), "mask": mask} if masked else rows(count)
+    step = linear_step(train=True, accumulate=4, metrics={"again": linear}, partitioner=data_parallel(devices))
+    state, outputs = step.step(step.initialize_model(), batch)
+    params, loss = reference_update(batch, mask)
+    np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
+    np.testing.assert_allclose([outputs["loss"], outputs["again"]], loss, atol=1e-6)
+
+
+def test_micro_batches_leave_rows_on_their_devices(data_parallel):
+    step = linear_step(train=True, accumulate=4, partitioner=data_parallel(8))
+    state, batch = step.begin(step.initialize_model(), rows(40))
+    compiled = step.partitioner.partition(step.run).lower(state, step.shard_batch(batch)).compile().as_text()
+    assert "all-reduce(" in compiled
+    for exchange in ("all-gather(", "all-to-all(", "collective-permute("):
+        assert exchange not in compiled
+
+
+def test_micro_batches_of_scalar_losses_are_weighed_by_their_examples():
+    def loss(params, batch):
+        losses, mask = linear(params, batch), batch["mask"]
+        return jnp.sum(losses * mask) / jnp.sum(mask), {"sum": clu_metrics.Average.from_model_output(losses, mask=mask)}
+
+    batch = {**rows(8), "mask": np.array([1, 1, 1, 0, 1, 0, 1, 1], np.float32)}
+    step = linear_step(loss, train=True, accumulate=2)
+    state, outputs = step.step(step.initialize_model(), batch)
+    params, mean = reference_update(batch, batch["mask"] > 0)
+    np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
+    with jax.numpy_dtype_promotion("standard"):  # clu's.
+        np.testing.assert_allclose([outputs["loss"], outputs["sum"].compute()], mean, rtol=1e-6)
+    with pytest.raises(
+        ValueError, match="A batch of 7 rows does not divide into 2 micro-batches.*'loss', 'sum' are not"
+    ):
+        step.step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
+
+
+def test_images_are_those_of_the_first_micro_batch():
+    image = lambda params, batch: jaxloop.MetricWithMetadata(batch["image"], jaxloop.MetricType.IMAGE)
+    step = linear_step(train=True, accumulate=2, metrics={"image": image})
+    batch = {**rows(4), "image": np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1)}
+    _, outputs = step.step(step.initialize_model(), batch)
+    assert outputs["image"].value.ravel().tolist() == [0, 2]
+
+
+# Evaluation -------------------------------------------------------------------------------------------------
+
+
+def summary(loop, state, batches):
+    return jaxloop.summarize(loop(state, batches)[1])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_an_evaluation_is_exact_and_compiles_once(devices, data_parallel):
+    traces = []
+
+    def loss(outputs, batch):
+        traces.append(1)
+        return squares(outputs, batch)
+
+    mae = lambda outputs, batch: jnp.abs(outputs - batch["y"])[:, 0]
+    step = LossStep(KEY, nn.Dense(1), partitioner=data_parallel(devices), loss=loss, metrics={"mae": mae})
+    loop = jaxloop.EvalLoop(step, stat_names=[])
+    state = step.initialize_model([1, 3])
+    kernel, bias = (np.asarray(state.params[name], np.float64) for name in ("kernel", "bias"))
+    data = rows(24)
+    for count in range(1, 25):
+        batches = [jax.tree.map(lambda leaf, i=i, n=count: leaf[i : min(i + 8, n)], data) for i in range(0, count, 8)]
+        traces.clear()
+        found = summary(loop, state, batches)
+        error = data["x"][:count].astype(np.float64) @ kernel + bias[None] - data["y"][:count]
+        np.testing.assert_allclose(
+            [found["loss"], found["mae"]], [np.mean(error**2), np.mean(np.abs(error))], rtol=1e-6
+        )
+        assert len(traces) == (count <= 8)
+
+
+def test_a_mask_is_filled_up_with_the_batch():
+    step, state = linear_step(), linear_step().initialize_model()
+    mask = np.array([1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1], np.float32)
+    data = {**rows(11), "mask": mask}
+    batches = [jax.tree.map(lambda leaf: leaf[:8], data), jax.tree.map(lambda leaf: leaf[8:], data)]
+    found = summary(jaxloop.EvalLoop(step, stat_names=[]), state, batches)
+    assert found == {"loss": pytest.approx(np.average(np.mean(data["y"] ** 2, axis=-1), weights=mask), rel=1e-6)}
+
+
+@pytest.mark.parametrize("kind", ["scalar", "scalar metric", "clu"])
+def test_what_can_not_be_masked_is_exact_too(kind):
+    sizes = []
+
+    def loss(params, batch):
+        losses = linear(params, batch)
+        sizes.append(len(losses))
+        metrics = {"scalar": losses.mean()} if kind == "scalar metric" else {}
+        if kind == "clu":
+            metrics = {"scalar": clu_metrics.Average.from_model_output(losses)}
+        return losses.mean() if kind == "scalar" else losses, metrics
+
+    step, data = linear_step(loss), rows(11)
+    batches = [jax.tree.map(lambda leaf: leaf[:8], data), jax.tree.map(lambda leaf: leaf[8:], data)]
+    with jax.numpy_dtype_promotion("standard"):  # clu's.
+        found = summary(jaxloop.EvalLoop(step, stat_names=[]), step.initialize_model(), batches)
+    np.testing.assert_allclose(list(found.values()), np.mean(data["y"] ** 2), rtol=1e-6)
+    assert sizes == [8, 3]
+
+
+def test_each_evaluation_goes_by_its_own_first_batch():
+    sizes = []
+    step = linear_step(lambda params, batch: sizes.append(len(batch["x"])) or linear(params, batch))
+    loop, state = jaxloop.EvalLoop(step, stat_names=[]), step.initialize_model()
+    for first, second in [(8, 3), (4, 2), (2, 4)]:
+        loop(state, [rows(first), rows(second)])
+    assert sizes == [8, 4, 2]  # Each compiled once; for the last loop both were there already.
+
+
+def test_tuples_and_arrays_are_filled_up_too():
+    class Pairs(LossStep):
+        def loss(self, outputs, batch):
+            return jnp.mean((outputs - batch[1]) ** 2, axis=-1)
+
+    data = rows(11)
+    step = Pairs(KEY, (lambda key, x: {"w": jnp.zeros([3, 1])}, lambda params, x: x @ params["w"]))
+    batches = [(data["x"][:8], data["y"][:8]), (data["x"][8:], data["y"][8:])]
+    state = step.initialize_model([1, 3])
+    found = summary(jaxloop.EvalLoop(step, stat_names=[]), state, batches)
+    assert found["loss"] == pytest.approx(np.mean(data["y"] ** 2), rel=1e-6)
+
+
+# Short batches in training ------------------------------------------------------------------------------------
+
+
+def traced_sizes(batches, loss=linear, model=None, **options):
+    """Trains; returns the losses, and the sizes of the batches for which `run` was traced."""
+    sizes = []
+
+    def traced(outputs, batch):
+        sizes.append(len(batch["y"]))
+        return loss(outputs, batch)
+
+    model = {"w": np.zeros([3, 1], np.float32)} if model is None else model
+    step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=traced, **options)
+    return train(step, batches, spec=[1, 3])[1], sizes
+
+
+def test_a_short_batch_is_filled_up_to_the_batch_size():
+    batches = [rows(3, 0), rows(8, 1), rows(5, 2)]
+    losses, sizes = traced_sizes(batches)
+    assert sizes == [3, 8, 5]
+    same_losses, sizes = traced_sizes(batches, batch_size=8)
+    assert set(sizes) == {8}
+    np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": Noisy(rate=0), "loss": squares}, {"loss": lambda params, batch: linear(params, batch).mean()}],
+    ids=["batch statistics", "a scalar loss"],
+)
+def test_a_batch_stays_short_where_more_rows_would_change_a_mean(options):
+    _, sizes = traced_sizes([rows(8), rows(3)], batch_size=8, **options)
+    assert sizes == [8, 3]
+
+
+def test_a_step_does_not_depend_on_the_batches_before_it(assert_same):
+    # Or a run that was resumed before a short batch would differ.
+    step, other = linear_step(train=True), linear_step(train=True)
+    state, _ = step.step(step.initialize_model(), rows(8))
+    kept = jax.tree.map(jnp.copy, state)
+    assert_same(step.step(state, rows(3, 1)), other.step(kept, rows(3, 1)))
+
+
+def test_over_a_mesh_a_batch_is_filled_up_to_a_multiple_of_its_devices(data_parallel):
+    batches = [rows(11, 0), rows(3, 1)]
+    state, losses = train(linear_step(train=True), batches)
+    for accumulate in (1, 4):
+        options = {"partitioner": data_parallel(8), "accumulate": accumulate}
+        same, same_losses = train(linear_step(train=True, **options), batches)
+        np.testing.assert_allclose(same.params["w"], state.params["w"], atol=1e-6)
+        np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
+    scalar = linear_step(lambda params, batch: linear(params, batch).mean(), train=True, partitioner=data_parallel(8))
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 11 rows, which do not divide over the 8 devices"):
+        train(scalar, batches)
+
+
+def test_a_mask_holds_zeros_and_ones():
+    step = linear_step()
+    with pytest.raises(ValueError, match=r"batch\['mask'\] is float64\[2\] with values other than 0 and 1"):
+        step.num_examples({**rows(2), "mask": np.array([0.5, 1.0])})
+    assert step.num_examples({**rows(2), "mask": np.ones([2, 5])}) == 2  # Another mask, of the loss's own.
+
+
+def test_a_batch_that_no_device_can_hold_is_refused_by_name():
+    step = linear_step()
+    with pytest.raises(TypeError, match=r"batch\['id'\] is <U1\[8\], which holds strings"):
+        step.evaluate(step.initialize_model(), {**rows(8), "id": np.array(["a"] * 8)})
+
+
+def test_leaves_of_different_lengths_are_for_scalar_losses(warnings_logged):
+    batch = {**rows(8), "centers": np.zeros(5)}
+    step = linear_step(lambda params, batch: linear(params, batch).mean())
+    state = step.initialize_model()
+    assert float(step.evaluate(state, batch)["loss"]) == pytest.approx(np.mean(batch["y"] ** 2), rel=1e-6)
+    with pytest.raises(ValueError, match=r"float32\[8\], and the leaves of the batch share no leading axis"):
+        linear_step().evaluate(state, batch)
+    with pytest.raises(ValueError, match="accumulate=2, and can't split a batch whose leaves share no leading axis"):
+        linear_step(train=True, accumulate=2).step(state, batch)
+
+
+def test_a_train_loop_takes_it_as_any_step():
+    step = linear_step(train=True)
+    state, outputs = jaxloop.TrainLoop(step)(step.initialize_model(), [rows(8)] * 5)
+    assert int(state.step) == 5 and outputs["loss"] == sorted(outputs["loss"], reverse=True)

@@ -1,0 +1,340 @@
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxloop import models, types
+from jaxloop.loss_step import LossStep
+from jaxloop.step import Step
+
+KEY = jax.random.key(0)
+X = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def make(model, spec=(1, 3), **options):
+    step = LossStep(KEY, model, optax.sgd(0.1), loss=lambda outputs, batch: jnp.mean(outputs), **options)
+    return step.initialize_model(spec)
+
+
+def call(state, train, rngs=KEY):
+    return jax.jit(lambda state, rngs: models.forward(state, state.params, X, train=train, rngs=rngs))(state, rngs)
+
+
+# What tells a model whether it trains -----------------------------------------------------------------
+
+
+class TakesTrain(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return x + train
+
+
+class TakesTraining(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, training: bool = False):
+        return x + training
+
+
+class TakesDeterministic(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic=False):
+        return x + (not deterministic)
+
+
+class NNXTakesIsTraining(nnx.Module):
+    def __call__(self, x, is_training=False):
+        return x + is_training
+
+
+def haiku_takes_is_training(x, is_training):
+    return x + is_training
+
+
+def apply_takes_train(params, x, train):
+    return x + train
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        TakesTrain(),
+        TakesTraining(),
+        TakesDeterministic(),
+        NNXTakesIsTraining(),
+        hk.transform(haiku_takes_is_training),
+        hk.transform_with_state(haiku_takes_is_training),
+        (lambda key, x: {}, apply_takes_train),
+    ],
+    ids=["linen train", "training", "deterministic", "nnx is_training", "haiku", "haiku with state", "pair"],
+)
+def test_a_model_that_asks_is_told_whether_it_trains(model):
+    with jax.numpy_dtype_promotion("standard"):
+        state = make(model)
+        for train in (True, False):
+            np.testing.assert_array_equal(call(state, train)[0], X + train)
+
+
+class EquinoxNet(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(3, 50, key=key)
+        self.dropout = eqx.nn.Dropout(0.5)
+
+    def __call__(self, x, *, key=None):
+        assert x.shape == (3,)  # One example.
+        return self.dropout(self.linear(x), key=key)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(3, 50, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(50)(x))
+
+
+def haiku_net(x, is_training):
+    x = hk.Linear(50)(x)
+    if not is_training:
+        return x
+    with jax.numpy_dtype_promotion("standard"):
+        return hk.dropout(hk.next_rng_key(), 0.5, x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [LinenNet(), NNXNet(rngs=nnx.Rngs(0)), EquinoxNet(KEY), hk.transform(haiku_net)],
+    ids=["linen", "nnx", "equinox", "haiku"],
+)
+def test_dropout_drops_in_training_alone(model):
+    state = make(model)
+    zeros = lambda outputs: int(np.sum(np.asarray(outputs) == 0))
+    outputs, _ = call(state, train=True)
+    assert 60 < zeros(outputs) < 140  # Of 200.
+    assert len({tuple(row == 0) for row in np.asarray(outputs)}) == 4  # Each example has its own.
+    assert zeros(call(state, train=False)[0]) == 0
+
+
+def test_a_linen_model_gets_keys_under_all_names():
+    class Shows(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return [jax.random.key_data(self.make_rng(name)).tolist() for name in ("dropout", "noise")]
+
+    state = types.TrainState.create(apply_fn=Shows().apply, params={}, tx=optax.identity())
+    dropout, noise = models.forward(state, {}, X, train=True, rngs=KEY)[0]
+    assert dropout != noise
+    assert dropout == Shows().apply({}, X, rngs={"dropout": KEY, "params": KEY})[0]
+    names = {"dropout": jax.random.key(1), "noise": KEY}
+    by_name = models.forward(state, {}, X, train=True, rngs=names)[0]
+    assert by_name == Shows().apply({}, X, rngs=names) and by_name[0] != dropout
+
+
+class NNXShows(nnx.Module):
+    def __call__(self, x, *, rngs):
+        return rngs.dropout()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        NNXShows(),
+        hk.transform(lambda x: hk.next_rng_key()),
+        (lambda key, x: {}, lambda params, x, rng: rng),
+        (lambda key, x: {}, lambda params, x, key: key),
+        (lambda key, x: {}, lambda params, x, rngs: rngs["dropout"]),
+    ],
+    ids=["nnx", "haiku", "rng", "key", "rngs"],
+)
+def test_a_key_is_found_by_its_name(model):
+    state = make(model)
+    shown = lambda rngs: jax.random.key_data(models.forward(state, state.params, X, train=True, rngs=rngs)[0]).tolist()
+    assert shown(KEY) == shown({"dropout": KEY, "a": jax.random.key(1)}) != shown({"dropout": jax.random.key(1)})
+
+
+# What a forward pass changes ------------------------------------------------------------------------
+
+
+class LinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+        if train:
+            calls.value += 1
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
+class NNXNorm(nnx.Module):
+    def __init__(self, *, rngs):
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class EquinoxNorm(eqx.Module):
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self):
+        self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(x, state)
+
+
+NORMS = {
+    "linen": lambda: LinenNorm(),
+    "nnx": lambda: NNXNorm(rngs=nnx.Rngs(0)),
+    "equinox": lambda: eqx.nn.make_with_state(EquinoxNorm)(),
+    "haiku": lambda: hk.transform_with_state(lambda x, is_training: hk.BatchNorm(True, True, 0.9)(x, is_training)),
+}
+
+
+@pytest.mark.parametrize("model", NORMS.values(), ids=NORMS)
+def test_batch_statistics_change_in_training_alone(model):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = make(model())
+        # Or the second step would compile anew.
+        assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+        outputs, updates = call(state, train=True)
+        np.testing.assert_allclose(np.mean(outputs, axis=0), 0, atol=1e-5)
+        after = state.update_variables(updates)
+        variables = lambda state: (state.batch_stats, state.collections)
+        assert jax.tree.structure(variables(state)) == jax.tree.structure(variables(after))
+        assert not all(map(np.array_equal, *map(jax.tree.leaves, map(variables, (state, after)))))
+        assert models.mixes_examples(state, train=True) and not models.mixes_examples(state, train=False)
+        assert call(after, train=False)[1] is None
+
+
+def test_models_without_statistics_treat_examples_apart():
+    assert not models.mixes_examples(make({"w": np.ones(3)}), train=True)
+    assert not models.mixes_examples(make(NNXNet(rngs=nnx.Rngs(0))), train=True)  # Its counters are no statistics.
+
+
+def test_a_linen_model_that_is_not_told_its_mode_may_mix_examples_in_evaluation_too():
+    model = nn.Sequential([nn.BatchNorm(use_running_average=False)])
+    assert models.mixes_examples(make(model), train=False)
+
+
+def test_a_function_as_apply_fn_is_called_like_the_apply_of_a_pair():
+    apply = lambda params, x, train: x @ params["w"] + (1.0 if train else 0.0)
+    state = types.TrainState.create(apply_fn=apply, params={"w": jnp.ones([3, 1])}, tx=optax.identity())
+    assert models.forward(state, state.params, X, train=True)[0][0] == 4
+
+
+def test_flags_without_a_default_are_given_at_initialisation():
+    class Picky(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(2)(x)
+
+    assert "Dense_0" in Step(KEY, Picky()).initialize_model([1, 3]).params
+
+
+# Where the initial parameters come from ----------------------------------------------------------------
+
+
+def test_a_model_that_has_its_parameters_stays_usable_when_the_state_is_donated():
+    traces = []
+
+    def loss(outputs, batch):
+        traces.append(1)
+        return jnp.mean((outputs if not isinstance(outputs, dict) else outputs["w"]) ** 2)
+
+    nnx_net, equinox_net, params = NNXNet(rngs=nnx.Rngs(0)), EquinoxNet(KEY), {"w": jnp.ones(3), "b": 0.5}
+    for model in (nnx_net, equinox_net, params):
+        traces.clear()
+        step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=loss)
+        finals = []
+        for _ in range(2):
+            state, _ = step.step(step.initialize_model(), {"x": X})
+            finals.append([np.array(leaf) for leaf in jax.tree.leaves(state.params)])
+        jax.tree.map(np.testing.assert_array_equal, *finals)
+        assert step.model is model and len(traces) == 1
+    assert np.isfinite(nnx_net.linear.kernel[...]).all() and np.isfinite(equinox_net.linear.weight).all()
+    assert params["w"].sum() == 3
+
+
+def test_a_trained_equinox_module_comes_back():
+    model = EquinoxNet(KEY)
+    state = make(model)
+    again = state.apply_fn(state.params)
+    assert eqx.tree_equal(again, model)
+
+
+def test_the_values_of_a_model_may_be_a_single_array():
+    state = make(np.ones(3))
+    assert state.params.shape == (3,) and not state.params.weak_type
+
+
+class NeedsState(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x, state):
+        return x, state
+
+
+class NoCall(eqx.Module):
+    w: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Dense, r"what hk.transform returns.*got the class Dense: give an instance, Dense\(...\)"),
+        (lambda x: x, "a pair of functions .* or a pytree of parameters, got function"),
+        ("net", "got str"),
+        (None, "got NoneType"),
+        ({}, "got dict"),
+        (NeedsState(jnp.ones(3)), r"NeedsState takes a state.*eqx.nn.make_with_state\(NeedsState\)"),
+        (NoCall(jnp.ones(3)), "NoCall has no __call__"),
+        ({"w": np.ones(3), "n": np.arange(3)}, r"its leaf 'n' is int64\[3\]: gradients need floating-point arrays"),
+        ({"w": np.ones(3), "f": print}, "its leaf 'f' is builtin_function_or_method"),
+        (hk.multi_transform(lambda: (lambda x: x, lambda x: x)), "got Haiku's MultiTransformed. Give hk.transform"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, message):
+    with pytest.raises(TypeError, match=message):
+        models.adapt(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (NNXNet, {}, ValueError, "NNXNet is an NNX module class, so the Step needs nnx_model_args"),
+        (NNXNet(rngs=nnx.Rngs(0)), {"nnx_model_args": ()}, ValueError, "NNXNet is an instance of an NNX module"),
+        (EquinoxNet(KEY), {"nnx_model_args": ()}, ValueError, "EquinoxNet is an Equinox module"),
+        (EquinoxNet(KEY), {"acumulate": 4}, TypeError, "'acumulate'. Did you mean 'accumulate'"),
+        ({"w": np.ones(3)}, {"metric": {}}, TypeError, "'metric'. Did you mean 'metrics'"),
+    ],
+)
+def test_a_model_and_its_arguments_must_belong_together(model, options, error, message):
+    with pytest.raises(error, match=message):
+        make(model, **options)
+
+
+def test_a_model_that_has_its_parameters_takes_no_arguments_of_init():
+    step = LossStep(KEY, {"w": np.ones(3)}, loss=lambda params, batch: 0.0)
+    with pytest.raises(TypeError, match="got rate, and a dict is a pytree of parameters, which has its initial"):
+        step.initialize_model(rate=0.5)
+
+
+def test_a_plain_step_still_takes_linen_modules_and_nnx_classes_alone():
+    with pytest.raises(TypeError, match="instance of the NNX module NNXNet; give the class"):
+        Step(KEY, NNXNet(rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="must be a Linen module or an NNX module class"):
+        Step(KEY, {"w": np.ones(3)})
