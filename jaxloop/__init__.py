@@ -18,10 +18,21 @@ completed optimizer updates, and is the only count.
 """
 
 from jaxloop.action_loop import ActionLoop
-from jaxloop.actions import Action, CheckpointAction, SummaryAction, default_writer
+from jaxloop.actions import (
+    Action,
+    CheckpointAction,
+    EarlyStoppingAction,
+    LearningRateAction,
+    ProfileAction,
+    ProgressAction,
+    SummaryAction,
+    default_writer,
+)
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.fitting import fit, lr_schedule
 from jaxloop.history import History
 from jaxloop.loop import Loop
+from jaxloop.loss_step import LossStep
 from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.partition import DataParallelPartitioner, Partitioner, SingleDevicePartitioner, SPMDPartitioner
@@ -42,19 +53,24 @@ __all__ = [
     "CheckpointAction",
     "CheckpointSpec",
     "DataParallelPartitioner",
+    "EarlyStoppingAction",
     "Elapsed",
     "EvalContext",
     "EvalLoop",
     "EvalSpec",
     "History",
+    "LearningRateAction",
     "Loop",
     "LoopOutputs",
+    "LossStep",
     "MetricType",
     "MetricWithMetadata",
     "OuterLoop",
     "Output",
     "PRNGType",
     "Partitioner",
+    "ProfileAction",
+    "ProgressAction",
     "SPMDPartitioner",
     "Schedule",
     "SingleDevicePartitioner",
@@ -69,7 +85,9 @@ __all__ = [
     "default_writer",
     "every",
     "first",
+    "fit",
     "last",
+    "lr_schedule",
     "never",
     "summarize",
 ]

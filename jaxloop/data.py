@@ -95,6 +95,32 @@ def _is_tensor(value: Any) -> bool:
     return _library(value) is not None and hasattr(value, "shape") and hasattr(value, "numpy")
 
 
+class Passes:
+    """Data of which each iteration is one pass, by `batches`.
+
+    >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
+    >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
+    ((1,), [2, 2])
+    """
+
+    def __init__(self, data: Any):
+        self._data = data
+        self._next_pass: Iterator[types.Batch] | None = None
+
+    def __iter__(self) -> Iterator[types.Batch]:
+        ahead, self._next_pass = self._next_pass, None
+        return batches(self._data) if ahead is None else ahead
+
+    def first(self) -> types.Batch:
+        """The first batch of the next pass, which stays there.
+
+        Raises:
+          ValueError: there is no batch.
+        """
+        batch, self._next_pass = peek(iter(self))
+        return batch
+
+
 def is_one_pass(data: Any) -> bool:
     """Whether a second pass over the data would be empty, or begin where the first ended: it is an iterator.
 

@@ -1,8 +1,238 @@
 """Training in one call, and the learning rates for it."""
 
-import optax
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from jaxloop import checks
+import jax
+import optax
+from etils import epath
+
+from jaxloop import checks, data, partition, types
+from jaxloop.actions import (
+    Action,
+    CheckpointAction,
+    LearningRateAction,
+    ProgressAction,
+    SummaryAction,
+    default_writer,
+)
+from jaxloop.actions.learning_rate_action import learning_rate
+from jaxloop.eval_loop import EvalLoop
+from jaxloop.function_step import FunctionStep
+from jaxloop.history import History
+from jaxloop.loss_step import LossFn, LossStep
+from jaxloop.outer_loop import OuterLoop
+from jaxloop.schedules import Schedule, every, last
+from jaxloop.specs import CheckpointSpec, EvalSpec
+from jaxloop.train_loop import TrainLoop
+
+
+def fit(
+    model: Any,
+    train_data: Any,
+    eval_data: Any = None,
+    *,
+    loss: LossFn | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    metrics: Mapping[str, LossFn] | None = None,
+    inputs: str | int | Callable[[types.Batch], Any] | None = None,
+    train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
+    eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
+    num_epochs: int | None = None,
+    num_steps: int | None = None,
+    eval_every: int | Schedule | None = None,
+    eval_freq: int | Schedule | None = None,
+    workdir: epath.PathLike | None = None,
+    log_name: str | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    monitor: str | None = None,
+    partitioner: partition.Partitioner | None = None,
+    progress: str | None = "auto",
+    seed: int = 0,
+    actions: Sequence[Action] = (),
+) -> tuple[Any, History]:
+    """Trains, in one call. It builds the loops and actions that you would build, and runs them.
+
+    >>> import numpy as np
+    >>> from flax import linen as nn
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.normal(size=(10, 8, 3)).astype(np.float32)
+    >>> batches = [{"x": each, "y": each.sum(-1, keepdims=True)} for each in x]
+    >>> state, history = fit(
+    ...     nn.Dense(1),
+    ...     batches[:8],
+    ...     batches[8:],
+    ...     loss=lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1),
+    ...     optimizer=optax.sgd(0.1),
+    ...     num_epochs=5,
+    ...     progress=None,
+    ... )
+    >>> int(state.step), history.collect("steps", "eval.loss")[0]
+    (40, [8, 16, 24, 32, 40])
+
+    With functions of your own, give your state in the place of the model:
+
+    >>> def train_step(weight, batch):
+    ...     slope = (batch["x"][:, :1] * (batch["x"][:, :1] * weight - batch["y"])).mean()
+    ...     return weight - 0.1 * slope, {"slope": slope}
+    >>> weight, history = fit(np.float32(0), batches, train_step=train_step, num_epochs=2, progress=None)
+
+    An epoch is one pass over the train data; its length need not be known. One train loop runs an epoch, and ends with
+    a row of the history; in a run of `num_steps` there are about a hundred rows besides.
+
+    With a work directory, there are TensorBoard events of the train and eval metrics, of the learning rate (where
+    `optax.inject_hyperparams` keeps it) and of `hparams`; `history.jsonl`; and `checkpoints`, the newest and the best
+    one. The same call goes on there where it was stopped, in whichever way. Without one, no file is written.
+
+    Args:
+      model: a model of any kind that `LossStep` takes; a state, with `train_step`.
+      train_data: batches, as `jaxloop.data.batches` takes them: lists, generators, `tf.data`, DataLoaders, ...; tuples
+        `(inputs, targets)` or dicts.
+      eval_data: likewise, evaluated from its start each time, and exactly, also where its last batch is short.
+      loss: a function of `(outputs, batch)`, see `LossStep`.
+      optimizer: an Optax transformation.
+      metrics: by name, functions of `(outputs, batch)`, see `LossStep`.
+      inputs: which part of a batch the model takes, see `LossStep`.
+      train_step: instead of a loss and an optimizer, a pure function `(state, batch) -> (state, outputs)`, which is
+        compiled for the devices. The state is any pytree.
+      eval_step: a pure function `(state, batch) -> outputs`.
+      num_epochs: passes over the train data.
+      num_steps: or updates in all, for which the data are passed over again and again.
+      eval_every: evaluates after so many epochs, or by a schedule such as `every(steps=500)`; and at the end. None for
+        each epoch.
+      eval_freq: another name of `eval_every`.
+      workdir: where the files go; None for no files.
+      log_name: the run's own directory in the work directory.
+      hparams: hyperparameters to note with the events: numbers, strings and bools.
+      monitor: what the best checkpoint is the best in, such as "eval/accuracy". By default "eval/loss", where a `loss`
+        and `eval_data` are given.
+      partitioner: where the state and the batches live; None for one device.
+      progress: "auto", "tqdm", "keras" or "plain", see `ProgressAction`; None to show nothing.
+      seed: of the parameters and of dropout.
+      actions: more end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
+
+    Returns:
+      `(state, history)`.
+
+    Raises:
+      ValueError: both or neither of `num_epochs` and `num_steps`; data that ends once and for all, for more than one
+        pass; arguments that don't belong together.
+    """
+    eval_schedule = _eval_schedule(eval_every, eval_freq)
+    passes, eval_passes, num_passes = _data(train_data, eval_data, num_epochs, num_steps)
+    partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
+    if train_step is None:
+        if loss is None or optimizer is None or eval_step is not None:
+            raise ValueError(
+                "fit takes a model with a loss and an optimizer, or a state with a train_step (and an eval_step), got "
+                f"loss={loss!r}, optimizer={optimizer!r}, eval_step={eval_step!r}."
+            )
+        options = {"loss": loss, "metrics": metrics, "inputs": inputs}
+        first_batch, key = passes.first(), jax.random.key(seed)
+        batch_size = checks.num_examples(first_batch)
+        step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
+        step_for_eval = LossStep(key, model, optimizer, partitioner, **options)
+        state = step.initialize_model(step.input_spec(first_batch))
+        monitor = "eval/loss" if monitor is None and eval_data is not None else monitor
+    else:
+        _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data)
+        step = FunctionStep(train_step, partitioner, train=True)
+        step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
+        state = model
+
+    log_points, saves = every(loops=1) | last(), every(loops=1) | last()
+    if num_steps is not None:
+        log_points, saves = log_points | every(max(num_steps // 100, 1)), saves | every(max(num_steps // 10, 1))
+    train_actions, eval_actions = [*actions], []
+    if progress is not None:
+        train_actions.append(ProgressAction(_total_steps(train_data, num_epochs, num_steps), bar=progress))
+    writer, checkpoint_spec = None, None
+    if workdir is not None:
+        workdir = epath.Path(workdir) / (log_name or "")
+        checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
+        writer = default_writer(workdir)
+        if hparams:
+            writer.write_hparams(dict(hparams))
+        if learning_rate(getattr(state, "opt_state", None)) is not None:
+            train_actions.append(LearningRateAction(writer, log_points))
+        train_actions += [
+            SummaryAction(writer, log_points, prefix="train/"),
+            CheckpointAction(workdir / "checkpoints", saves, keep=1, best=monitor),
+        ]
+        eval_actions.append(SummaryAction(writer, prefix="eval/"))
+
+    outer_loop = OuterLoop(
+        TrainLoop(step, end_actions=train_actions),
+        [] if eval_data is None else [EvalLoop(step_for_eval, end_actions=eval_actions)],
+        checkpoint_spec,
+        workdir=workdir,
+        log_interval=log_points,
+    )
+    eval_specs = [] if eval_data is None else [EvalSpec(eval_passes, schedule=eval_schedule)]
+    try:
+        state, _ = outer_loop(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
+    finally:
+        if writer is not None:
+            writer.close()
+    return state, outer_loop.history
+
+
+def _eval_schedule(eval_every: int | Schedule | None, eval_freq: int | Schedule | None) -> Schedule:
+    if eval_every is not None and eval_freq is not None:
+        raise ValueError(f"eval_freq is another name of eval_every; fit got both, {eval_freq!r} and {eval_every!r}.")
+    name, value = ("eval_every", eval_every) if eval_freq is None else ("eval_freq", eval_freq)
+    if isinstance(value, Schedule):
+        return value | last()
+    checks.check_positive(name, value, optional=True)
+    return every(loops=value or 1) | last()
+
+
+def _data(
+    train_data: Any, eval_data: Any, num_epochs: int | None, num_steps: int | None
+) -> tuple[data.Passes, data.Passes, int]:
+    """The data by passes, and how many of them there may be at most."""
+    checks.check_positive("num_epochs", num_epochs, optional=True)
+    checks.check_positive("num_steps", num_steps, optional=True)
+    if (num_epochs is None) == (num_steps is None):
+        got = "neither" if num_epochs is None else f"num_epochs={num_epochs} and num_steps={num_steps}"
+        raise ValueError(f"fit takes either num_epochs, passes over the data, or num_steps, updates; it got {got}.")
+    if data.is_one_pass(train_data) and (num_epochs or 1) > 1:
+        raise ValueError(
+            f"num_epochs={num_epochs} needs train data that start anew for each pass, got the iterator {train_data!r}, "
+            "which ends once and for all. Give a list, a dataset, or a function that returns a new iterator."
+        )
+    if data.is_one_pass(eval_data):
+        raise ValueError(
+            f"eval_data is evaluated from its start each time, got the iterator {eval_data!r}, which ends once and for "
+            "all. Give a list, a dataset, or a function that returns a new iterator."
+        )
+    as_often_as_needed = 1 if data.is_one_pass(train_data) else sys.maxsize
+    return data.Passes(train_data), data.Passes(eval_data), num_epochs or as_often_as_needed
+
+
+def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data) -> None:
+    options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"fit got a train_step and {name}, which is for training by a loss: leave one of them out."
+            )
+    if (eval_step is None) != (eval_data is None):
+        got, missing = ("eval_data", "eval_step") if eval_step is None else ("eval_step", "eval_data")
+        raise ValueError(f"fit got a train_step and {got} without {missing}: give both, or neither.")
+
+
+def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+    return state, eval_step(state, batch)
+
+
+def _total_steps(train_data: Any, num_epochs: int | None, num_steps: int | None) -> int | None:
+    """How many updates a progress bar can expect; None where the data don't say."""
+    if num_epochs is not None and hasattr(train_data, "__len__"):
+        return num_epochs * len(train_data) or None
+    return num_steps
 
 
 def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:

@@ -1,9 +1,14 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
-from jaxloop.fitting import lr_schedule
+import jaxloop
+from jaxloop import at, every, fitting
+from jaxloop import functional as jf
+from jaxloop.fitting import fit, lr_schedule
 
 
 def test_the_learning_rate_warms_up_and_goes_down():
@@ -48,3 +53,251 @@ def test_an_optimizer_takes_it():
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         lr_schedule(*arguments)
+
+
+# fit -----------------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(60, 3)).astype(np.float32)
+Y = X @ np.array([[1.0], [-2.0], [0.5]], np.float32)
+PAIRS = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 60, 8)]  # The last has four rows.
+DICTS = [{"x": x, "y": y} for x, y in PAIRS]
+
+
+def squared(outputs, batch):
+    y = batch["y"] if isinstance(batch, dict) else batch[1]
+    return jnp.mean((outputs - y) ** 2, axis=-1)
+
+
+def fit_linear(train_data=DICTS, eval_data=None, **options):
+    defaults = {"loss": squared, "optimizer": optax.sgd(0.1), "num_epochs": 2, "progress": None}
+    defaults = {
+        name: value for name, value in defaults.items() if not (name == "num_epochs" and "num_steps" in options)
+    }
+    return fit(nn.Dense(1), train_data, eval_data, **{**defaults, **options})
+
+
+def test_fit_trains_and_evaluates_each_epoch():
+    state, history = fit_linear(eval_data=DICTS[:3], num_epochs=5)
+    assert int(state.step) == 40
+    assert history.collect("steps", "train.loss")[0] == [8, 16, 24, 32, 40]
+    steps, losses = history.collect("steps", "eval.loss")
+    assert steps == [8, 16, 24, 32, 40]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_what_fit_reports_is_exact():
+    """The last eval batch is short."""
+    state, history = fit_linear(eval_data=DICTS, num_epochs=1)
+    expected = np.mean(
+        (X.astype(np.float64) @ np.array(state.params["kernel"]) + np.array(state.params["bias"]) - Y) ** 2
+    )
+    assert history.collect("eval.loss") == [pytest.approx(expected, rel=1e-5)]
+
+
+DATA = {
+    "pairs": PAIRS,
+    "a generator function": lambda: iter(DICTS),
+    "lists": [[x, y] for x, y in PAIRS],
+}
+
+
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
+def test_data_of_any_kind_train_alike(data, assert_same):
+    expected, _ = fit_linear()
+    state, _ = fit_linear(data)
+    assert_same(state.params, expected.params)
+
+
+def test_tf_data_and_an_iterator(assert_same):
+    import tensorflow as tf
+
+    expected, _ = fit_linear(num_epochs=1)
+    dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8)
+    for data in (dataset, dataset.as_numpy_iterator(), iter(DICTS)):
+        state, _ = fit_linear(data, num_epochs=1)
+        assert_same(state.params, expected.params)
+
+
+def test_steps_pass_over_the_data_as_often_as_needed():
+    state, history = fit_linear(num_steps=20, eval_data=DICTS[:1], eval_every=every(7))
+    assert int(state.step) == 20
+    assert history.collect("steps", "eval.loss")[0] == [7, 14, 20]
+    assert history.collect("steps", "train.loss")[0] == list(range(1, 21))
+
+
+def test_an_iterator_that_ends_before_the_steps_is_said(warnings_logged):
+    state, _ = fit_linear(iter(DICTS), num_steps=100)
+    assert int(state.step) == 8
+    assert any("ended at step 8 of train_total_steps=100" in text for text in warnings_logged())
+
+
+def test_the_three_doors_give_the_same_parameters(assert_same):
+    """One call, functions and objects, the same model and data."""
+    by_call, _ = fit_linear(num_epochs=3)
+
+    step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, loss=squared, batch_size=8)
+    state = step.initialize_model([1, 3])
+    by_objects, _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step))(state, train_dataset=DICTS, train_epochs=3)
+
+    state, epochs = step.initialize_model([1, 3]), DICTS * 3
+    by_functions, history, _ = jf.loop(state, epochs, {jf.every(1): step})
+    assert_same(by_call.params, by_objects.params)
+    assert_same(by_call.params, by_functions.params)
+    assert len(history) == 24
+
+
+def test_a_train_step_written_by_hand_is_the_same(assert_same):
+    batches = DICTS[:7]  # Full ones, of which the mean needs no mask.
+
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(
+            lambda params: squared(state.apply_fn({"params": params}, batch["x"]), batch).mean()
+        )(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    def eval_step(state, batch):
+        return {"loss": squared(state.apply_fn({"params": state.params}, batch["x"]), batch).mean()}
+
+    by_loss, expected = fit_linear(batches, DICTS)
+    step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, loss=squared)
+    state, history = fit(
+        step.initialize_model([1, 3]),
+        batches,
+        DICTS,
+        train_step=train_step,
+        eval_step=eval_step,
+        num_epochs=2,
+        eval_freq=1,
+        progress=None,
+    )
+    for one, two in zip(jax.tree.leaves(by_loss.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6)
+    np.testing.assert_allclose(history.collect("eval.loss"), expected.collect("eval.loss"), rtol=1e-5)
+
+
+def test_a_state_of_ones_own_is_any_pytree():
+    def train_step(state, batch):
+        weights, count = state["weights"], state["count"]
+        grads = jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(weights)
+        return {"weights": weights - jnp.float32(0.1) * grads, "count": count + 1}, {"norm": jnp.abs(grads).max()}
+
+    state, history = fit(
+        {"weights": np.zeros([3, 1], np.float32), "count": np.int32(0)},
+        DICTS,
+        train_step=train_step,
+        num_epochs=4,
+        progress=None,
+    )
+    assert int(state["count"]) == 32
+    assert history.collect("steps", "norm")[0] == [8, 16, 24, 32]
+
+
+def test_fit_over_a_mesh_is_fit(data_parallel):
+    one, history = fit_linear(eval_data=DICTS)
+    eight, same = fit_linear(eval_data=DICTS, partitioner=data_parallel(8))
+    np.testing.assert_allclose(one.params["kernel"], eight.params["kernel"], rtol=1e-5)
+    np.testing.assert_allclose(history.collect("eval.loss"), same.collect("eval.loss"), rtol=1e-5)
+
+
+def test_without_a_work_directory_no_file_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit_linear(eval_data=DICTS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_work_directory_has_events_the_history_and_two_checkpoints(tmp_path, monkeypatch, writer):
+    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
+    writer.close = lambda: None
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 32))
+    with jax.numpy_dtype_promotion("standard"):
+        _, history = fit_linear(
+            eval_data=DICTS,
+            num_epochs=4,
+            optimizer=optimizer,
+            workdir=tmp_path,
+            log_name="linear",
+            hparams={"width": 1},
+        )
+    assert writer.written[0] == ("write_hparams", {"width": 1}, *writer.written[0][2:])
+    assert [step for step, _ in writer.scalars("train/loss")] == [8, 16, 24, 32]
+    assert writer.scalars("eval/loss")[-1] == (32, history.last("eval.loss")[1])
+    rates = [value for _, value in writer.scalars("learning_rate")]
+    np.testing.assert_allclose(rates, [0.1 * (1 - step / 32) for step in (7, 15, 23, 31)], rtol=1e-5)
+    assert jaxloop.History.load(tmp_path / "linear" / "history.jsonl").rows == history.rows
+    saved = jaxloop.checkpoint.all_steps(tmp_path / "linear" / "checkpoints")
+    assert saved == [32]  # The newest is the best.
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles SIGKILL."""
+
+
+class DieAt(jaxloop.Action):
+    uses_outputs = False
+
+    def __init__(self, step):
+        super().__init__(at(step))
+
+    def __call__(self, state, outputs, **kwargs):
+        raise Killed
+
+
+@pytest.mark.parametrize("amount", [{"num_epochs": 4}, {"num_steps": 32}], ids=str)
+@pytest.mark.parametrize("killed_at", [7, 9, 16, 31])
+def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, monkeypatch, writer, assert_same):
+    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
+    writer.close = lambda: None
+    whole, history = fit_linear(eval_data=DICTS, **amount)
+    with pytest.raises(Killed):
+        fit_linear(eval_data=DICTS, workdir=tmp_path, actions=[DieAt(killed_at)], **amount)
+    resumed, same = fit_linear(eval_data=DICTS, workdir=tmp_path, **amount)
+    assert_same(whole, resumed)
+    assert same.collect("steps", "eval.loss") == history.collect("steps", "eval.loss")
+    again, _ = fit_linear(eval_data=DICTS, workdir=tmp_path, **amount)  # There is nothing left to do.
+    assert_same(whole, again)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_epochs": None}, ValueError, "either num_epochs.*or num_steps.*it got neither"),
+        ({"num_epochs": 2, "num_steps": 5}, ValueError, "it got num_epochs=2 and num_steps=5"),
+        ({"num_epochs": 0}, ValueError, "num_epochs must be a positive int or None, got 0"),
+        ({"num_epochs": 2.5}, TypeError, "num_epochs must be a positive int"),
+        ({"eval_every": 0}, ValueError, "eval_every must be a positive int"),
+        ({"eval_every": 1, "eval_freq": 1}, ValueError, "eval_freq is another name of eval_every"),
+        ({"train_data": iter(DICTS)}, ValueError, "num_epochs=2 needs train data that start anew for each pass"),
+        ({"eval_data": iter(DICTS)}, ValueError, "eval_data is evaluated from its start each time"),
+        ({"train_data": []}, ValueError, "The dataset has no batch"),
+        ({"train_data": DICTS[0]}, TypeError, "write .batch."),
+        ({"loss": None}, ValueError, "a model with a loss and an optimizer"),
+        ({"optimizer": None}, ValueError, "a model with a loss and an optimizer"),
+        ({"train_step": lambda state, batch: (state, None)}, ValueError, "fit got a train_step and loss"),
+        ({"loss": lambda outputs, batch: outputs}, (TypeError, ValueError), r"\[8, 1\]"),
+        ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'keras', 'plain', got 'bars'"),
+    ],
+)
+def test_arguments_that_can_not_be_meant_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        fit_linear(**options)
+
+
+def test_eval_data_and_eval_step_belong_together():
+    train_step = lambda state, batch: (state, None)
+    with pytest.raises(ValueError, match="a train_step and eval_data without eval_step"):
+        fit(np.float32(0), DICTS, DICTS, train_step=train_step, num_epochs=1)
+
+
+def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(tmp_path, monkeypatch, writer):
+    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
+    writer.close = lambda: None
+    with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' was measured. There is: .*eval/loss"):
+        fit_linear(eval_data=DICTS, workdir=tmp_path, monitor="eval/acuracy")
+
+
+def test_progress_is_shown_where_asked_for(capsys):
+    fit_linear(eval_data=DICTS, progress="plain")
+    shown = capsys.readouterr().err
+    assert "step 16 of 16" in shown
+    assert "eval: loss" in shown

@@ -17,7 +17,7 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 ORDER = """
 types checks interrupt schedules timing partition models metrics history checkpoint data
 actions.action actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
-actions.periodic_action actions.profile_action actions.progress_action actions.summary_action actions.writers
+actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action actions.summary_action actions.writers
 actions.action_list actions step loss_step function_step
 loop stat_loop action_loop train_loop eval_loop specs tally outer_loop functional fitting examples
 """.split()

@@ -7,6 +7,7 @@ from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.schedules import Schedule
 
 
 class SummaryAction(Action):
@@ -24,7 +25,9 @@ class SummaryAction(Action):
       prefix: put before each name, as in `prefix="eval/"`, to tell a train loop's `loss` from an eval loop's.
     """
 
-    def __init__(self, summary_writer: Any, interval: int = 1, flush_each_call: bool = False, *, prefix: str = ""):
+    def __init__(
+        self, summary_writer: Any, interval: int | Schedule = 1, flush_each_call: bool = False, *, prefix: str = ""
+    ):
         super().__init__(interval)
         if not hasattr(summary_writer, "write_scalars"):
             raise TypeError(

@@ -1,0 +1,49 @@
+"""Writing the learning rate."""
+
+from typing import Any
+
+import optax
+
+from jaxloop import metrics, types
+from jaxloop.actions.action import Action
+from jaxloop.schedules import Schedule
+
+
+class LearningRateAction(Action):
+    """Writes the learning rate of the last update, where `optax.inject_hyperparams` keeps it in the optimizer's state.
+
+    >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    >>> float(learning_rate(optimizer.init(0.0)))
+    0.10000000149011612
+
+    Args:
+      summary_writer: see `SummaryAction`. It stays yours.
+      interval: see `Action`.
+
+    Raises:
+      ValueError: when it is called, where the optimizer's state has no learning rate.
+    """
+
+    uses_outputs = False
+
+    def __init__(self, summary_writer: Any, interval: int | Schedule = 1):
+        super().__init__(interval)
+        self._writer = summary_writer
+
+    def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
+        value = learning_rate(state.opt_state)
+        if value is None:
+            raise ValueError(
+                "LearningRateAction found no learning rate in the optimizer's state. Make the optimizer with "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
+            )
+        self._writer.write_scalars(step_num, {"learning_rate": float(metrics.fetch(value))})
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+
+def learning_rate(opt_state: Any) -> Any:
+    """The learning rate in an optimizer's state, on its device; None where there is none, or more than one."""
+    found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+    return found[0][1] if len(found) == 1 else None
