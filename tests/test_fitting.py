@@ -70,11 +70,9 @@ def squared(outputs, batch):
 
 
 def fit_linear(train_data=DICTS, eval_data=None, **options):
-    defaults = {"loss": squared, "optimizer": optax.sgd(0.1), "num_epochs": 2, "progress": None}
-    defaults = {
-        name: value for name, value in defaults.items() if not (name == "num_epochs" and "num_steps" in options)
-    }
-    return fit(nn.Dense(1), train_data, eval_data, **{**defaults, **options})
+    defaults = {"loss": squared, "optimizer": optax.sgd(0.1), "progress": None}
+    amount = {} if "num_steps" in options else {"num_epochs": 2}
+    return fit(nn.Dense(1), train_data, eval_data, **{**defaults, **amount, **options})
 
 
 def test_fit_trains_and_evaluates_each_epoch():
@@ -89,9 +87,8 @@ def test_fit_trains_and_evaluates_each_epoch():
 def test_what_fit_reports_is_exact():
     """The last eval batch is short."""
     state, history = fit_linear(eval_data=DICTS, num_epochs=1)
-    expected = np.mean(
-        (X.astype(np.float64) @ np.array(state.params["kernel"]) + np.array(state.params["bias"]) - Y) ** 2
-    )
+    kernel, bias = np.array(state.params["kernel"]), np.array(state.params["bias"])
+    expected = np.mean((X.astype(np.float64) @ kernel + bias - Y) ** 2)
     assert history.collect("eval.loss") == [pytest.approx(expected, rel=1e-5)]
 
 
@@ -100,6 +97,16 @@ DATA = {
     "a generator function": lambda: iter(DICTS),
     "lists": [[x, y] for x, y in PAIRS],
 }
+
+
+@pytest.fixture
+def recorded(monkeypatch, writer):
+    """What `fit` writes, in the place of event files."""
+    writer.hparams = []
+    writer.write_hparams = writer.hparams.append
+    writer.close = lambda: None
+    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
+    return writer
 
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
@@ -206,9 +213,7 @@ def test_without_a_work_directory_no_file_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_work_directory_has_events_the_history_and_two_checkpoints(tmp_path, monkeypatch, writer):
-    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
-    writer.close = lambda: None
+def test_a_work_directory_has_events_the_history_and_checkpoints(tmp_path, recorded):
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 32))
     with jax.numpy_dtype_promotion("standard"):
         _, history = fit_linear(
@@ -219,10 +224,10 @@ def test_a_work_directory_has_events_the_history_and_two_checkpoints(tmp_path, m
             log_name="linear",
             hparams={"width": 1},
         )
-    assert writer.written[0] == ("write_hparams", {"width": 1}, *writer.written[0][2:])
-    assert [step for step, _ in writer.scalars("train/loss")] == [8, 16, 24, 32]
-    assert writer.scalars("eval/loss")[-1] == (32, history.last("eval.loss")[1])
-    rates = [value for _, value in writer.scalars("learning_rate")]
+    assert recorded.hparams == [{"width": 1}]
+    assert [step for step, _ in recorded.scalars("train/loss")] == [8, 16, 24, 32]
+    assert recorded.scalars("eval/loss")[-1] == (32, history.last("eval.loss")[1])
+    rates = [value for _, value in recorded.scalars("learning_rate")]
     np.testing.assert_allclose(rates, [0.1 * (1 - step / 32) for step in (7, 15, 23, 31)], rtol=1e-5)
     assert jaxloop.History.load(tmp_path / "linear" / "history.jsonl").rows == history.rows
     saved = jaxloop.checkpoint.all_steps(tmp_path / "linear" / "checkpoints")
@@ -245,9 +250,7 @@ class DieAt(jaxloop.Action):
 
 @pytest.mark.parametrize("amount", [{"num_epochs": 4}, {"num_steps": 32}], ids=str)
 @pytest.mark.parametrize("killed_at", [7, 9, 16, 31])
-def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, monkeypatch, writer, assert_same):
-    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
-    writer.close = lambda: None
+def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, recorded, assert_same):
     whole, history = fit_linear(eval_data=DICTS, **amount)
     with pytest.raises(Killed):
         fit_linear(eval_data=DICTS, workdir=tmp_path, actions=[DieAt(killed_at)], **amount)
@@ -289,9 +292,7 @@ def test_eval_data_and_eval_step_belong_together():
         fit(np.float32(0), DICTS, DICTS, train_step=train_step, num_epochs=1)
 
 
-def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(tmp_path, monkeypatch, writer):
-    monkeypatch.setattr(fitting, "default_writer", lambda workdir: writer)
-    writer.close = lambda: None
+def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(tmp_path, recorded):
     with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' was measured. There is: .*eval/loss"):
         fit_linear(eval_data=DICTS, workdir=tmp_path, monitor="eval/acuracy")
 
