@@ -33,7 +33,8 @@ class TrainState(train_state.TrainState):
       step: completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
       apply_fn: for a Linen model `module.apply`. For an NNX model it is called as
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
-        where `train` puts the model in `model.train()` or `model.eval()` mode.
+        where `train` puts the model in `model.train()` or `model.eval()` mode. For the other kinds of `LossStep`,
+        `jaxloop.models.forward(state, state.params, inputs, train=True)` calls it.
       params: the parameters, which `tx` updates.
       tx: the Optax optimizer.
       opt_state: its state.

@@ -15,11 +15,11 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types checks interrupt schedules timing partition models metrics history checkpoint data
-actions.action actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
-actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action actions.summary_action actions.writers
-actions.action_list actions step loss_step function_step
-loop stat_loop action_loop train_loop eval_loop specs tally outer_loop functional fitting examples
+types checks interrupt schedules timing partition models metrics history checkpoint data actions.action
+actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
+actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
+actions.summary_action actions.writers actions.action_list actions step loss_step function_step loop stat_loop
+action_loop train_loop eval_loop specs tally outer_loop functional fitting examples
 """.split()
 
 
@@ -76,7 +76,8 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
     program = (
         "import jax; before = dict(jax.config.values); import jaxloop, sys; assert dict(jax.config.values) == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
-        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch'};"
+        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch', 'tqdm',"
+        "'equinox', 'haiku', 'pandas'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

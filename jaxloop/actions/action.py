@@ -61,8 +61,8 @@ class Action(abc.ABC):
             outputs, still on the devices. `outputs[STOP_LOOP] = True` ends the experiment.
           **kwargs: `step_num`, the number of completed updates; `elapsed`, how far the run is (an `Elapsed`); from a
             loop also `history`, what was measured so far (a `History`, or None), `total_steps`, how many updates the
-            run shall have in all (None if nobody knows), and `spent`, the `Spent` seconds since its last call. More
-            names may come.
+            run shall have in all (None if nobody knows), `spent`, the `Spent` seconds since its last call, and
+            `metadata`, what a checkpoint shall note. More names may come.
         """
 
     def finish(self, state: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import optax
 
 from jaxloop import metrics, types
@@ -46,4 +47,6 @@ class LearningRateAction(Action):
 def learning_rate(opt_state: Any) -> Any:
     """The learning rate in an optimizer's state, on its device; None where there is none, or more than one."""
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-    return found[0][1] if len(found) == 1 else None
+    # Beside the rate itself, a schedule keeps a state of the same name.
+    rates = [value for _, value in found if hasattr(value, "dtype") and np.ndim(value) == 0]
+    return rates[0] if len(rates) == 1 else None

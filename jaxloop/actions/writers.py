@@ -1,6 +1,5 @@
 """Writers of summaries."""
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint
+from jaxloop.actions.bars import is_installed
 
 
 def default_writer(workdir: epath.PathLike) -> Any:
@@ -22,12 +22,12 @@ def default_writer(workdir: epath.PathLike) -> Any:
       OSError: a directory that can't be written.
     """
     checkpoint.prepare_directory(workdir)
-    if _installed("tensorflow") and _installed("tensorboard"):  # clu's writer imports both.
+    if is_installed("tensorflow") and is_installed("tensorboard"):  # clu's writer imports both.
         _hide_accelerators_from_tensorflow()
         from clu import metric_writers
 
         return metric_writers.create_default_writer(workdir, asynchronous=False)
-    if _installed("tensorboardX"):
+    if is_installed("tensorboardX"):
         return TensorBoardWriter(workdir)
     logging.warning(
         "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to %s. "
@@ -51,13 +51,6 @@ def _hide_accelerators_from_tensorflow() -> None:
                     kind,
                     kind,
                 )
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # A placeholder in sys.modules.
-        return False
 
 
 class LogWriter:
