@@ -163,7 +163,8 @@ class History:
         """Drops the rows and outputs after a step, which will be run again, and goes on from there.
 
         With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
-        last line that a killed process left incomplete is dropped too.
+        last line that a killed process left incomplete is dropped too. Where no row is kept, the old file stays beside
+        the new one, as `<path>.before`: somebody may have run a program twice who did not mean to.
 
         Args:
           steps: where the run goes on, the number of completed updates; 0 to start anew.
@@ -180,6 +181,8 @@ class History:
             rows, is_in_order = _read(self._path)
         kept = [row for row in rows if row.elapsed.steps <= steps]
         if self._path is not None and not (is_in_order and len(kept) == len(rows)):
+            if rows and not kept and self._path.exists():
+                self._path.rename(f"{self._path}.before")
             _write(self._path, kept)
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
         self._rows, self._columns, self._paths_by_end = [], {}, {}

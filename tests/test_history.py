@@ -633,3 +633,14 @@ def test_without_matplotlib_plot_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         two_curves().plot("loss")
+
+
+def test_a_file_of_which_no_row_is_kept_stays_beside_the_new_one(tmp_path):
+    path = tmp_path / "history.jsonl"
+    first = History(path)
+    first.commit(Elapsed(100), {"loss": 0.5})
+    again = History(path)
+    again.resume(0)
+    again.commit(Elapsed(100), {"loss": 0.4})
+    assert History.load(path).collect("loss") == [0.4]
+    assert History.load(tmp_path / "history.jsonl.before").collect("loss") == [0.5]

@@ -76,8 +76,8 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
     program = (
         "import jax; before = dict(jax.config.values); import jaxloop, sys; assert dict(jax.config.values) == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
-        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch', 'tqdm',"
-        "'equinox', 'haiku', 'pandas'};"
+        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
+        "'tqdm', 'equinox', 'haiku', 'pandas'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
