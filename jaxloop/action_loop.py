@@ -275,12 +275,13 @@ class ActionLoop(StatLoop):
         """As `_look`, and whether this is the last step of the run."""
         now, run = self._look(loops), self.run_info
         if run is None:
-            ends_here = loops > self._loop_count and not self.was_interrupted
+            is_last = loops > self._loop_count and not self.was_interrupted
+        elif run.elapsed is not None:
+            is_last = run.elapsed.is_last
         else:
-            ends_here = now.steps == run.total_steps or (
-                run.stop is not None and run.stop.stops(now.previous or now, now)
-            )
-        return dataclasses.replace(now, is_last=True) if ends_here else now
+            is_last = now.steps == run.total_steps
+            is_last |= run.stop is not None and run.stop.stops(now.previous or now, now)
+        return dataclasses.replace(now, is_last=True) if is_last else now
 
     def _due(self, now: Elapsed, *, at_end: bool) -> list["_Slot"]:
         return [slot for slot in self._all_slots() if slot.is_due(now, self._count if at_end else None)]
