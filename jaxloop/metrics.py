@@ -204,6 +204,9 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
     scalars = {}
     num_examples = getattr(outputs, "num_examples", ())
     for name, value in reduced.items():
+        if isinstance(value, int | float):  # A statistic.
+            scalars[name] = float(value)
+            continue
         values = [_value_of(item) for item in (value if isinstance(value, list) else [value])]
         present = [item for item in values if item is not None]
         if present and all(map(_is_number, present)):

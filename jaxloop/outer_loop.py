@@ -557,8 +557,9 @@ class _Recorder(Action):
         self._history, self._name = history, name
 
     def __call__(self, state, outputs, *, elapsed, **kwargs):
-        scalars = metrics.summarize(outputs)
-        measured = {name: value for name, value in scalars.items() if not name.startswith("jaxloop/")}
+        for name in [name for name in outputs if name.startswith("jaxloop/")]:
+            del outputs[name]
+        measured = metrics.summarize(outputs)
         if measured:
             self._history.commit(elapsed, {self._name: measured})
 

@@ -430,7 +430,7 @@ def test_what_is_counted_is_the_time_of_the_clock_on_the_wall():
 
     def slow():
         for batch in itertools.cycle(batches):
-            time.sleep(0.002)
+            time.sleep(0.005)
             yield batch
 
     outer_loop = OuterLoop(TrainLoop(step))
