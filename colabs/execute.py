@@ -3,13 +3,15 @@
     python colabs/execute.py              # all of them
     python colabs/execute.py custom_loop  # one
 
-The same notebook gives the same file, so that a diff shows what has changed. (On another machine the last digits of its
-numbers may differ.) Nothing is downloaded: scikit-learn's digits, written by hand too, stand in for MNIST.
+The same notebook gives the same file, so that a diff shows what has changed: times and speeds in progress bars are left
+out. (On another machine the last digits of numbers may differ, and so a few pixels.) Nothing is downloaded: digits of
+scikit-learn's, written by hand too, stand in for MNIST.
 """
 
 import argparse
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +25,15 @@ from jupyter_client.manager import AsyncKernelManager
 DIRECTORY = pathlib.Path(__file__).resolve().parent
 
 # Run in the kernel before the notebook's own cells, and never saved.
+_NO_WIDGETS_CELL = """
+def _hide_widgets():
+    import sys
+
+    sys.modules["ipywidgets"] = None  # A saved notebook shows bars of text, and no widgets.
+
+
+_hide_widgets()
+"""
 _OFFLINE_CELL = """
 def _serve_digits():
     import numpy as np
@@ -67,8 +78,8 @@ def execute(path: pathlib.Path, *, timeout: int = 300) -> nbformat.NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     needs_data = any("tensorflow_datasets" in cell.source for cell in notebook.cells)
-    offline_cell = nbformat.v4.new_code_cell(_OFFLINE_CELL if needs_data else "")
-    notebook.cells.insert(0, offline_cell)
+    first_cell = nbformat.v4.new_code_cell(_NO_WIDGETS_CELL + (_OFFLINE_CELL if needs_data else ""))
+    notebook.cells.insert(0, first_cell)
     with tempfile.TemporaryDirectory(prefix="notebook_") as directory:
         kernel = AsyncKernelManager(
             kernel_name="python3",
@@ -82,13 +93,14 @@ def execute(path: pathlib.Path, *, timeout: int = 300) -> nbformat.NotebookNode:
         )
         # nbclient leaves a kernel that it was given running, unless it is told to clean up.
         client.execute(cwd=directory, env=_kernel_environment(directory), cleanup_kc=True)
-    notebook.cells.remove(offline_cell)
+    notebook.cells.remove(first_cell)
     return normalize(notebook)
 
 
 def _kernel_environment(directory: str) -> dict[str, str]:
-    """This process's environment, less what would change how JAX, TensorFlow and IPython behave."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TF_", "NPROC"))}
+    """This process's environment, less what would change how JAX, TensorFlow, matplotlib and IPython behave."""
+    others = ("JAX_", "XLA_", "TF_", "NPROC", "MPLBACKEND")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     return {
         **kept,
         "JAX_PLATFORMS": "cpu",
@@ -99,6 +111,14 @@ def _kernel_environment(directory: str) -> dict[str, str]:
         # Else the debugger warns that it can't look into Python's own modules.
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
+
+
+# What bars show of time. Of tqdm's `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` there remains `69/69 [loss=0.5]`, of
+# Keras's `69/69 [=====] - 2s 33ms/step - loss: 0.5` there remains `69/69 [=====] - loss: 0.5`.
+_TQDM_TIMES = re.compile(r"(?<= \[)[\d:?]+<[\d:?]+, *[^,\]]+(, )?")
+_KERAS_TIMES = re.compile(r"(?<=[=>.]\]) - \d+s( \d+(s|ms|us)/step)?")
+# A line that is written over a longer one is filled up with spaces.
+_SPACES_AT_ENDS = re.compile(r" +$", re.MULTILINE)
 
 
 def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -118,6 +138,9 @@ def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = count
+                if output.output_type == "stream":
+                    for pattern in (_TQDM_TIMES, _KERAS_TIMES, _SPACES_AT_ENDS):
+                        output.text = pattern.sub("", output.text)
     return notebook
 
 

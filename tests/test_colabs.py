@@ -1,5 +1,6 @@
 """The notebooks run as they are, offline, and were saved with their outputs."""
 
+import base64
 import functools
 import importlib.util
 import pathlib
@@ -10,6 +11,7 @@ import nbformat
 import pytest
 
 _COLABS = pathlib.Path(__file__).parents[1] / "colabs"
+_LARGEST_PICTURE = 60_000  # In bytes.
 _PATH_OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:root|work|home|Users|tmp|usr|opt|var|mnt|srv|content)\b")
 
 
@@ -39,8 +41,24 @@ def shown(notebook):
     return "".join(text for cell in code_cells(notebook) for text in execute.texts(cell))
 
 
+def in_cell(name, cell_id):
+    """What one cell of a notebook shows as text, when it is executed."""
+    (cell,) = [cell for cell in executed(_COLABS / f"{name}.ipynb").cells if cell.id == cell_id]
+    return "".join(execute.texts(cell))
+
+
+def pictures(notebook):
+    """The PNG files that a notebook shows, by cell."""
+    found = {}
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                found[cell.id] = base64.b64decode(output.data["image/png"])
+    return found
+
+
 def test_there_are_notebooks():
-    assert "custom_loop" in [path.stem for path in execute.notebooks()]
+    assert {"custom_loop", "loop_language", "quick_start"} <= {path.stem for path in execute.notebooks()}
 
 
 @each_notebook
@@ -65,6 +83,15 @@ def test_was_saved_without_what_differs_from_run_to_run(path):
     assert set(saved.metadata) == {"kernelspec", "language_info"}
     assert not [cell.id for cell in saved.cells if cell.metadata]
     assert [cell.execution_count for cell in code_cells(saved)] == list(range(1, len(code_cells(saved)) + 1))
+    assert not re.search(r"steps/s\b|\d(s|ms|us)/step", shown(saved)), "A bar shows a speed."
+
+
+@each_notebook
+def test_pictures_are_small(path):
+    for notebook in (nbformat.read(path, as_version=4), executed(path)):
+        for cell_id, picture in pictures(notebook).items():
+            assert picture.startswith(b"\x89PNG"), cell_id
+            assert len(picture) < _LARGEST_PICTURE, cell_id
 
 
 @each_notebook
@@ -89,6 +116,81 @@ def test_custom_loop_learns_and_resumes():
 
 def test_custom_loop_shows_the_error_of_a_state_used_twice():
     assert "has already taken" in shown(executed(_COLABS / "custom_loop.ipynb"))
+
+
+def test_quick_start_learns():
+    evaluations = re.findall(r"^step (\d+)  eval: accuracy (\d\.\d+)", in_cell("quick_start", "fit"), re.MULTILINE)
+    assert [int(step) for step, _ in evaluations] == [23 * epoch for epoch in range(1, 11)]
+    assert float(evaluations[-1][1]) > 0.9
+    before, after = re.findall(r"(\d+\.\d)%", in_cell("quick_start", "nnx-update"))
+    assert float(before) < 50 and float(after) > 90
+
+
+def test_quick_start_shows_the_curves_and_the_digits():
+    assert set(pictures(executed(_COLABS / "quick_start.ipynb"))) == {"plot", "predictions"}
+
+
+def test_quick_start_goes_on_where_it_stopped():
+    assert "stopped at step 115" in in_cell("quick_start", "stop")
+    text = in_cell("quick_start", "go-on")
+    assert re.findall(r"^step (\d+)  eval", text, re.MULTILINE) == ["138", "161", "184", "207", "230"]
+    assert "steps with an evaluation: [23, 46, 69, 92, 115, 138, 161, 184, 207, 230]" in text
+    assert "the same parameters as those of ten epochs at once: True" in text
+    assert "'230', 'STOPPED'" in in_cell("quick_start", "workdir")
+
+
+def test_loop_language_shows_when_schedules_fire():
+    text = in_cell("loop_language", "when") + in_cell("loop_language", "then")
+    assert re.split(r" {2,}|\n", text.strip()) == [
+        *("every(steps=100)", "[100, 200, 300, 400, 500]"),
+        *("every(steps=100) | at(steps=250)", "[100, 200, 250, 300, 400, 500]"),
+        *("every(steps=100) & ~at(steps=200)", "[100, 300, 400, 500]"),
+        *("first() | every(steps=100) & after(steps=300)", "[1, 300, 400, 500]"),
+        *("after(steps=1000).then(every(steps=500))", "[1500, 2000, 2500]"),
+    ]
+
+
+def test_loop_language_calls_back_when_it_says():
+    said = r"^step (\d+): t\w+ accuracy (\d\.\d+)$"
+    for cell_id, steps in {
+        "loop": [100, 200, 250, 300, 400, 500],
+        "by-hand": [100, 200, 250, 300],
+        "go-on": [600, 700],
+    }.items():
+        lines = re.findall(said, in_cell("loop_language", cell_id), re.MULTILINE)
+        assert [int(step) for step, _ in lines] == steps, cell_id
+        assert float(lines[-1][1]) > 0.9, cell_id
+    assert "['400', '500']" in in_cell("loop_language", "elapsed-after")
+
+
+def test_loop_language_stops_early_with_the_best_state():
+    found = re.fullmatch(
+        r"(\d+) of 5000 steps; the state that came back is of step (\d+)\n", in_cell("loop_language", "inner")
+    )
+    assert found is not None
+    stopped, best = map(int, found.groups())
+    assert stopped < 5000 and stopped - best == 5 * 25
+    accuracy, step = re.findall(r"the best is (\S+)%, at step (\d+)", in_cell("loop_language", "collect"))[0]
+    assert float(accuracy) > 90 and int(step) == best
+
+
+def test_loop_language_shows_curves():
+    assert set(pictures(executed(_COLABS / "loop_language.ipynb"))) == {"plot", "object"}
+
+
+@pytest.mark.parametrize(
+    ("text", "saved"),
+    [
+        ("100%|██| 69/69 [00:02<00:00, 30.12 steps/s, loss=0.5] \n", "100%|██| 69/69 [loss=0.5]\n"),
+        ("  1%|  | 2/200 [1:00:02<?, 1801.00s/ steps]", "  1%|  | 2/200 []"),
+        ("69/69 [====] - 12s 174ms/step - loss: 0.5   \n", "69/69 [====] - loss: 0.5\n"),
+        ("step 69  eval: loss 0.5  [1, 2]\n", "step 69  eval: loss 0.5  [1, 2]\n"),
+    ],
+)
+def test_bars_are_saved_without_their_times(text, saved):
+    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=text)])
+    notebook = execute.normalize(nbformat.v4.new_notebook(cells=[cell]))
+    assert notebook.cells[0].outputs[0].text == saved
 
 
 def test_a_cell_that_raises_is_reported(tmp_path):
