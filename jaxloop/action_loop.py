@@ -96,13 +96,18 @@ class ActionLoop(StatLoop):
         self._last_beginning = Elapsed()
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
+        self._spent_at_look = self.spent
         self.run_info: Run | None = None
         self.first_batch = 0
 
     @property
-    def position(self) -> dict[str, int]:
-        """Where in its data the loop is, for a checkpoint: the batches it has had, 0 when it has ended."""
-        return {"batches_in_loop": 0 if self._count == self._loop_count else self.first_batch + len(self.num_examples)}
+    def position(self) -> dict[str, Any]:
+        """Where in its data the loop is, and how far it was a step before, for a checkpoint.
+
+        `batches_in_loop` are those it has had, 0 when it has ended.
+        """
+        batches = 0 if self._count == self._loop_count else self.first_batch + len(self.num_examples)
+        return {"batches_in_loop": batches, "previous": (self.elapsed.previous or self.elapsed).to_dict()}
 
     @property
     def begin_actions(self) -> Sequence[Action]:
@@ -208,7 +213,10 @@ class ActionLoop(StatLoop):
         whole = metrics.LoopOutputs(outputs, self.num_examples)
         for slot in self._all_slots():
             slot.take_loop(whole)
-        self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
+        due = self._due(now, at_end=True)
+        if self.was_interrupted and self.run_info is not None:  # It is no log point: the loop goes on in a later run.
+            due = [slot for slot in due if slot not in self._attached]
+        self._call_actions(due, state, now, comes_last=False)
         self._loop_count = self._count
         if self.run_info is None:
             self.call_late_actions(state)
@@ -246,11 +254,8 @@ class ActionLoop(StatLoop):
         return NEVER[0] if step is None else step, NEVER[1] if time is None else time - self._time_offset - 1e-9
 
     def _at_event(
-        self, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
-        now = self._now(self._loop_count)
-        if now.is_last:  # Then the loop ends here, and its end does what is to be done.
-            return outputs, False
         self._looked = now
         due = self._due(now, at_end=False)
         if any(slot.action.uses_outputs and slot.action.waits_for_outputs for slot in due):
@@ -258,11 +263,12 @@ class ActionLoop(StatLoop):
             if not outputs:
                 metrics.wait(state)
             self._hand_out_piece()
-        self._call_actions(due, state, now, comes_last=False, newest=queue.newest_scalars)
+        newest = lambda: queue.newest_scalars() or metrics.newest_scalars(outputs)
+        self._call_actions(due, state, now, comes_last=False, newest=newest)
         if self.run_info is not None and not self.run_info.evaluate(state, now):
             self._stop_asked = True
         if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
-            self._call_actions(due, state, now, comes_last=True, newest=queue.newest_scalars)
+            self._call_actions(due, state, now, comes_last=True, newest=newest)
         return outputs, not (self._stop_asked or self._interrupt.requested)
 
     def _look(self, loops: int) -> Elapsed:
@@ -272,8 +278,8 @@ class ActionLoop(StatLoop):
         return dataclasses.replace(run.elapsed, previous=self._looked.without_previous())
 
     def _now(self, loops: int) -> Elapsed:
-        """As `_look`, and whether this is the last step of the run."""
         now, run = self._look(loops), self.run_info
+        self._spent_at_look = self.spent
         if run is None:
             is_last = loops > self._loop_count and not self.was_interrupted
         elif run.elapsed is not None:
@@ -300,7 +306,7 @@ class ActionLoop(StatLoop):
         called = [slot for slot in due if slot.action.comes_last == comes_last]
         # A checkpoint is of the run after all else, also of what early stopping remembers.
         for slot in sorted(called, key=lambda slot: slot.action.time_goes_to == "checkpoints"):
-            spent = self.spent
+            spent = self._spent_at_look
             outputs = slot.hand_over(newest)
             if slot.action.uses_outputs and slot.action.waits_for_outputs:
                 outputs.update(self._stats(state, spent - slot.spent_before))

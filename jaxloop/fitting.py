@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import optax
+from absl import logging
 from etils import epath
 
 from jaxloop import checks, data, partition, types
@@ -105,7 +106,7 @@ def fit(
       eval_freq: another name of `eval_every`.
       workdir: where the files go; None for no files.
       log_name: the run's own directory in the work directory.
-      hparams: hyperparameters to note with the events: numbers, strings and bools.
+      hparams: hyperparameters to note with the events, and in the log: numbers, strings and bools.
       monitor: what the best checkpoint is the best in, such as "eval/accuracy". By default "eval/loss", where a `loss`
         and `eval_data` are given.
       partitioner: where the state and the batches live; None for one device.
@@ -120,9 +121,14 @@ def fit(
       ValueError: both or neither of `num_epochs` and `num_steps`; data that ends once and for all, for more than one
         pass; arguments that don't belong together.
     """
-    eval_schedule = _eval_schedule(eval_every, eval_freq)
+    eval_schedule = _eval_schedule(eval_every, eval_freq, eval_data)
+    if monitor is not None and workdir is None:
+        raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
     passes, eval_passes, num_passes = _data(train_data, eval_data, num_epochs, num_steps)
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
+    progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if train_step is None:
         if loss is None or optimizer is None or eval_step is not None:
             raise ValueError(
@@ -149,9 +155,12 @@ def fit(
     if progress is not None:
         train_actions.append(ProgressAction(_total_steps(train_data, num_epochs, num_steps), bar=progress))
     writer, checkpoint_spec = None, None
+    if hparams or log_name:
+        logging.info("Run %s: %s", log_name or "", dict(hparams or {}))
     if workdir is not None:
         workdir = epath.Path(workdir) / (log_name or "")
         checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
+        saves = saves if monitor is None else saves | eval_schedule  # The best must have been saved.
         writer = default_writer(workdir)
         if hparams:
             writer.write_hparams(dict(hparams))
@@ -179,20 +188,23 @@ def fit(
     return state, outer_loop.history
 
 
-def _eval_schedule(eval_every: int | Schedule | None, eval_freq: int | Schedule | None) -> Schedule:
+def _eval_schedule(eval_every: int | Schedule | None, eval_freq: int | Schedule | None, eval_data: Any) -> Schedule:
     if eval_every is not None and eval_freq is not None:
         raise ValueError(f"eval_freq is another name of eval_every; fit got both, {eval_freq!r} and {eval_every!r}.")
     name, value = ("eval_every", eval_every) if eval_freq is None else ("eval_freq", eval_freq)
+    if not isinstance(value, Schedule):
+        checks.check_positive(name, value, optional=True)
+    if value is not None and eval_data is None:
+        raise ValueError(f"fit got {name}={value!r} without eval_data: give both, or neither.")
     if isinstance(value, Schedule):
         return value | last()
-    checks.check_positive(name, value, optional=True)
     return every(loops=value or 1) | last()
 
 
 def _data(
     train_data: Any, eval_data: Any, num_epochs: int | None, num_steps: int | None
-) -> tuple[data.Passes, data.Passes, int]:
-    """The data by passes, and how many of them there may be at most."""
+) -> tuple[data.Passes, data.Passes, int | None]:
+    """The data by passes, and how many of them there may be at most; None for data that end once and for all."""
     checks.check_positive("num_epochs", num_epochs, optional=True)
     checks.check_positive("num_steps", num_steps, optional=True)
     if (num_epochs is None) == (num_steps is None):
@@ -208,7 +220,7 @@ def _data(
             f"eval_data is evaluated from its start each time, got the iterator {eval_data!r}, which ends once and for "
             "all. Give a list, a dataset, or a function that returns a new iterator."
         )
-    as_often_as_needed = 1 if data.is_one_pass(train_data) else sys.maxsize
+    as_often_as_needed = None if data.is_one_pass(train_data) else sys.maxsize
     return data.Passes(train_data), data.Passes(eval_data), num_epochs or as_often_as_needed
 
 
@@ -230,9 +242,12 @@ def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, type
 
 def _total_steps(train_data: Any, num_epochs: int | None, num_steps: int | None) -> int | None:
     """How many updates a progress bar can expect; None where the data don't say."""
-    if num_epochs is not None and hasattr(train_data, "__len__"):
+    if num_epochs is None:
+        return num_steps
+    try:
         return num_epochs * len(train_data) or None
-    return num_steps
+    except TypeError:  # That of a tf.data pipeline is not always known.
+        return None
 
 
 def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:

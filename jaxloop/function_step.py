@@ -1,18 +1,29 @@
-"""A step made of a function: for those who bring their own."""
+"""Steps made of functions: what these take, what they return, and how they are compiled."""
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 import optax
+from absl import logging
+from flax import nnx
 
-from jaxloop import models, partition, types
+from jaxloop import checks, data, metrics, models, partition, types
 from jaxloop.step import Step
+
+# With several devices on one CPU, the collectives of more steps than this compete for the same threads.
+_STEPS_UNDER_WAY_ON_A_CPU_MESH = 4
+# More values of statics than this are probably meant to be broadcasts.
+_MANY_STATICS = 16
 
 
 class FunctionStep(Step):
     """Runs `fn(state, batch) -> (state, outputs)`, where the state is yours: any pytree.
+
+    Without an int32 `step` in the state, a loop counts the steps itself.
 
     >>> step = FunctionStep(lambda state, batch: (state + batch["x"].sum(), {"sum": state}))
     >>> state, outputs = step.step(np.float32(1), {"x": np.ones(3, np.float32)})
@@ -35,11 +46,16 @@ class FunctionStep(Step):
         if not callable(fn):
             raise TypeError(f"{type(self).__name__} takes a function fn(state, batch) -> (state, outputs), got {fn!r}.")
         no_model = models.AdaptedModel("a function brings no model", models.ParamsApply())
+        # Neither is used. What updates the parameters is in the function, or in the state.
         super().__init__(np.zeros(2, np.uint32), no_model, optax.identity(), partitioner, train)  # pyright: ignore
         self._fn = fn
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({getattr(self._fn, '__name__', repr(self._fn))}, train={self._train})"
+        return f"{type(self).__name__}({name_of(self._fn)}, train={self._train})"
+
+    def preprocess_batch(self, batch: types.Batch) -> types.Batch:
+        """Turns tensors into NumPy arrays."""
+        return data.numpy_batch(batch)
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         return self._fn(state, batch)
@@ -51,3 +67,280 @@ class FunctionStep(Step):
     def compute_num_params(self, state: Any) -> int:
         """The number of parameters in `state.params`, or in all leaves of a state without."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(getattr(state, "params", state)))
+
+
+# A function that returns logs ------------------------------------------------------------------------
+
+
+class CompiledFunction:
+    """A pure function of `(state, batch)`, or `(state, batch, broadcasts, statics)`, compiled, and sharded.
+
+    It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, see `outputs_logs_and_state`.
+
+    >>> @CompiledFunction
+    ... def add(state, batch, broadcasts):
+    ...     return {"sum": state}, state + batch * broadcasts
+    >>> logs, state = add(np.float32(1), np.float32(2), broadcasts=np.float32(3))
+    >>> float(logs["sum"]), float(state)
+    (1.0, 7.0)
+
+    Args:
+      fn: the function.
+      partitioner: where the state and the batches live; None for one device.
+      train: whether the state is a `TrainState`, to be updated by the gradient of the sum of the logged losses.
+      donate: whether the state is taken over, so that its memory serves for the new one.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        partitioner: partition.Partitioner | None = None,
+        *,
+        train: bool = False,
+        donate: bool = False,
+    ):
+        partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
+        if not isinstance(partitioner, partition.Partitioner):
+            raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
+        needed, self._most_arguments = positional_arguments(fn)
+        if self._most_arguments < 2 or len(needed) > 4:
+            raise TypeError(
+                f"{name_of(fn)} must take (state, batch), and may take (state, batch, broadcasts, statics), got "
+                f"({', '.join(needed)})."
+            )
+        self._least_arguments = len(needed)
+        functools.update_wrapper(self, fn)
+        self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
+        self._steps: dict[Hashable, _PairStep] = {}
+        mesh = partitioner.mesh
+        self._is_on_cpu_mesh = mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._num_calls = 0
+
+    def __repr__(self) -> str:
+        return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
+
+    def __call__(self, state: Any, batch: types.Batch, broadcasts: Any = None, statics: Hashable = None) -> Any:
+        """Returns `(logs, state)`, or `(outputs, logs, state)` where the function returns outputs.
+
+        Args:
+          state: the state.
+          batch: a host batch, split over the devices.
+          broadcasts: any pytree, the same on all devices.
+          statics: a hashable value; each one compiles anew.
+        """
+        outputs, logs, state = self.call(state, batch, broadcasts, statics)
+        return (logs, state) if outputs is None else (outputs, logs, state)
+
+    def call(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
+        """As a call, and always returns `(outputs, logs, state)`."""
+        for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
+            if value is not None and self._most_arguments < place:
+                raise TypeError(f"{self!r} was given {name}, and its function takes no argument {place}. Add it there.")
+        step = self._step_for(statics)
+        found: Any
+        if self._donate:
+            checks.mark_taken(state, repr(self))
+            state, found = step.step(state, (batch, broadcasts))
+        else:
+            found = step.evaluate(state, (batch, broadcasts))
+        self._num_calls += 1
+        if self._is_on_cpu_mesh and self._num_calls % _STEPS_UNDER_WAY_ON_A_CPU_MESH == 0:
+            metrics.wait((state, found))
+        return found["outputs"], found["logs"], found.get("state", state)
+
+    def _step_for(self, statics: Hashable) -> "_PairStep":
+        try:
+            key = (type(statics), statics)  # For True is 1.
+            known = self._steps.get(key)
+        except TypeError:
+            raise TypeError(
+                f"{self!r} takes statics that can be hashed, a tuple or a frozen dataclass say, got {statics!r}. Give "
+                "arrays as broadcasts."
+            ) from None
+        if known is not None:
+            return known
+        if len(self._steps) == _MANY_STATICS:
+            logging.warning(
+                "%r compiles for each value of statics anew, and has had %d of them. Give what changes from step to "
+                "step as broadcasts.",
+                self,
+                _MANY_STATICS,
+            )
+        run = functools.partial(self._run, statics)
+        self._steps[key] = _PairStep(run, self._partitioner, train=self._train, name=repr(self))
+        return self._steps[key]
+
+    # Traced ----------------------------------------------------------------------------------------
+
+    def _run(self, statics: Hashable, state: Any, pair: tuple[Any, Any]) -> tuple[Any, types.Output]:
+        batch, broadcasts = pair
+        given = 4 if statics is not None else 3 if broadcasts is not None else 2
+        arguments = (batch, broadcasts, statics)[: max(given, self._least_arguments) - 1]
+        call = lambda state: outputs_logs_and_state(self._fn(state, *arguments), name_of(self._fn), state)
+        outputs, logs, new_state = self._update_by_gradient(call, state) if self._train else call(state)
+        found = {"outputs": outputs, "logs": logs}
+        if new_state is None:
+            return state, found
+        checks.check_same_state(state, new_state, repr(self))
+        if self._donate:
+            return new_state, found
+        if self._partitioner.mesh is not None:  # Else the compiler would lay it out as it likes.
+            new_state = jax.lax.with_sharding_constraint(new_state, self._partitioner.sharding)
+        return state, {**found, "state": new_state}
+
+    def _update_by_gradient(self, call: Callable[[Any], tuple[Any, Any, Any]], state: Any) -> tuple[Any, Any, Any]:
+        if not hasattr(state, "params") or not hasattr(state, "apply_gradients"):
+            raise TypeError(
+                f"{self!r} takes a TrainState, with params and apply_gradients, got {checks.describe(state)}. For "
+                "another state, take the gradient yourself, in a jf.step."
+            )
+
+        def sum_of_losses(params: Any) -> tuple[Any, Any]:
+            outputs, logs, new_state = call(state.replace(params=params))
+            losses = checks.leaves_by_path((logs or {}).get("losses", {}))
+            if not losses:
+                raise ValueError(f"{self!r} logged no loss to take the gradient of: logs.add_loss('loss', loss).")
+            for name, loss in losses.items():
+                if np.shape(loss):
+                    raise ValueError(f"{self!r} logged the loss {name!r}, {checks.describe(loss)}: take its mean.")
+            return sum(losses.values()), (outputs, logs, new_state)
+
+        grads, (outputs, logs, new_state) = jax.grad(sum_of_losses, has_aux=True)(state.params)
+        new_state = (state if new_state is None else new_state).replace(params=state.params)
+        new_state = _update_variables(new_state, logs.pop("updates", {}))
+        return outputs, logs, models.apply_gradients(new_state, grads)
+
+
+class _PairStep(FunctionStep):
+    """Its batch is a pair: the batch itself, which is split over the devices, and what all of them get."""
+
+    def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, name: str):
+        super().__init__(fn, partitioner, train=train)
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def shard_batch(self, batch: Any) -> Any:
+        own, broadcasts = batch
+        own = super().shard_batch(own) if self.train else super()._shard_short_batch(own)
+        return own, _unbound(broadcasts, self.partitioner.mesh)
+
+    _shard_short_batch = shard_batch
+
+    def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: Any) -> Any:
+        try:
+            return compiled(state, shard(batch))
+        except (TypeError, ValueError):
+            checks.check_batch(batch[0])
+            raise
+
+
+def _unbound(broadcasts: Any, mesh: Any) -> Any:
+    """Takes by way of the host what `device_put` has bound to other devices than those of the mesh."""
+    if mesh is None:
+        return broadcasts
+    devices = set(mesh.devices.flat)
+    is_bound = lambda leaf: isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != devices
+    return jax.tree.map(lambda leaf: metrics.fetch(leaf) if is_bound(leaf) else leaf, broadcasts)
+
+
+def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
+    """Puts what the forward pass changed in the state."""
+    if not updates:
+        return state
+    if not hasattr(state, "update_variables"):  # A TrainState of Flax, with fields of its own.
+        return state.replace(**updates)
+    if isinstance(state.params, nnx.State):
+        return functools.reduce(lambda state, variables: state.update_variables(variables), updates.values(), state)
+    return state.update_variables(updates)
+
+
+# What functions take and return ----------------------------------------------------------------------
+
+
+def name_of(function: Any) -> str:
+    """What to call a function, or what stands for one."""
+    of = function.func if isinstance(function, functools.partial) else function
+    return getattr(of, "__name__", None) or repr(of)
+
+
+def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
+    """The names of the arguments that a function needs, and how many it takes, both by position.
+
+    >>> positional_arguments(lambda state, batch, extra=None: None)
+    (['state', 'batch'], 3)
+
+    Raises:
+      TypeError: it needs others by name, or nobody can say what it takes.
+    """
+    name = name_of(function)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise TypeError(f"The signature of {name} can't be read. Wrap it: lambda state: ...") from None
+    needed = [each for each in parameters if each.default is each.empty]
+    by_name = [each.name for each in needed if each.kind is each.KEYWORD_ONLY]
+    if by_name:
+        raise TypeError(f"{name} needs {', '.join(by_name)} by name, and gets its arguments by position. Bind it.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in needed if each.kind in kinds]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        names += [f"*{place}" for place in range(len(names), 4)]
+        return names, len(names)
+    return names, sum(each.kind in kinds for each in parameters)
+
+
+def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any, Any]:
+    """What a function returned, as `(outputs, logs, state)`, with None for what it leaves alone.
+
+    >>> outputs_logs_and_state(({"loss": 0.5}, 7.0), "train_step", state=6.0)
+    (None, {'loss': 0.5}, 7.0)
+
+    Args:
+      result: None, logs, `(logs, state)`, `(outputs, logs, state)`, or a state that is neither tuple nor dictionary.
+      name: that of the function.
+      state: the state that it was given; None where there was none.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if isinstance(result, Mapping):
+        if isinstance(state, Mapping) and state and result.keys() == state.keys():
+            raise TypeError(_wrong_result(name, "a dictionary with the keys of the state"))
+        return None, result, None
+    if isinstance(result, tuple):
+        is_named = hasattr(result, "_fields")
+        if is_named or len(result) not in (2, 3) or _is_state_in_parts(result, state):
+            got = f"the tuple {type(result).__name__}" if is_named else f"a tuple of {len(result)}"
+            raise TypeError(_wrong_result(name, got))
+        outputs, logs, new_state = result if len(result) == 3 else (None, *result)
+        if logs is not None and not isinstance(logs, Mapping):
+            raise TypeError(_wrong_result(name, f"logs that are no dictionary, {checks.describe(logs)}"))
+        return outputs, logs, new_state
+    if not (result is None or state is None or _may_replace(result, state)):
+        got = f"{checks.describe(result)} alone, while the state is {checks.describe(state)}"
+        raise TypeError(_wrong_result(name, got))
+    return None, None, result
+
+
+def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
+    """Whether a tuple is a new state, and not `(logs, state)` or `(outputs, logs, state)`."""
+    may_be = isinstance(state, tuple) and len(state) == len(result) and isinstance(result[0], Mapping)
+    return may_be and jax.tree.structure(state) == jax.tree.structure(result)
+
+
+def _may_replace(result: Any, state: Any) -> bool:
+    """Whether a value returned alone looks like a new state, rather than a slip."""
+    arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    if isinstance(result, arrays) and isinstance(state, arrays):
+        return np.shape(result) == np.shape(state)
+    return isinstance(result, type(state)) or isinstance(state, type(result))
+
+
+def _wrong_result(name: str, got: str) -> str:
+    return (
+        f"{name} must return None, logs, (logs, state) or (outputs, logs, state), with None for what it leaves alone, "
+        f"got {got}. Write {{'name': value}} for values to log, and (None, state) for a state that is a tuple or a "
+        "dictionary."
+    )

@@ -10,39 +10,55 @@
 ...     logs.add_metric("slope", slope)
 ...     return logs, weight - 0.1 * slope
 >>> dataset = [{"x": np.full(8, 2.0, np.float32), "y": np.full(8, 6.0, np.float32)}] * 100
+>>> def show(weight, batch, elapsed):
+...     print(f"step {elapsed.steps}: {weight:.4f}")
 >>> weight, history, elapsed = jf.loop(
-...     jnp.float32(0), dataset, {jf.every(1): train_step, jf.every(20): lambda: None}, stop=jf.at(30)
+...     jnp.float32(0), dataset, {jf.every(1): train_step, jf.every(10): show}, stop=jf.at(30)
 ... )
->>> round(float(weight), 4), elapsed.steps, len(history.collect("slope"))
-(3.0, 30, 30)
+step 10: 2.9819
+step 20: 2.9999
+step 30: 3.0000
+>>> elapsed.steps, len(history.collect("slope"))
+(30, 30)
 
 The state may be any pytree. Everything else is what the other doors use: `Elapsed`, schedules, `History`, actions,
 checkpoints, partitioners.
+
+- `loop` calls the callbacks; `elapse` counts along in a loop of your own, where the same tools are called by hand.
+- `logs()` is what a step reports, `history()` what was measured.
+- `step` and `train_step` make callbacks of pure functions, compiled and sharded.
+- `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` are callbacks.
 """
 
+import abc
+import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checks, interrupt, metrics, models, partition, timing, types
+from jaxloop import checkpoint as checkpoints
+from jaxloop import checks, interrupt, metrics, partition, timing, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.actions.progress_action import ProgressAction
-from jaxloop.function_step import FunctionStep
+from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state, positional_arguments
 from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.loop import elapse as elapse
-from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.schedules import Elapsed as Elapsed
+from jaxloop.schedules import Schedule
 from jaxloop.schedules import after as after
 from jaxloop.schedules import always as always
 from jaxloop.schedules import at as at
@@ -52,7 +68,7 @@ from jaxloop.schedules import last as last
 from jaxloop.schedules import never as never
 from jaxloop.step import Step
 
-# Logs ----------------------------------------------------------------------------------------------
+# Logs ------------------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -84,19 +100,19 @@ class Logs(dict[str, Any]):
 
     @property
     def updates(self) -> "Logs":
-        """The collection `updates`: variables that the forward pass changed, for `train_step` to put in the state.
+        """The collection `updates`: what the forward pass changed, for `train_step` to put in the state.
 
-        `logs.add("updates", "batch_stats", batch_stats)` adds one.
+        `logs.add("updates", "batch_stats", batch_stats)` adds to it. It is not kept in a history.
         """
-        return self.get("updates", Logs())
+        return self.setdefault("updates", Logs())
 
     def merge(self, other: Mapping[str, Any]) -> Self:
         """Takes over all entries of other logs, collection by collection; returns the logs."""
         for name, value in other.items():
+            own = self.get(name)
             if isinstance(value, Mapping):
-                self[name] = Logs(self.get(name, {})).merge(value)
-            else:
-                self[name] = value
+                value = Logs({**own, **value} if isinstance(own, Mapping) else value)
+            self[name] = value
         return self
 
     def entry_value(self, name: str) -> Any:
@@ -105,15 +121,18 @@ class Logs(dict[str, Any]):
         Raises:
           KeyError: there is no such name, or there are several.
         """
-        found = {path: value for path, value in _entries(self) if f".{path}".endswith(f".{name.replace('/', '.')}")}
-        if len(found) != 1:
-            there = f"it is any of {', '.join(found)}" if found else f"there are {', '.join(dict(_entries(self)))}"
-            raise KeyError(f"No one entry of the logs is named {name!r}: {there or 'none'}.")
-        return next(iter(found.values()))
+        entries = dict(_entries(self))
+        found = [path for path in entries if f".{path}".endswith(f".{name.replace('/', '.')}")]
+        if len(found) == 1:
+            return entries[found[0]]
+        if found:
+            raise KeyError(f"{len(found)} entries of the logs are named {name!r}: {', '.join(found)}. Ask for one.")
+        raise KeyError(f"No entry of the logs is named {name!r}. There are: {', '.join(entries) or 'none'}.")
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
-            return self[name]
+            value = self[name]
+            return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
         if name.startswith("__"):
             raise AttributeError(name)
         try:
@@ -121,9 +140,16 @@ class Logs(dict[str, Any]):
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
 
-    def tree_flatten_with_keys(self):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Attributes of logs are for reading. Write logs.add_metric({name!r}, value).")
+
+    def tree_flatten(self):
         names = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
+        return [self[name] for name in names], names
+
+    def tree_flatten_with_keys(self):
+        values, names = self.tree_flatten()
+        return [(jax.tree_util.DictKey(name), value) for name, value in zip(names, values, strict=True)], names
 
     @classmethod
     def tree_unflatten(cls, names, values) -> Self:
@@ -134,6 +160,7 @@ logs, history = Logs, History
 
 
 def _entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values under their paths, `metrics.loss`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _entries(value, f"{prefix}{name}.")
@@ -141,11 +168,97 @@ def _entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-# The loop ------------------------------------------------------------------------------------------
+def _nested(entries: Mapping[str, Any]) -> Logs:
+    """The logs of which these are the entries."""
+    logs = Logs()
+    for path, value in entries.items():
+        *collections_, name = path.split(".")
+        inner = logs
+        for collection in collections_:
+            inner = inner.setdefault(collection, Logs())
+        inner[name] = value
+    return logs
 
 
-class _Moment(Schedule):
-    """A moment outside the steps."""
+def _named(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries as actions and bars call them: `loss` for those of `metrics` and `losses`, `test/loss` for others."""
+    named = {}
+    # A metric of the name of a loss comes later, and is the one that is meant.
+    for path, value in sorted(_entries(logs), key=lambda entry: not entry[0].startswith("losses.")):
+        collection, _, name = path.partition(".")
+        named[(name if name and collection in ("metrics", "losses") else path).replace(".", "/")] = value
+    return named
+
+
+# Means -----------------------------------------------------------------------------------------------
+
+
+def _num_examples(elapsed: Elapsed, before: Elapsed) -> int:
+    """How many examples a row stands for; for one that comes after steps without a row, the mean of these."""
+    return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
+
+
+class _Means:
+    """The means of the rows of a history so far, weighted by examples."""
+
+    def __init__(self):
+        self._num_rows, self._before, self._weight = 0, Elapsed(), 1
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def take(self, history: History) -> None:
+        """Takes in the rows that it has not seen."""
+        for index in range(self._num_rows, len(history)):
+            elapsed, logs = history[index]
+            self._add(elapsed, logs)
+        self._num_rows = len(history)
+
+    def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
+        if elapsed.steps != self._before.steps:  # Else it is the rest of a row.
+            self._weight, self._before = _num_examples(elapsed, self._before), elapsed
+        for path, value in _entries(logs):
+            if not isinstance(value, str):
+                total, weights = self._sums.get(path, (0.0, 0))
+                self._sums[path] = (total + self._weight * float(value), weights + self._weight)
+
+    def logs(self) -> Logs:
+        return _nested({path: total / weights for path, (total, weights) in self._sums.items()})
+
+    def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
+        """The means with one more row, which is not kept."""
+        means = _Means()
+        means._sums, means._before, means._weight = dict(self._sums), self._before, self._weight
+        means._add(elapsed, logs)
+        return means.logs()
+
+
+_REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "last": lambda values: values[-1],
+}
+
+
+def _aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
+    """What the rows of a history come to."""
+    if how == "mean":
+        means = _Means()
+        means.take(history)
+        return means.logs()
+    values: dict[str, list[Any]] = {}
+    for row in history:
+        for path, value in _entries(row.logs):
+            if not isinstance(value, str):
+                values.setdefault(path, []).append(value)
+    reduce = how if callable(how) else _REDUCTIONS[how]
+    return _nested({path: reduce(each) for path, each in values.items()})
+
+
+# The loop --------------------------------------------------------------------------------------------
+
+
+class _Moment:
+    """A moment outside the steps: a key of tasks, but no schedule that could be joined with others."""
 
     def __init__(self, name: str):
         self._name = name
@@ -153,17 +266,14 @@ class _Moment(Schedule):
     def __repr__(self) -> str:
         return self._name
 
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+    def __call__(self, elapsed: Elapsed) -> bool:
         return False
-
-    def next_step(self, now: Elapsed) -> int | None:
-        return None
 
 
 on_start = _Moment("on_start")
 """Key of the callbacks before the first step; their batch is None."""
 on_end = _Moment("on_end")
-"""Key of the callbacks after the last step, however the loop ended, other than by an exception."""
+"""Key of the callbacks after the last step, also after Ctrl-C, but not after an exception."""
 
 
 @dataclasses.dataclass
@@ -172,9 +282,9 @@ class LoopState:
 
     Attributes:
       state: the state; a callback may set it.
-      batch: the batch of this step.
       history: what was measured, up to the step before.
       elapsed: how far the loop is; this step counts.
+      batch: the batch of this step.
       logs: what the callbacks of this step have reported so far.
       outputs: what they have returned as outputs, by name.
       metadata: yours, for as long as the loop runs.
@@ -182,21 +292,28 @@ class LoopState:
       total_steps: how many steps the loop shall come to, where `stop` says that.
     """
 
-    state: Any
+    state: Any = dataclasses.field(repr=False)
     history: History
     elapsed: Elapsed
-    batch: Any = None
+    batch: Any = dataclasses.field(default=None, repr=False)
     logs: Logs = dataclasses.field(default_factory=Logs)
-    outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
+    _in_history: set[str] = dataclasses.field(default_factory=set, init=False, repr=False)  # The paths of the logs.
+    _means: _Means = dataclasses.field(default_factory=_Means, init=False, repr=False)
 
     @property
     def accumulated_logs(self) -> Logs:
-        """The means of all logs of this history so far, weighted by examples. Reading it waits for the devices."""
-        rows = [*self.history, *([(self.elapsed, self.logs)] if self.logs else [])]
-        return _aggregate(rows, "mean")
+        """The means of all logs of this history, this step included, weighted by examples. Reading it waits."""
+        self._means.take(self.history)
+        return self._means.logs_with(self.elapsed, metrics.fetch(self._not_in_history()))
+
+    def _not_in_history(self) -> Logs:
+        if not self._in_history:
+            return self.logs
+        return _nested({path: value for path, value in _entries(self.logs) if path not in self._in_history})
 
 
 Callback = Any
@@ -219,10 +336,11 @@ def loop(
 ) -> tuple[Any, History, Elapsed]:
     """For each batch, calls the callbacks whose schedule fires, in the order in which they stand.
 
-    A callback is a function of none to four of `(state, batch, elapsed, loop_state)`, by position. It returns None,
-    logs, `(logs, state)` or `(outputs, logs, state)`, with None for what it leaves alone; a state that is no tuple and
-    no dictionary may be returned alone. Also `Step`s, `Action`s and `Loop`s of jaxloop are callbacks (a loop runs on
-    the one batch), and objects with `__loop_callback__(loop_state) -> (logs, state)`.
+    A callback is a function of none to four of `(state, batch, elapsed, loop_state)`, by position; arguments with a
+    default are its own. It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, with None for what it
+    leaves alone. A state that is neither a tuple nor a dictionary may be returned alone. `Step`s, `Action`s and `Loop`s
+    of jaxloop are callbacks too (a loop runs on the one batch), and so are objects with
+    `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step make one row of the history. Nothing waits for the devices, unless a callback reads a value.
     Ctrl-C ends the loop after the step in flight, and what is there is returned.
@@ -242,320 +360,447 @@ def loop(
 
     Raises:
       TypeError: a callback with a signature or a result that can't be meant; the error names it.
+      ValueError: the state was donated to an earlier call.
+      Whatever a callback or the dataset raises, with a note of where and at which step. Checkpoints under way are
+        committed first.
     """
-    compiled = _compile(tasks)
+    start = elapsed or Elapsed()
     stopwatch = timing.Stopwatch(clock)
-    loop_state = LoopState(state, History() if history is None else history, elapsed or Elapsed())
-    if isinstance(stop, int) or getattr(stop, "unit", None) == "steps":
-        loop_state.total_steps = getattr(stop, "value", stop)  # pyright: ignore[reportAttributeAccessIssue]
-    interruptible = interrupt.Interruptible()
-    callbacks = [callback for _, each in compiled for callback in each]
-    try:
-        with interruptible, stopwatch.counting("rest"):
-            _call(loop_state, stopwatch, [each for schedule, each in compiled if schedule is on_start])
-            called: set[int] = set()
-            for now, batch in elapse(dataset, stop=stop, start=loop_state.elapsed, stopwatch=stopwatch):
-                loop_state.elapsed, loop_state.batch = now, batch
-                called = {index for index, (schedule, _) in enumerate(compiled) if schedule(now)}
-                _call(loop_state, stopwatch, [each for index, (_, each) in enumerate(compiled) if index in called])
-                if loop_state.stop_iteration or interruptible.requested:
-                    break
-            if loop_state.elapsed.previous is not None and not loop_state.elapsed.is_last:
-                # Only now it is known that this was the last step.
-                now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
-                late = [
-                    each for index, (schedule, each) in enumerate(compiled) if index not in called and schedule(now)
-                ]
-                _call(loop_state, stopwatch, late)
-            _call(loop_state, stopwatch, [each for schedule, each in compiled if schedule is on_end])
-            for callback in callbacks:
-                loop_state.state = callback.finish(loop_state.state)
-    finally:
-        _close(callbacks)
+    batches = elapse(dataset, stop=stop, start=start, stopwatch=stopwatch)
+    loop_state = LoopState(state, History() if history is None else history, start, total_steps=_steps_of(stop, start))
+    entries = _compile(tasks, loop_state)
+    callbacks = list({id(each): each for entry in entries for each in entry.callbacks}.values())
+    checks.check_alive(state, "jf.loop")
+
+    with interrupt.Interruptible() as interruptible, _closing(callbacks, loop_state), stopwatch.counting("rest"):
+        _call([entry for entry in entries if entry.when is on_start], loop_state, stopwatch)
+        due: list[_Entry] = []
+        for now, batch in () if loop_state.stop_iteration else batches:
+            _end_row(loop_state)  # Not before: what waits for the last step belongs to the row of that step.
+            loop_state.elapsed, loop_state.batch = now, batch
+            due = [entry for entry in entries if entry.when(now)]
+            _call(due, loop_state, stopwatch)
+            if loop_state.stop_iteration or interruptible.requested:
+                break
+        if loop_state.elapsed is not start and not interruptible.requested:
+            # Where the data has ended, say, only now it is known that this was the last step.
+            now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
+            _call([entry.without(due) for entry in entries if entry.when(now)], loop_state, stopwatch)
+        _end_row(loop_state)
+        for callback in callbacks:
+            loop_state.state = callback.finish(loop_state.state)
+        _call([entry for entry in entries if entry.when is on_end], loop_state, stopwatch)
     return loop_state.state, loop_state.history, loop_state.elapsed.without_previous()
 
 
-def _call(loop_state: LoopState, stopwatch: timing.Stopwatch, due: Sequence[Sequence["_Compiled"]]) -> None:
-    """Calls callbacks, and makes a row of what they report."""
-    loop_state.logs, loop_state.outputs = Logs(), {}
-    for callback in (callback for callbacks in due for callback in callbacks):
+def _steps_of(stop: Any, start: Elapsed) -> int | None:
+    """How many steps a run shall come to, if its stop says so."""
+    if isinstance(stop, Schedule):
+        return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
+    return stop
+
+
+def _call(entries: Iterable["_Entry"], loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
+    for callback in (each for entry in entries for each in entry.callbacks):
         try:
-            with stopwatch.counting(callback.time_goes_to):
+            if callback.time_goes_to == "rest":  # As it does already.
                 callback(loop_state)
+            else:
+                with stopwatch.counting(callback.time_goes_to):
+                    callback(loop_state)
         except BaseException as error:
             error.add_note(f"in the callback {callback.name}, at step {loop_state.elapsed.steps}")
             raise
-    if loop_state.logs:
-        loop_state.history.commit(loop_state.elapsed, loop_state.logs)
+
+
+def _end_row(loop_state: LoopState) -> None:
+    """Puts what was reported in the history, for other callbacks to begin anew."""
+    _commit(loop_state)
     if loop_state.outputs:
         loop_state.history.add_outputs(loop_state.elapsed, loop_state.outputs)
+    loop_state.logs, loop_state.outputs = Logs(), {}
+    loop_state._in_history.clear()
 
 
-def _close(callbacks: Sequence["_Compiled"]) -> None:
-    errors = []
-    for callback in {id(callback.of): callback for callback in callbacks}.values():
-        try:
-            callback.close()
-        except Exception as error:
-            logging.exception("The callback %s could not be closed.", callback.name)
-            errors.append(error)
-    if errors:
-        raise errors[0]
+def _commit(loop_state: LoopState) -> None:
+    """Makes a row of what the history does not have yet."""
+    try:
+        if logs := loop_state._not_in_history():
+            loop_state.history.commit(loop_state.elapsed, logs)
+    except Exception as error:
+        loop_state.logs = Logs()  # Once is enough.
+        error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
+        raise
 
 
-# Callbacks -----------------------------------------------------------------------------------------
+def _write(loop_state: LoopState) -> None:
+    """Completes the file of the history, if it has one, up to here."""
+    if loop_state.history._path is not None:
+        _commit(loop_state)
+        loop_state._in_history = {path for path, _ in _entries(loop_state.logs)}
+        loop_state.history.flush()
 
 
-def _compile(tasks: Tasks) -> list[tuple[Schedule, list["_Compiled"]]]:
-    pairs = tasks.items() if isinstance(tasks, Mapping) else tasks
-    compiled = []
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Schedule):
-            raise TypeError(
-                "Tasks are {schedule: callbacks} or pairs (schedule, callbacks), such as {every(100): [save]}, got "
-                f"{pair[0] if isinstance(tasks, Mapping) else pair!r} in the place of "
-                f"{'a schedule' if isinstance(tasks, Mapping) else 'a pair'}."
-            )
-        schedule, callbacks = pair
+@contextlib.contextmanager
+def _closing(callbacks: Sequence["_Callback"], loop_state: LoopState) -> Iterator[None]:
+    """Closes the callbacks, however the loop ends. An error in that does not hide the one that ended the loop."""
+    has_failed, errors = True, []
+    try:
+        yield
+        has_failed = False
+    finally:
+        ends = [lambda: _end_row(loop_state), lambda: _write(loop_state), *(callback.close for callback in callbacks)]
+        names = ["The last row", "The file of the history", *(callback.name for callback in callbacks)]
+        for name, end in zip(names, ends, strict=True):
+            try:
+                end()
+            except Exception as error:
+                logging.exception("%s could not be finished.", name)
+                errors.append(error)
+        if errors and not has_failed:
+            raise errors[0]
+
+
+# Callbacks -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Entry:
+    """An entry of the tasks."""
+
+    when: Schedule | _Moment
+    callbacks: Sequence["_Callback"]
+
+    def without(self, called: Sequence["_Entry"]) -> "_Entry":
+        """What is left to call of it at a step where some entries were called: actions know by themselves."""
+        if self not in called:
+            return self
+        return _Entry(self.when, [each for each in self.callbacks if isinstance(each, _ActionCallback)])
+
+
+def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
+    """The entries of the tasks, checked. A callback that stands in several places is one."""
+    entries, known, reporters = [], {}, []
+    for when, callbacks in _pairs(tasks):
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-        compiled.append((schedule, [_compiled(callback) for callback in callbacks]))
-    return compiled
+        for callback in callbacks:
+            if id(callback) not in known:
+                known[id(callback)] = _as_callback(callback, loop_state, reporters)
+        entry = _Entry(when, [known[id(callback)] for callback in callbacks])
+        entries.append(entry)
+        if when is not on_end:
+            reporters += [each for each in entry.callbacks if not isinstance(each, _ActionCallback)]
+    return entries
 
 
-def _compiled(callback: Callback) -> "_Compiled":
-    if hasattr(callback, "__loop_callback__"):
-        return _Compiled(callback, lambda loop_state: (None, *callback.__loop_callback__(loop_state)))
+def _pairs(tasks: Tasks) -> Iterator[tuple[Schedule | _Moment, Any]]:
+    if not isinstance(tasks, Iterable) or isinstance(tasks, str):
+        raise TypeError(f"{_WHAT_TASKS_ARE}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")
+    for pair in tasks.items() if isinstance(tasks, Mapping) else tasks:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"{_WHAT_TASKS_ARE}, got {pair!r} in the place of a pair.")
+        when, callbacks = pair
+        if not isinstance(when, Schedule | _Moment):
+            raise TypeError(f"{_WHAT_TASKS_ARE}, got {when!r} in the place of a schedule.")
+        yield when, callbacks
+
+
+_WHAT_TASKS_ARE = "Tasks are {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
+
+
+def _as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["_Callback"]) -> "_Callback":
+    if isinstance(callback, _Tool):
+        return _ActionCallback(callback, callback.action, callback.monitor, loop_state, reporters)
+    if isinstance(callback, Action) or is_periodic(callback):
+        action = callback if isinstance(callback, Action) else PeriodicAction(callback)
+        return _ActionCallback(callback, action, None, loop_state, reporters)
     if isinstance(callback, Step):
-        return _Compiled(callback, functools.partial(_run_step, callback))
+        return _StepCallback(callback)
     if isinstance(callback, Loop):
-        return _Compiled(callback, functools.partial(_run_loop, callback))
-    if is_periodic(callback):
-        callback = PeriodicAction(callback)
-    if isinstance(callback, Action):
-        return _Compiled(callback, _ActionCallback(callback).call)
-    if not callable(callback):
+        return _LoopCallback(callback)
+    if inspect.isclass(callback) or not (callable(callback) or hasattr(callback, "__loop_callback__")):
         raise TypeError(
-            f"A callback is a function of up to four of (state, batch, elapsed, loop_state), an object with "
-            f"__loop_callback__, a Step, an Action or a Loop, got {callback!r}."
+            f"A callback is a function of up to four of ({', '.join(_ARGUMENTS)}), an object with __loop_callback__, a "
+            f"Step, an Action or a Loop, got {callback!r}."
         )
-    count, name = _num_arguments(callback), _name_of(callback)
-
-    def call(loop_state: LoopState) -> Any:
-        arguments = (loop_state.state, loop_state.batch, loop_state.elapsed, loop_state)
-        return _three(callback(*arguments[:count]), name)
-
-    return _Compiled(callback, call)
+    return _ObjectCallback(callback) if hasattr(callback, "__loop_callback__") else _FunctionCallback(callback)
 
 
-class _Compiled:
+class _Callback(abc.ABC):
     """A callback of any kind, called with the loop state alone."""
 
-    def __init__(self, of: Callback, call: Callable[[LoopState], tuple[Any, Any, Any]]):
+    def __init__(self, of: Callback):
         self.of = of
-        self.name = _name_of(of)
+        self.name = name_of(of)
         self.time_goes_to = getattr(of, "time_goes_to", "rest")
-        self._call = call
+        self.was_called = self.has_reported = self._reports_state = False
+
+    @abc.abstractmethod
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        """Calls it; returns `(outputs, logs, state)`, with None for what it leaves alone."""
 
     def __call__(self, loop_state: LoopState) -> None:
-        outputs, logs, state = self._call(loop_state)
+        outputs, reported, state = self.report(loop_state)
+        self.was_called = True
+        if reported and "updates" in reported:
+            reported = {name: value for name, value in reported.items() if name != "updates"}
+        if not self.has_reported and not (outputs is None and reported is None):
+            self._check_report(loop_state, outputs, reported, state)
+        if self._reports_state:
+            outputs, reported = jax.tree.map(_copied, (outputs, reported))
         if outputs is not None:
             loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {self.name: outputs})
-        if logs is not None:
-            loop_state.logs.merge({name: value for name, value in logs.items() if name != "updates"})
+        if reported:
+            loop_state.logs.merge(reported)
         if state is not None:
             loop_state.state = state
 
+    def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
+        """Looks closely at what it reports for the first time."""
+        self.has_reported = bool(reported)
+        if reported:
+            History().commit(loop_state.elapsed, reported)  # Raises here, where the callback is known.
+        # A later step may take the leaves of a state over (donate them).
+        leaves = {id(leaf) for leaf in jax.tree.leaves((loop_state.state, state)) if isinstance(leaf, jax.Array)}
+        self._reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, reported)))
+
     def finish(self, state: Any) -> Any:
-        return self.of.finish(state) if isinstance(self.of, Action | _Tool) else state
+        """Returns the state that the loop shall return."""
+        return state
 
-    def close(self) -> None:
-        if isinstance(self.of, Action | _Tool):
-            self.of.close()
-
-
-_ARGUMENTS = "(state, batch, elapsed, loop_state)"
+    def close(self) -> None:  # noqa: B027 (to override, or not)
+        """Finishes what was begun."""
 
 
-def _name_of(callback: Callback) -> str:
-    return getattr(callback, "__name__", None) or repr(callback)
+class _FunctionCallback(_Callback):
+    def __init__(self, of: Callable[..., Any]):
+        super().__init__(of)
+        self._num_arguments = _num_arguments(of)
+
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        arguments = _arguments(loop_state, self._num_arguments)
+        return outputs_logs_and_state(self.of(*arguments), self.name, loop_state.state)
 
 
-def _num_arguments(callback: Callable[..., Any]) -> int:
-    """How many positional arguments a callback takes; raises a `TypeError` that names it where that can't be."""
-    try:
-        parameters = inspect.signature(callback).parameters.values()
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"The signature of the callback {_name_of(callback)} can't be read: wrap it, lambda state: ..."
-        ) from None
-    required = [each for each in parameters if each.default is each.empty]
-    by_name = [each.name for each in required if each.kind is each.KEYWORD_ONLY]
-    if by_name:
-        raise TypeError(
-            f"The callback {_name_of(callback)} needs {', '.join(by_name)} by name, and callbacks get {_ARGUMENTS} by "
-            "position."
-        )
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return 4
-    positional = [each.name for each in required if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if len(positional) > 4:
-        raise TypeError(
-            f"The callback {_name_of(callback)} takes {len(positional)} arguments ({', '.join(positional)}); callbacks "
-            f"get up to four, {_ARGUMENTS}. Bind the others: functools.partial(...), or a default value."
-        )
-    return len(positional)
+class _ObjectCallback(_Callback):
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        return outputs_logs_and_state(self.of.__loop_callback__(loop_state), self.name, loop_state.state)
 
 
-def _three(result: Any, name: str) -> tuple[Any, Any, Any]:
-    """What a callback returned, as `(outputs, logs, state)`."""
-    is_plain_tuple = isinstance(result, tuple) and not hasattr(result, "_fields")
-    if is_plain_tuple and len(result) in (2, 3):
-        outputs, logs, state = result if len(result) == 3 else (None, *result)
-    elif isinstance(result, tuple):
-        raise TypeError(_wrong_result(name, f"a tuple of {len(result)}"))
-    elif isinstance(result, Mapping):
-        outputs, logs, state = None, result, None
-    else:
-        outputs, logs, state = None, None, result
-    if logs is not None and not isinstance(logs, Mapping):
-        raise TypeError(_wrong_result(name, f"logs that are no dictionary: {checks.describe(logs)}"))
-    return outputs, logs, state
+class _StepCallback(_Callback):
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        now = loop_state.elapsed
+        state, values = self.of.step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
+        return *_outputs_and_logs(values), state
 
 
-def _wrong_result(name: str, got: str) -> str:
-    return (
-        f"The callback {name} must return None, logs, (logs, state) or (outputs, logs, state), with None for what it "
-        f"leaves alone, got {got}. A state that is a tuple or a dictionary is returned as (None, state)."
-    )
+class _LoopCallback(_Callback):
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        state, outputs = self.of(loop_state.state, [loop_state.batch], num_steps=1)
+        if outputs.pop(types.STOP_LOOP, False):
+            loop_state.stop_iteration = True
+        # The statistics of one batch say nothing.
+        values = {name: value for name, value in metrics.summarize(outputs).items() if not name.startswith("jaxloop/")}
+        return *_outputs_and_logs(values), state
 
 
-def _run_step(step: Step, loop_state: LoopState) -> tuple[Any, Any, Any]:
-    state, outputs = step.step(
-        loop_state.state, loop_state.batch, loop_state.elapsed.steps - 1, elapsed=loop_state.elapsed
-    )
-    return (*_outputs_and_logs(outputs), state)
+class _ActionCallback(_Callback):
+    """Calls an action with what was logged since its last call, at most once at each step."""
 
-
-def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
-    """Scalars as metrics, all else as outputs."""
-    logs, outputs = Logs(), {}
-    for name, value in (values or {}).items():
-        if isinstance(value, Mapping):
-            logs[name] = value
-        elif np.ndim(value) == 0 and not isinstance(value, str | types.MetricWithMetadata):
-            logs.add_metric(name, value)
-        else:
-            outputs[name] = value
-    return outputs or None, logs
-
-
-def _run_loop(a_loop: Loop, loop_state: LoopState) -> tuple[Any, Any, Any]:
-    state, outputs = a_loop(loop_state.state, [loop_state.batch], num_steps=1)
-    if outputs.pop(types.STOP_LOOP, False):
-        loop_state.stop_iteration = True
-    return (*_outputs_and_logs(dict(metrics.summarize(outputs))), state)
-
-
-class _ActionCallback:
-    """Calls an action with what was logged since its last call."""
-
-    def __init__(self, action: Action):
+    def __init__(
+        self,
+        of: Callback,
+        action: Action,
+        monitor: str | None,
+        loop_state: LoopState,
+        reporters: Sequence[_Callback],
+    ):
+        super().__init__(of)
         if not isinstance(action.interval, Schedule) and action.interval != 1:
             raise ValueError(
                 f"{action!r} counts train loops, of which there are none here. Leave its interval out: the schedule "
                 "under which it stands says when it is called."
             )
-        self.action = action
-        self._seen: tuple[History | None, int, Elapsed] = (None, 0, Elapsed())  # The rows of which history, and so far.
+        self.time_goes_to = action.time_goes_to
+        self._action, self._monitor, self._reporters = action, monitor, reporters
+        self._was_measured = self._has_warned = False
+        self._newest = _NewestReady()
+        self._called_at: int | None = None
+        # Up to where it has seen the history: the next row, and what it has seen of that one already.
+        self._next_row, self._names_seen = len(loop_state.history), set[str]()
+        self._before = loop_state.elapsed
 
-    def call(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        interval = self.action.interval
-        if not isinstance(interval, Schedule) or interval(loop_state.elapsed):
-            outputs = self._outputs(loop_state)
-            self.action(
-                loop_state.state,
-                outputs,
-                step_num=loop_state.elapsed.steps,
-                elapsed=loop_state.elapsed,
-                history=loop_state.history if self.action.waits_for_outputs else None,
-                total_steps=loop_state.total_steps,
-            )
+    def report(self, loop_state: LoopState) -> tuple[None, None, None]:
+        action, now = self._action, loop_state.elapsed
+        if not action.waits_for_outputs:
+            self._newest.push(loop_state.logs)
+        is_due = not isinstance(action.interval, Schedule) or action.interval(now)
+        if is_due and self._called_at != now.steps:
+            self._called_at = now.steps
+            if action.time_goes_to == "checkpoints":  # What was logged up to a checkpoint is part of it.
+                _write(loop_state)
+            outputs, history = self._outputs(loop_state), loop_state.history if action.waits_for_outputs else None
+            if not self._is_measured(loop_state):
+                outputs, history = metrics.LoopOutputs(), None
+            total_steps = loop_state.total_steps
+            action(loop_state.state, outputs, step_num=now.steps, elapsed=now, history=history, total_steps=total_steps)
             if outputs.get(types.STOP_LOOP):
                 loop_state.stop_iteration = True
         return None, None, None
 
     def _outputs(self, loop_state: LoopState) -> metrics.LoopOutputs:
-        if not self.action.uses_outputs:
+        if not self._action.uses_outputs:
             return metrics.LoopOutputs()
-        if not self.action.waits_for_outputs:
-            return metrics.LoopOutputs(metrics.ready_scalars(_named(loop_state.logs)))
-        history, before = loop_state.history, Elapsed()
-        if self._seen[0] is history:
-            before = self._seen[2]
-            rows = history.rows[self._seen[1] :]
-        else:
-            rows = history.rows
-        pairs = [*rows, *([(loop_state.elapsed, metrics.fetch(loop_state.logs))] if loop_state.logs else [])]
-        self._seen = (history, len(history) + bool(loop_state.logs), loop_state.elapsed.without_previous())
-        outputs = metrics.LoopOutputs(num_examples=_num_samples([elapsed for elapsed, _ in pairs], before))
-        for _, logs in pairs:
+        if not self._action.waits_for_outputs:
+            return metrics.LoopOutputs(self._newest.scalars())
+        history = loop_state.history
+        rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
+        if coming := loop_state._not_in_history():
+            rows.append((loop_state.elapsed, metrics.fetch(coming)))
+        names_seen, self._names_seen, self._next_row = self._names_seen, set(_named(coming)), len(history)
+        outputs = metrics.LoopOutputs()
+        for elapsed, logs in rows:
+            if elapsed.steps != self._before.steps:  # Else it is the rest of a row.
+                outputs.num_examples.append(_num_examples(elapsed, self._before))
+                self._before = elapsed.without_previous()
             for name, value in _named(logs).items():
-                outputs.setdefault(name, []).append(value)
+                if name not in names_seen:
+                    outputs.setdefault(name, []).append(value)
+            names_seen = set()
+        if self._monitor is None:
+            outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
         return outputs
 
+    def _is_measured(self, loop_state: LoopState) -> bool:
+        """Whether what it monitors was measured so far. Raises if it can't come any more."""
+        if self._was_measured or self._monitor is None:
+            return True
+        paths = [*loop_state.history.paths(), *dict(_entries(loop_state.logs))]
+        end = "." + self._monitor.replace("/", ".").removeprefix("train.")
+        self._was_measured = any(f".{path.replace('/', '.')}".endswith(end) for path in paths)
+        if self._was_measured or not paths or not all(each.was_called for each in self._reporters):
+            return self._was_measured
+        there = ", ".join(sorted({path.replace(".", "/") for path in paths}))
+        text = f"Nothing named {self._monitor!r} was logged. There is: {there}."
+        if all(each.has_reported for each in self._reporters):
+            raise ValueError(f"{text} Give the name of one of them to {self.name}.")
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning("%s %s goes on waiting for it.", text, self.name)
+        return False
 
-def _num_samples(rows: Sequence[Elapsed], before: Elapsed) -> list[int]:
-    """How many examples each row stands for; for one that comes after steps without a row, the mean of these."""
-    counts = []
-    for elapsed in rows:
-        counts.append(max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1))
-        before = elapsed
-    return counts
+    def finish(self, state: Any) -> Any:
+        return self._action.finish(state)
+
+    def close(self) -> None:
+        self._action.close()
 
 
-def _named(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of logs, under their own names where these tell them apart, else with their collection's."""
-    entries = dict(_entries(logs))
-    names = [path.rpartition(".")[2] for path in entries]
-    return {
-        path.replace(".", "/") if names.count(name) > 1 or path.count(".") == 0 else name: value
-        for name, (path, value) in zip(names, entries.items(), strict=True)
-    }
+class _NewestReady:
+    """The newest logged values that are there already."""
+
+    def __init__(self):
+        # So many steps may be under way; of those before, the newest of each collection.
+        self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=64)
+        self._before = Logs()
+
+    def push(self, logs: Mapping[str, Any]) -> None:
+        """Takes in the logs of the next step; more may be added to them until the one after."""
+        if self._recent:
+            self._before.update(self._recent[-1])
+        self._recent.append(logs)
+
+    def scalars(self) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = {}
+        for logs in (*reversed(self._recent), self._before):
+            for collection in logs.keys() - found.keys():
+                ready = metrics.ready_scalars(_named({collection: logs[collection]}))
+                if ready:
+                    found[collection] = ready
+        # As in `_named`, a metric of the name of a loss is the one that is meant.
+        return {**found.pop("losses", {}), **{name: value for each in found.values() for name, value in each.items()}}
 
 
-# Tools ---------------------------------------------------------------------------------------------
+_ARGUMENTS = ("state", "batch", "elapsed", "loop_state")
+
+
+def _arguments(loop_state: LoopState, count: int) -> tuple[Any, ...]:
+    return (loop_state.state, loop_state.batch, loop_state.elapsed, loop_state)[:count]
+
+
+def _num_arguments(callback: Callable[..., Any]) -> int:
+    """How many arguments a callback takes; raises a `TypeError` that names it where it takes others than there are."""
+    names, _ = positional_arguments(callback)
+    takes = f"The callback {name_of(callback)} takes ({', '.join(names)}), and callbacks get up to four arguments by "
+    takes += f"position, ({', '.join(_ARGUMENTS)})."
+    if len(names) > len(_ARGUMENTS):
+        raise TypeError(f"{takes} Bind the others: functools.partial(...), or a default value.")
+    if any(name in _ARGUMENTS and name != _ARGUMENTS[index] for index, name in enumerate(names)):
+        count = max(_ARGUMENTS.index(name) for name in names if name in _ARGUMENTS) + 1
+        raise TypeError(f"{takes} Write ({', '.join(_ARGUMENTS[:count])}).")
+    return len(names)
+
+
+def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
+    """What a `Step` or a `Loop` reports: scalars as metrics, all else as outputs."""
+    reported, outputs = Logs(), {}
+    for name, value in (values or {}).items():
+        is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
+        value = value.value if is_scalar else value
+        if _is_number(value):
+            reported.add_metric(name, value)
+        elif isinstance(value, Mapping) and all(_is_number(each) for _, each in _entries(value)):
+            reported.merge({name: value})
+        else:
+            outputs[name] = value
+    return outputs or None, reported
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | int | float):
+        return True
+    is_numeric = lambda dtype: jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+    return isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and is_numeric(value.dtype)
+
+
+def _copied(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+# Tools -----------------------------------------------------------------------------------------------
 
 
 class _Tool:
-    """An action as a callback: in a task, by `**tool` at every step, and called by hand in a loop of your own."""
+    """An action as a callback: in tasks, there by `**tool` at every step, and called by hand in a loop of your own.
 
-    def __init__(self, action: Action):
-        self.action = action
-        self.time_goes_to = action.time_goes_to
-        self._callback = _ActionCallback(action)
+    Attributes:
+      action: the action.
+      monitor: the logged value that it watches, if any.
+    """
+
+    def __init__(self, text: str, action: Action, monitor: str | None = None):
+        self._text, self.action, self.monitor = text, action, monitor
         self._key = always()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__.lstrip('_').lower()}({self.action!r})"
-
-    def __loop_callback__(self, loop_state: LoopState) -> tuple[None, None]:
-        self._callback.call(loop_state)
-        return None, None
-
-    def finish(self, state: Any) -> Any:
-        return self.action.finish(state)
-
-    def close(self) -> None:
-        """Finishes what was begun. A `loop` does so by itself."""
-        self.action.close()
+        return self._text
 
     def keys(self) -> list[Schedule]:
+        """With `__getitem__`, what `{**tool}` takes."""
         return [self._key]
 
     def __getitem__(self, key: Schedule) -> list[Self]:
         if key is not self._key:
             raise KeyError(key)
         return [self]
+
+    def finish(self, state: Any) -> Any:
+        """Returns the state to go on with when the run is over. A `loop` does so by itself, and so all that follows."""
+        return self.action.finish(state)
+
+    def close(self) -> None:
+        """Finishes what was begun."""
+        self.action.close()
 
     def _call_action(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None) -> metrics.LoopOutputs:
         outputs = metrics.LoopOutputs({name: [value] for name, value in metrics.fetch(_named(logs or {})).items()})
@@ -564,10 +809,32 @@ class _Tool:
 
 
 class _Checkpoint(_Tool):
+    action: CheckpointAction
+
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None = None) -> None:
         """Saves the state of this step, and waits until it is on disk."""
         self._call_action(elapsed, state, logs)
         self.action.flush()
+
+    def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
+        """Reads what was saved last, or at a step: the state, laid out like `state`, and how far the run was.
+
+        Both go back into `loop(state, ..., elapsed=elapsed)`, with a dataset that goes on after `elapsed.steps`
+        batches. Without a checkpoint, the state comes back as it is, with `Elapsed()`.
+
+        Raises:
+          FileNotFoundError: there are checkpoints, but none of `step`.
+          ValueError: the checkpoint is of another state; the error lists the leaves that differ.
+        """
+        directory = self.action.directory
+        found = checkpoints.all_steps(directory)
+        if not found and step is None:
+            logging.info("No checkpoint found in %s", directory)
+            return state, Elapsed()
+        step = max(found) if step is None else step
+        noted = checkpoints.metadata(directory, step)
+        elapsed = Elapsed(**noted["elapsed"]) if "elapsed" in noted else Elapsed(step)
+        return checkpoints.restore(directory, step, checks.adopt(state)), elapsed
 
 
 def checkpoint(
@@ -575,7 +842,8 @@ def checkpoint(
 ) -> _Checkpoint:
     """Saves the state under its step; by hand, `checkpoint(elapsed, state, logs)`.
 
-    In a `loop` it saves asynchronously, and the loop's end waits for what is under way.
+    In a `loop` it saves asynchronously, and the loop's end waits for what is under way. `checkpoint(directory).restore`
+    reads it again.
 
     Args:
       directory: with one subdirectory a step; may be relative.
@@ -584,7 +852,7 @@ def checkpoint(
       mode: whether the best is the "min" or the "max".
     """
     best = None if monitor is None else (monitor, mode)
-    return _Checkpoint(CheckpointAction(directory, keep=keep, best=best))
+    return _Checkpoint(f"checkpoint({str(directory)!r})", CheckpointAction(directory, keep=keep, best=best), monitor)
 
 
 class _EarlyStopping(_Tool):
@@ -606,14 +874,21 @@ def early_stopping(
     Reading the value waits for the devices. The arguments are those of `EarlyStoppingAction`: patience counts the
     calls at which the value was logged, or is a period such as `after(steps=1000)`.
     """
-    return _EarlyStopping(EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best))
+    action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
+    return _EarlyStopping(f"early_stopping({monitor!r})", action, monitor)
 
 
 class _Bar(_Tool):
+    def __init__(self, text: str, action: Action):
+        super().__init__(text, action)
+        self._newest = _NewestReady()
+
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:
-        """Shows this step, and those of its values that are there already."""
-        ready = metrics.LoopOutputs(metrics.ready_scalars(_named(logs or {})))
-        self.action(None, ready, step_num=elapsed.steps, elapsed=elapsed, history=None)
+        """Shows this step, now and then, and the newest values that are there already."""
+        self._newest.push(logs or {})
+        if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
+            outputs = metrics.LoopOutputs(self._newest.scalars())
+            self.action(None, outputs, step_num=elapsed.steps, elapsed=elapsed, history=None)
 
 
 def keras_bar(total: int | None = None, **options: Any) -> _Bar:
@@ -626,172 +901,68 @@ def keras_bar(total: int | None = None, **options: Any) -> _Bar:
       total: steps of the run; None for what the loop's `stop` says.
       **options: of `ProgressAction`.
     """
-    return _Bar(ProgressAction(total, bar="keras", **options))
+    return _Bar("keras_bar()", ProgressAction(total, bar="keras", **options))
 
 
 def tqdm_bar(total: int | None = None, **options: Any) -> _Bar:
     """A bar of tqdm; else as `keras_bar`."""
-    return _Bar(ProgressAction(total, bar="tqdm", **options))
+    return _Bar("tqdm_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
 class _InnerLoop:
     time_goes_to = "evals"
 
-    def __init__(self, name: str, run: Callable[[Any], Any], aggregation: str | Callable[[list[Any]], Any]):
+    def __init__(self, name: str, run: Callable[..., Any], aggregation: str | Callable[[list[Any]], Any]):
         self.name, self._run, self._aggregation = name, run, aggregation
+        self._num_arguments = _num_arguments(run)
 
     def __repr__(self) -> str:
         return f"inner_loop({self.name!r})"
 
-    def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs, None]:
-        result = self._run(loop_state.state)
+    def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs | None, None]:
+        with interrupt.Interruptible() as interruptible:
+            result = self._run(*_arguments(loop_state, self._num_arguments))
+            if interruptible.requested:
+                return None, None  # Part of an evaluation is none.
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], History):
             raise TypeError(f"{self!r} must return (state, history, elapsed), as jf.loop does, got {result!r}.")
         if not checks.is_alive(loop_state.state):
             raise ValueError(
                 f"{self!r} has taken over (donated) the state of the loop around it, which can't go on. Evaluate with "
-                "jf.step, which leaves the state alone, or give the inner loop a copy: jax.tree.map(jnp.copy, state)."
+                "jf.step or an EvalLoop, which leave the state alone, or give the inner loop a copy: "
+                "jax.tree.map(jnp.copy, state)."
             )
-        means = _aggregate(result[1], self._aggregation)
-        inner = Logs({name: value for _, entries in means.items() for name, value in entries.items()})
-        return Logs({self.name: inner}), None
+        return Logs({self.name: Logs(_named(_aggregate(result[1], self._aggregation)))}), None
 
 
 def inner_loop(
     name: str,
-    run: Callable[[Any], tuple[Any, History, Elapsed]],
+    run: Callable[..., tuple[Any, History, Elapsed]],
     aggregation: str | Callable[[list[Any]], Any] = "mean",
 ) -> _InnerLoop:
     """Evaluation inside training: a callback that runs another loop, and reports what it comes to under a name.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`.
+    An evaluation that Ctrl-C has cut short reports nothing.
 
     Args:
       name: the collection of the reported values.
-      run: gets the state, and returns what `loop` returns. The state that it returns is left alone.
+      run: takes what a callback takes, and returns what `loop` returns. The state that it returns is left alone.
       aggregation: "mean", weighted by examples, "sum", "min", "max", "last", or a function of the list of values.
     """
-    if aggregation not in _AGGREGATIONS and not callable(aggregation):
-        raise ValueError(f"aggregation must be one of {', '.join(_AGGREGATIONS)} or a function, got {aggregation!r}.")
+    if aggregation != "mean" and aggregation not in _REDUCTIONS and not callable(aggregation):
+        raise ValueError(
+            f"aggregation must be one of mean, {', '.join(_REDUCTIONS)} or a function, got {aggregation!r}."
+        )
     return _InnerLoop(name, run, aggregation)
 
 
-_AGGREGATIONS: dict[str, Callable[[list[Any], list[int]], Any]] = {
-    "mean": lambda values, weights: float(np.average(np.array(values, np.float64), weights=weights)),
-    "sum": lambda values, weights: sum(values),
-    "min": lambda values, weights: min(values),
-    "max": lambda values, weights: max(values),
-    "last": lambda values, weights: values[-1],
-}
+# Compiled functions ----------------------------------------------------------------------------------
 
 
-def _aggregate(rows: Iterable[Any], how: str | Callable[[list[Any]], Any]) -> Logs:
-    """What the logs of rows come to, by collection and name."""
-    pairs = list(rows)
-    counts = _num_samples([elapsed for elapsed, _ in pairs], Elapsed())
-    found: dict[tuple[str, str], tuple[list[Any], list[int]]] = {}
-    for (_, logs), count in zip(pairs, counts, strict=True):
-        for path, value in _entries(metrics.fetch(logs)):
-            collection, _, name = path.rpartition(".")
-            values, weights = found.setdefault((collection or "metrics", name), ([], []))
-            values.append(value)
-            weights.append(count)
-    aggregate = (lambda values, weights: how(values)) if callable(how) else _AGGREGATIONS[how]
-    logs = Logs()
-    for (collection, name), (values, weights) in found.items():
-        logs.add(collection, name, aggregate(values, weights))
-    return logs
-
-
-# Compiled steps ------------------------------------------------------------------------------------
-
-
-class _PureStep(FunctionStep):
-    """Its batch is a pair: the batch itself, and what is replicated."""
-
-    def shard_batch(self, batch: Any) -> Any:
-        own, broadcasts = batch
-        return (super().shard_batch(own) if self.train else self._shard_short_batch(own)), broadcasts
-
-
-class _Compilable:
-    """A pure function as a callback: compiled, and sharded by a partitioner."""
-
-    def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, donate: bool):
-        self._num_arguments = _num_arguments(fn)
-        if self._num_arguments < 2:
-            raise TypeError(
-                f"{_name_of(fn)} must take (state, batch), and may take (state, batch, broadcasts, statics)."
-            )
-        functools.update_wrapper(self, fn)
-        self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
-        self._steps: dict[Hashable, Step] = {}
-
-    def __repr__(self) -> str:
-        return f"{'train_step' if self._train else 'step'}({_name_of(self._fn)})"
-
-    def __loop_callback__(self, loop_state: LoopState) -> tuple[Logs | None, Any]:
-        outputs, logs, state = self._run(loop_state.state, loop_state.batch, None, None)
-        loop_state.outputs.update(outputs or {})
-        return logs, state
-
-    def __call__(self, state: Any, batch: types.Batch, broadcasts: Any = None, statics: Hashable = None) -> Any:
-        """Runs the function: `(logs, state)`, or `(outputs, logs, state)` where it returns outputs.
-
-        Args:
-          state: the state.
-          batch: a host batch, split over the devices.
-          broadcasts: any pytree, the same on all devices.
-          statics: a hashable value; each one compiles anew.
-        """
-        outputs, logs, state = self._run(state, batch, broadcasts, statics)
-        return (logs, state) if outputs is None else (outputs, logs, state)
-
-    def _run(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
-        given = {"broadcasts": (broadcasts, 3), "statics": (statics, 4)}
-        for name, (value, place) in given.items():
-            if value is not None and self._num_arguments < place:
-                raise TypeError(f"{self!r} was given {name}, which its function does not take as argument {place}.")
-        if statics not in self._steps:
-            step = _PureStep(functools.partial(self._pure, statics), self._partitioner, train=self._train)
-            step.compile(**({} if self._donate else {"donate_argnums": ()}))
-            self._steps[statics] = step
-        state, found = self._steps[statics].step(state, (batch, broadcasts))
-        return (found or {}).get("outputs"), (found or {}).get("logs"), state
-
-    def _pure(self, statics: Hashable, state: Any, packed: tuple[Any, Any]) -> tuple[Any, Any]:
-        arguments = (*packed, statics)[: self._num_arguments - 1]
-        call = lambda state: _three(self._fn(state, *arguments), _name_of(self._fn))
-        outputs, logs, new_state = self._gradient_update(call, state) if self._train else call(state)
-        found = {"outputs": outputs, "logs": None if logs is None else Logs().merge(logs)}
-        return (state if new_state is None else new_state), found
-
-    def _gradient_update(self, call: Callable[[Any], tuple[Any, Any, Any]], state: Any) -> tuple[Any, Any, Any]:
-        if not hasattr(state, "params") or not hasattr(state, "apply_gradients"):
-            raise TypeError(
-                f"{self!r} takes a TrainState, with params and apply_gradients, got {checks.describe(state)}."
-            )
-
-        def sum_of_losses(params: Any) -> tuple[jax.Array, Any]:
-            outputs, logs, new_state = call(state.replace(params=params))
-            losses = dict(_entries((logs or {}).get("losses", {})))
-            if not losses:
-                raise ValueError(f"{self!r} logged no loss to take the gradient of: logs.add_loss('loss', loss).")
-            for name, loss in losses.items():
-                if np.shape(loss):
-                    raise ValueError(f"{self!r} logged the loss {name!r}, {checks.describe(loss)}: take its mean.")
-            return sum(losses.values()), (outputs, logs, new_state)  # pyright: ignore[reportReturnType]
-
-        grads, (outputs, logs, new_state) = jax.grad(sum_of_losses, has_aux=True)(state.params)
-        state = (state if new_state is None else new_state).replace(params=state.params)
-        updates = dict(logs).pop("updates", None)
-        if updates:
-            state = state.update_variables(dict(updates))
-        return (
-            outputs,
-            {name: each for name, each in logs.items() if name != "updates"},
-            models.apply_gradients(state, grads),
-        )
+class _CompiledStep(CompiledFunction):
+    def __loop_callback__(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        return self.call(loop_state.state, loop_state.batch, None, None)
 
 
 def step(
@@ -799,25 +970,28 @@ def step(
 ) -> Any:
     """Makes a callback of a pure function `fn(state, batch, [broadcasts, statics])`, as a decorator or by hand.
 
-    It is compiled, and sharded by the partitioner: the batch is split, broadcasts are replicated, statics are hashable
-    and compiled in. It returns what a callback returns.
+    It is compiled, and sharded by the partitioner: the batch is split, or replicated if its rows do not divide over the
+    devices; broadcasts are replicated, statics are hashable and compiled in. It returns what a callback returns. In a
+    `loop`, broadcasts and statics are None: to give them, call it in a callback.
+
+    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`
 
     Args:
       fn: the function.
       partitioner: where the state and the batches live; None for one device.
-      donate: whether the state is taken over, so that its memory serves for the new one. A step that returns a new
-        state is up to a third faster then.
+      donate: whether the state is taken over, so that its memory serves for the new one.
     """
     if fn is None:
         return functools.partial(step, partitioner=partitioner, donate=donate)
-    return _Compilable(fn, partitioner or partition.SingleDevicePartitioner(), train=False, donate=donate)
+    return _CompiledStep(fn, partitioner, donate=donate)
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
     """As `step`, and takes the gradient of the sum of the losses that `fn` logged by `add_loss`, and updates the state.
 
-    The state is a `TrainState`, and is taken over (donated). What `fn` adds to the logs' `updates`
-    (`logs.add("updates", "batch_stats", ...)`), or returns as a state, is taken over too.
+    The state is a `TrainState`, and is taken over (donated). What the forward pass changed is taken over too, where
+    `fn` returns it in a state, or adds it to the logs' `updates`: `logs.add("updates", "batch_stats", batch_stats)`,
+    and for an NNX model all that changed, under any name. The rows of a batch must divide over the devices.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples
@@ -832,4 +1006,4 @@ def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Part
     """
     if fn is None:
         return functools.partial(train_step, partitioner=partitioner)
-    return _Compilable(fn, partitioner or partition.SingleDevicePartitioner(), train=True, donate=True)
+    return _CompiledStep(fn, partitioner, train=True, donate=True)

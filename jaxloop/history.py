@@ -164,7 +164,8 @@ class History:
 
         With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
         last line that a killed process left incomplete is dropped too. Where no row is kept, the old file stays beside
-        the new one, as `<path>.before`: somebody may have run a program twice who did not mean to.
+        the new one, as `<path>.before`: somebody may have run a program twice who did not mean to. Of several such
+        files the longest stays.
 
         Args:
           steps: where the run goes on, the number of completed updates; 0 to start anew.
@@ -182,7 +183,9 @@ class History:
         kept = [row for row in rows if row.elapsed.steps <= steps]
         if self._path is not None and not (is_in_order and len(kept) == len(rows)):
             if rows and not kept and self._path.exists():
-                self._path.rename(f"{self._path}.before")
+                before = epath.Path(f"{self._path}.before")
+                if not before.exists() or before.stat().length <= self._path.stat().length:
+                    self._path.replace(before)
             _write(self._path, kept)
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
         self._rows, self._columns, self._paths_by_end = [], {}, {}
@@ -280,6 +283,12 @@ class History:
             shortest = min(columns.values(), key=lambda column: len(column.rows))
             longer = [set(column.rows) for column in columns.values() if column is not shortest]
             numbers = [number for number in shortest.rows if all(number in rows for rows in longer)]
+            if not numbers:
+                logging.warning(
+                    "No row of the history has all of %s, so the lists are empty. Train metrics and each evaluation "
+                    "have rows of their own: collect them one after the other.",
+                    ", ".join(names),
+                )
         lists = []
         for end in wanted:
             if end in columns:

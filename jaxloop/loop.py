@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import numbers
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from jaxloop import checks, interrupt, metrics, timing, types
 from jaxloop.schedules import Elapsed, Schedule, at
@@ -48,6 +50,7 @@ class Loop:
         self._stopwatch = timing.Stopwatch(clock)
         self._time_offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
         self._time_before_step = 0.0  # By the stopwatch.
+        self._ahead: tuple[Any, list[types.Batch]] = (None, [])  # An iterator, and what was drawn from it too early.
         self._looked = Elapsed()  # How far the training was at the last look.
         self._before_step = Elapsed()  # For the step's own actions: how far it was after the step before.
         self._num_examples: list[int] = []
@@ -182,51 +185,53 @@ class Loop:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         outputs = metrics.LoopOutputs()
         queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch)
-        stopwatch = self._stopwatch
-        place, step_name = "the dataset", repr(self._step)
+        ahead = self._batches_ahead(dataset)
+        place, step_name, num_examples = "the dataset", repr(self._step), 0
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         try:
             for number in itertools.count() if num_steps is None else range(num_steps):
                 place = "the dataset"
-                time_before = stopwatch.training  # As of the last look below.
-                stopwatch.switch("data")
+                time_before = self._stopwatch.training  # As of the last look below.
                 try:
-                    batch = self._get_next_batch(dataset)
+                    batch = ahead.pop() if ahead else self._draw(dataset)
                 except StopIteration:
                     break
-                finally:
-                    stopwatch.switch("rest")
                 self._time_before_step = time_before
                 place = step_name
                 num_examples = self._step.num_examples(batch)
                 state, step_outputs = self._run_one_step(state, batch, number)
                 self._newest_state = state
-                self._num_examples.append(num_examples)
-                self._samples += num_examples
-                stopwatch.steps += 1
-                stopwatch.samples += num_examples
-                if self._returns_new_state:
-                    self._step_num += 1
+                self._count_step(num_examples)
                 for arrived in queue.push(step_outputs, state):
                     outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
-                    self._was_interrupted = True
                     break
-                # After the last step, `end` does what is to be done.
-                is_event = self._step_num >= next_step or stopwatch.training >= next_time
+                is_event = self._step_num >= next_step or self._stopwatch.training >= next_time
                 if is_event and number + 1 != num_steps:
+                    now = self._now(self._loops_ended())
+                    if now.is_last:
+                        break
+                    # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
+                    place = "the dataset"
+                    try:
+                        ahead.append(self._draw(dataset))
+                    except StopIteration:
+                        break
                     place = "the actions"
-                    outputs, goes_on = self._at_event(state, outputs, queue)
+                    outputs, goes_on = self._at_event(now, state, outputs, queue)
                     if not goes_on:
                         break
                     next_step, next_time = self._next_event()
+            self._was_interrupted = self._interrupt.requested
             outputs = self._drain(queue, outputs)
         except BaseException as error:
             if self._step.rescued_state is not None:  # Only what came after the update has failed.
                 self._newest_state = self._step.rescued_state
-                self._step_num += 1
+                self._count_step(num_examples)
             error.add_note(f"in {place}, after step {self._step_num}, in {self!r}")
             raise
+        finally:
+            self._ahead = (dataset, ahead)
         return state, outputs
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -242,6 +247,26 @@ class Loop:
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)
         return loop_outputs
+
+    def _batches_ahead(self, dataset: Iterator[types.Batch]) -> list[types.Batch]:
+        """The batch, if any, that an earlier call has drawn from this iterator without running its step."""
+        drawn_from, ahead = self._ahead
+        return ahead if drawn_from is dataset else []
+
+    def _draw(self, dataset: Iterator[types.Batch]) -> types.Batch:
+        self._stopwatch.switch("data")
+        try:
+            return self._get_next_batch(dataset)
+        finally:
+            self._stopwatch.switch("rest")
+
+    def _count_step(self, num_examples: int) -> None:
+        self._num_examples.append(num_examples)
+        self._samples += num_examples
+        self._stopwatch.steps += 1
+        self._stopwatch.samples += num_examples
+        if self._returns_new_state:
+            self._step_num += 1
 
     # When something happens inside the loop: what the layers above fill in ------------------------------
 
@@ -273,8 +298,12 @@ class Loop:
         """The `step_num` from which on `_at_event` wants to be asked, and the time by the stopwatch."""
         return NEVER
 
+    def _now(self, loops: int) -> Elapsed:
+        """As `_look`, and whether this is the last step of the run."""
+        return self._look(loops)
+
     def _at_event(
-        self, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
         """Called after a step that is an event; returns the outputs, and whether the loop goes on."""
         raise NotImplementedError
@@ -358,7 +387,8 @@ def elapse(
 
     Args:
       dataset: the batches.
-      stop: after which step to end; an int counts steps. None for as long as there is data.
+      stop: after which step to end; an int counts steps. None for as long as there is data. Data that ends before is
+        said in the log.
       start: how far an earlier run was.
       stopwatch: counts the time, where some of it is not training. None to count all.
       clock: tells the time in seconds; not asked where there is a stopwatch.
@@ -366,8 +396,8 @@ def elapse(
     Yields:
       `(elapsed, batch)`, where `elapsed` counts this batch too: within the first, `elapsed.steps == 1`.
     """
-    if isinstance(stop, int) and not isinstance(stop, bool):
-        stop = at(steps=stop)
+    if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
+        stop = at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):
         raise TypeError(f"stop must be a number of steps, or a Schedule such as at(steps=10_000), got {stop!r}.")
     return _elapse(as_iterator(dataset), stop, start or Elapsed(), stopwatch or timing.Stopwatch(clock))
@@ -376,18 +406,38 @@ def elapse(
 def _elapse(
     iterator: Iterator[types.Batch], stop: Schedule | None, elapsed: Elapsed, stopwatch: timing.Stopwatch
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
-    offset = elapsed.time - stopwatch.training_secs()
+    start, offset = elapsed, elapsed.time - stopwatch.training_secs()
+    is_over = stop is not None and stop.stops(elapsed.previous or elapsed, elapsed)
+    if is_over:
+        logging.warning("Nothing is left to do: the run is at step %d, where stop=%r ends it.", elapsed.steps, stop)
     with stopwatch.counting("rest"):
-        while stop is None or not stop.stops(elapsed.previous or elapsed, elapsed):
-            with stopwatch.counting("data"):
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            stopwatch.steps += 1
+        while not is_over:
+            stopwatch.switch("data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                _warn_of_early_end(start, elapsed, stop)
+                return
+            except BaseException as error:
+                error.add_note(f"in the dataset, after step {elapsed.steps}")
+                raise
+            finally:
+                stopwatch.switch("rest")
             samples = checks.num_examples(batch) or 1
+            stopwatch.steps += 1
             stopwatch.samples += samples
-            elapsed = elapsed.advance(samples=samples, time=offset + stopwatch.training_secs())
-            if stop is not None and stop.stops(elapsed.previous or elapsed, elapsed):
-                elapsed = dataclasses.replace(elapsed, is_last=True)
-            yield elapsed, batch
+            elapsed = elapsed.advance(samples=samples, time=offset + stopwatch.training)
+            is_over = stop is not None and stop.stops(elapsed.previous or elapsed, elapsed)
+            yield dataclasses.replace(elapsed, is_last=True) if is_over else elapsed, batch
+
+
+def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
+    if elapsed.steps == start.steps:
+        logging.warning(
+            "The dataset had no batch, so no step was run. An iterator gives its batches only once: make a new one for "
+            "each loop, or give a list."
+        )
+    elif stop is not None:
+        logging.warning(
+            "The dataset ended at step %d, before stop=%r. Repeat it, or leave stop out.", elapsed.steps, stop
+        )

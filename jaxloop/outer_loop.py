@@ -53,9 +53,9 @@ class OuterLoop:
       train_loop: None to evaluate only.
       eval_loops: one for each `EvalSpec` of the call.
       checkpoint_spec: where to resume from, or what to evaluate. None to do neither.
-      workdir: the directory of the file `history.jsonl`, to which each row of the history is written at once, and
-        which a resumed run continues. None for that of the checkpoints, where something is trained; for no file, where
-        there is no `checkpoint_spec` either.
+      workdir: the directory of the file `history.jsonl` (`eval_history.jsonl` without a train loop), to which each row
+        of the history is written at once, and which a resumed run continues. None for that of the checkpoints, where
+        something is trained; for no file, where there is no `checkpoint_spec` either.
       log_interval: when the train metrics since the last time make a row of the history, as an action's interval: an
         int counts train loops.
 
@@ -90,7 +90,12 @@ class OuterLoop:
         self._rescued_state: Any = None
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
-        self._history = History(None if workdir is None else epath.Path(workdir) / HISTORY_FILE)
+        if not isinstance(log_interval, Schedule):
+            checks.check_positive("OuterLoop.log_interval", log_interval)
+        if len({id(loop) for loop in self._loops}) < len(self._loops):
+            raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
+        file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
+        self._history = History(None if workdir is None else epath.Path(workdir) / file)
         self._log_interval = log_interval
         self._spent = Spent()
 
@@ -154,8 +159,8 @@ class OuterLoop:
         tally = Tally(self._loops)
         self._rescued_state = None
         spent_before = self._loops[0].spent
-        self._join_loops(eval_specs, Run(self._history, train_total_steps, stop=stop))
         try:
+            self._join_loops(eval_specs, Run(self._history, train_total_steps, stop=stop and stop.as_stop()))
             with self._interrupt, self._loops[0].stopwatch.counting("rest"):
                 if self._train_loop is not None:
                     state, outputs = self._train(
@@ -172,14 +177,14 @@ class OuterLoop:
                     outputs = self._evaluate_checkpoints(tally, state, self._checkpoint_spec, eval_specs)
                 else:
                     context = EvalContext(is_continuous_eval=False, step_num=_step_num(state), loop_count=0)
+                    self._history.resume(context.step_num - 1)
                     outputs = self._evaluate(tally, state, eval_specs, context, Elapsed(context.step_num))
+                if not self._interrupt.requested:
+                    state = _finish_actions(self._loops, state)
         except BaseException as error:
             self._rescue_state(tally, save=isinstance(error, Exception))
             self._close_actions(raise_errors=False)
             raise
-        if not self._interrupt.requested:
-            for action in _unique_actions(self._loops):
-                state = action.finish(state)
         self._close_actions(raise_errors=True)
         self._spent = self._loops[0].spent - spent_before
         logging.info("%s", self._spent)
@@ -229,6 +234,7 @@ class OuterLoop:
     def _join_loops(self, eval_specs: Sequence[EvalSpec], run: Run) -> None:
         """Makes the loops part of one run: their actions are closed here, however it ends."""
         for loop in self._loops:
+            loop.detach_all()
             loop.run_info = dataclasses.replace(run)
         if self._train_loop is not None:
             self._train_loop.attach(_Recorder(self._history, "train", self._log_interval))
@@ -245,7 +251,8 @@ class OuterLoop:
         dataset, elapsed, batches_to_skip = as_iterator(train_dataset), None, 0
         if self._checkpoint_spec is not None:
             state, elapsed, batches_to_skip = self._resume(train_loop, state, self._checkpoint_spec)
-        step_num = _step_num(state) if hasattr(state, "step") or elapsed is None else elapsed.steps
+        step_num = _step_num(state) if hasattr(state, "step") else (elapsed or train_loop.elapsed).steps
+        train_loop.first_batch = batches_to_skip if epochs is not None else 0
         if elapsed is not None or step_num != train_loop.step_num:  # Else it goes on where the last call ended.
             for loop in self._loops:
                 loop.resume(elapsed or Elapsed(step_num))
@@ -253,6 +260,9 @@ class OuterLoop:
         if loop_steps is not None:
             self._set_loop_counts(step_num // loop_steps, eval_specs)
         self._history.resume(step_num)
+        if elapsed is not None and not self._catch_up(tally, state, eval_specs, elapsed, batches_to_skip, total_steps):
+            logging.info("Stopped at step %d, as an evaluation asked.", step_num)
+            return state, None
         ends = {
             f"stop={run.stop!r}": run.stop is not None and run.stop.stops(train_loop.elapsed, train_loop.elapsed),
             f"train_total_steps={total_steps}": total_steps is not None and step_num >= total_steps,
@@ -264,7 +274,6 @@ class OuterLoop:
                 return state, None
         if epochs is not None and batches_to_skip:
             _skip(dataset, batches_to_skip)
-            train_loop.first_batch = batches_to_skip
         if log_total_steps:
             logging.info("Training from step %d to %s.", step_num, total_steps or run.stop or "the end of the dataset")
         tally.newest, tally.has_begun = (state, step_num), True
@@ -299,8 +308,11 @@ class OuterLoop:
             if train_loop.elapsed.is_last:
                 break
             if num_steps is None or steps_run < num_steps:
-                if epochs is None or train_loop.loop_count >= epochs or dataset is train_dataset:
-                    self._report_end_of_data(step_num, total_steps)
+                if epochs is not None and train_loop.loop_count >= epochs:
+                    logging.info("The last of train_epochs=%d ended at step %d.", epochs, step_num)
+                    break
+                if epochs is None or dataset is train_dataset:
+                    self._report_end_of_data(step_num, total_steps, is_empty=step_num == first_step)
                     break
                 _check_epoch(train_loop, train_dataset, steps_run)
                 dataset = as_iterator(train_dataset)
@@ -342,15 +354,18 @@ class OuterLoop:
             state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
             if saved:
                 metadata = checkpoint.metadata(spec.checkpoint_dir, saved[-1])
-                elapsed = Elapsed(**metadata.get("elapsed", {"steps": saved[-1]}))
+                previous = Elapsed(**metadata["previous"]) if "previous" in metadata else None
+                elapsed = Elapsed(**metadata.get("elapsed", {"steps": saved[-1]}), previous=previous)
                 batches = metadata.get("batches_in_loop", 0)
                 logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
         spec.stopped_file.unlink(missing_ok=True)
         return state, elapsed, batches
 
-    def _report_end_of_data(self, step_num: int, total_steps: int | None) -> None:
-        if total_steps is not None and step_num < total_steps:
+    def _report_end_of_data(self, step_num: int, total_steps: int | None, is_empty: bool) -> None:
+        if is_empty and total_steps is None:
+            logging.warning("The train dataset gave no batch: nothing was trained. Is it an iterator that was used up?")
+        elif total_steps is not None and step_num < total_steps:
             logging.warning(
                 "The train dataset ended at step %d of train_total_steps=%d; the run ends here. Repeat the dataset "
                 "(.repeat()) to go on, or lower train_total_steps.",
@@ -375,6 +390,24 @@ class OuterLoop:
         context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
         return not _asks_to_stop(self._evaluate(tally, state, eval_specs, context, elapsed))
 
+    def _catch_up(self, tally, state, eval_specs, elapsed: Elapsed, batches_in_loop: int, total_steps) -> bool:
+        """Evaluates what is due at the step of a checkpoint and has no row, because the run ended in the evaluation.
+
+        Returns whether the run goes on.
+        """
+        if elapsed.previous is None:
+            return True
+        loop_has_ended = batches_in_loop == 0 and elapsed.loops > elapsed.previous.loops
+        elapsed = dataclasses.replace(elapsed, is_last=elapsed.steps == total_steps)
+        measured = {name for row in self._history.rows if row.elapsed.steps == elapsed.steps for name in row.logs}
+        context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
+        due = [
+            (loop, spec)
+            for loop, spec, name in zip(self._eval_loops, eval_specs, _names(eval_specs), strict=True)
+            if name not in measured and (spec.schedule or loop_has_ended) and _is_due(spec, context, elapsed)
+        ]
+        return not _asks_to_stop(self._evaluate_all(tally, state, due, elapsed))
+
     def _evaluate_inside(self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], elapsed: Elapsed) -> bool:
         """Evaluates what a schedule asks for inside a train loop; returns whether the run goes on."""
         scheduled = [pair for pair in zip(self._eval_loops, eval_specs, strict=True) if pair[1].schedule is not None]
@@ -385,13 +418,13 @@ class OuterLoop:
     def _evaluate_all(self, tally, state, due, elapsed: Elapsed) -> metrics.LoopOutputs | None:
         last, stop = None, False
         for loop, spec in due:
-            if spec.schedule is not None and tally.evaluated_at.get(id(spec)) == elapsed.steps:
+            if spec.schedule is not None and tally.evaluated_at.get(id(loop)) == elapsed.steps:
                 continue
-            tally.evaluated_at[id(spec)] = elapsed.steps
-            dataset = as_iterator(spec.dataset) if spec.dataset_iterator is None else spec.dataset_iterator
+            tally.evaluated_at[id(loop)] = elapsed.steps
             loop.run_info.elapsed = elapsed
             with self._counting_eval():
-                _, last = loop(state, dataset, spec.num_steps, return_state_from_step=False)
+                dataset = spec.dataset if spec.dataset_iterator is None else spec.dataset_iterator
+                _, last = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
                 self._check_evaluated(tally, spec, tally.count(loop))
                 if loop.was_interrupted:
                     break
@@ -506,6 +539,16 @@ class OuterLoop:
 
 def _step_num(state: Any) -> int:
     return int(metrics.fetch(getattr(state, "step", 0)))
+
+
+def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
+    for action in _unique_actions(loops):
+        try:
+            state = action.finish(state)
+        except Exception as error:
+            error.add_note(f"when {action!r} finished the run")
+            raise
+    return state
 
 
 def _skip(dataset: Any, batches: int) -> None:

@@ -105,6 +105,10 @@ class Schedule(abc.ABC):
         """Whether a run that stops by this schedule is over at `now`."""
         return self.fires(before, now)
 
+    def as_stop(self) -> "Schedule":
+        """The same as the stop of a run: a point that has been reached stays so, `at(...)` being `after(...)`."""
+        return self
+
     def reached(self, now: Elapsed) -> bool:
         """Whether a run is at this point or past it; what `elapsed >= at(...)` asks.
 
@@ -300,6 +304,9 @@ class _At(_Counted):
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now)
 
+    def as_stop(self) -> Schedule:
+        return After(self.unit, self.value)
+
 
 class After(_Counted):
     """What `after(...)` makes: a schedule, and `then`."""
@@ -420,6 +427,9 @@ class _Or(Schedule):
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.one.stops(before, now) or self.other.stops(before, now)
 
+    def as_stop(self) -> Schedule:
+        return _Or(self.one.as_stop(), self.other.as_stop())
+
     def reached(self, now: Elapsed) -> bool:
         return any([self.one.reached(now), self.other.reached(now)])
 
@@ -453,6 +463,9 @@ class _And(Schedule):
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.one.stops(before, now) and self.other.stops(before, now)
+
+    def as_stop(self) -> Schedule:
+        return _And(self.one.as_stop(), self.other.as_stop())
 
     def reached(self, now: Elapsed) -> bool:
         return all([self.one.reached(now), self.other.reached(now)])

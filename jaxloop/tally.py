@@ -21,7 +21,7 @@ class Tally:
         self.newest: tuple[Any, int] | None = None
         self.has_begun = False
         self.short_evaluations: set[int] = set()
-        self.evaluated_at: dict[int, int] = {}  # For each spec with a schedule, the step of its last evaluation.
+        self.evaluated_at: dict[int, int] = {}  # For each eval loop, the step of its last evaluation by a schedule.
 
     def count(self, loop: ActionLoop) -> int:
         """Counts the loop's last call; returns how many steps it ran."""
@@ -52,7 +52,7 @@ class Tally:
                 lines.append(f"{loop!r}: {_why_not(spec)} never let it run after one of the {train_loops} train loops")
         if lines:
             logging.warning(
-                "Never called in this run:\n  %s.\nA smaller interval would make them run.", ";\n  ".join(lines)
+                "Never called in this run:\n  %s.\nAnother interval would make them run.", ";\n  ".join(lines)
             )
 
 

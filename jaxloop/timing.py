@@ -30,8 +30,8 @@ class Spent:
       samples: examples in them.
 
     >>> print(Spent(data=6.3, device=3.0, rest=0.7, steps=500, samples=16_000))
-    500 steps in 10.0 s (50.0 a second): 63% of the time was spent waiting for data, 30% waiting for the devices, 7%
-    starting the steps.
+    500 steps in 10.0 s (50.0 a second of training): 63% of the time was spent waiting for data, 30% waiting for the
+    devices, 7% starting the steps.
     """
 
     data: float = 0.0
@@ -66,7 +66,7 @@ class Spent:
         total = max(self.total, 1e-9)
         shares = sorted(((getattr(self, kind) / total, name) for kind, name in _NAMES.items()), reverse=True)
         told = [f"{share:.0%} {name}" for share, name in shares if share >= 0.005]
-        head = f"{self.steps:,} steps in {_readable(self.total)} ({self.steps_per_sec:,.1f} a second)"
+        head = f"{self.steps:,} steps in {_readable(self.total)} ({self.steps_per_sec:,.1f} a second of training)"
         if not told:
             return f"{head}."
         first, *others = told

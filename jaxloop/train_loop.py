@@ -7,6 +7,7 @@ from typing import Any
 from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
 
 
@@ -40,12 +41,12 @@ class TrainLoop(ActionLoop):
         return super().end(state, outputs)
 
     def _at_event(
-        self, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
         is_ready = getattr(getattr(state, "step", None), "is_ready", None)
         if is_ready is not None and is_ready():
             self._check_count(state)
-        return super()._at_event(state, outputs, queue)
+        return super()._at_event(now, state, outputs, queue)
 
     def _check_count(self, state: Any) -> None:
         if self._count_is_checked or not hasattr(state, "step"):

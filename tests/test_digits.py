@@ -4,28 +4,37 @@ import contextlib
 import functools
 import io
 import os
+import pathlib
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from sklearn import datasets, model_selection
 
+import jaxloop
 from jaxloop.examples import digits
-from jaxloop.metrics import LoopOutputs
 
-run_short = functools.partial(digits.run, dataset="digits", train_steps=30, batch_size=32, learning_rate=2e-3, seed=0)
+run_short = functools.partial(digits.run, dataset="digits", train_steps=30, batch_size=16, learning_rate=2e-3, seed=0)
+
+
+class Run(NamedTuple):
+    workdir: pathlib.Path
+    state: jaxloop.TrainState
+    printed: str
+    at_step_25: pathlib.Path
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_loops():
+def tests_of_short_runs():
     # Optax raises floats to the power of an integer count, which strict promotion refuses.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setattr(digits, "STEPS_PER_LOOP", 10)
+        patch.setattr(digits, "WHEN_TO_TEST", jaxloop.every(steps=10) | jaxloop.last())
         yield
 
 
@@ -45,43 +54,6 @@ def compile_once(tmp_path_factory):
         jax.config.update(name, value)
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """A short run from its start to its end: its directory, its state, what it printed."""
-    workdir = tmp_path_factory.mktemp("unbroken")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        state, _ = run_short(str(workdir))
-    return workdir, state, printed.getvalue()
-
-
-def assert_same_bits(state, expected):
-    assert jax.tree.structure(state) == jax.tree.structure(expected)
-    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(leaf, other)
-
-
-def test_a_short_run_learns_and_leaves_checkpoints_and_events(unbroken):
-    workdir, state, printed = unbroken
-    losses = [float(loss) for loss in re.findall(r"train loss (\S+)", printed)]
-    assert len(losses) == 3
-    assert losses == sorted(losses, reverse=True)
-    assert state.step == 30
-    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"10", "20", "30"}
-    assert list(workdir.glob("events.out.tfevents.*"))
-
-
-def test_a_finished_run_says_so_and_shows_its_result_again(unbroken, capsys):
-    workdir, state, printed = unbroken
-    again, accuracy = run_short(str(workdir))
-    assert_same_bits(again.params, state.params)
-    shown = capsys.readouterr().out
-    assert "Finished already, at step 30." in shown
-    assert "steps/s" not in shown
-    line = f"test accuracy  {accuracy:.2%}"
-    assert line in shown
-    assert line in printed
-
-
 def fail():
     raise OSError("the disk has gone")
 
@@ -90,8 +62,8 @@ def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
 
 
-def digits_broken_at(step, happening):
-    """The digits, but something happens when the batch of a step is drawn."""
+def digits_interrupted_at(step, happening):
+    """The digits, but something happens when the batch after a step is drawn."""
 
     def load(batch_size, seed):
         data = load_digits(batch_size, seed)
@@ -108,29 +80,96 @@ def digits_broken_at(step, happening):
     return load
 
 
-@pytest.mark.parametrize("happening", [fail, press_ctrl_c])
-def test_a_run_that_was_broken_off_ends_with_the_parameters_of_an_unbroken_one(
-    happening, unbroken, tmp_path, monkeypatch, capsys
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A short run from its start to its end: its directory, its state, what it printed; its directory after step 25."""
+    workdir, at_step_25 = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.mktemp("killed")
+    keep = lambda: shutil.copytree(workdir, at_step_25, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*tmp*"))
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(digits, "load_digits", digits_interrupted_at(25, keep))
+        state, _ = run_short(workdir)
+    return Run(workdir, state, printed.getvalue(), at_step_25)
+
+
+def measured(workdir):
+    """What a run has measured, and after how many steps and samples."""
+    history = jaxloop.History.load(workdir / "history.jsonl")
+    return [(row.elapsed.steps, row.elapsed.samples, row.logs) for row in history]
+
+
+def assert_same_training(state, expected):
+    """Compares what training has come to, bit by bit."""
+    for one, other in [
+        (state.step, expected.step),
+        (state.params, expected.params),
+        (state.opt_state, expected.opt_state),
+    ]:
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_short_run_learns_and_leaves_checkpoints_events_and_its_history(unbroken):
+    workdir, state, printed, _ = unbroken
+    history = jaxloop.History.load(workdir / "history.jsonl")
+    assert history.collect("steps", "train.loss")[0] == [1, 10, 20, 30]
+    steps, losses = history.collect("steps", "test.loss")
+    assert steps == [10, 20, 30]
+    assert losses == sorted(losses, reverse=True)
+    assert state.step == 30
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"10", "20", "30", "STOPPED"}
+    assert list(workdir.glob("events.out.tfevents.*"))
+    assert re.search(r"^30 steps in .* of the time was spent .*\.$", printed, re.MULTILINE)
+
+
+def test_a_finished_run_says_so_and_shows_its_result_and_its_curves_again(unbroken, capsys):
+    workdir, state, printed, _ = unbroken
+    curves = workdir / "learning_curves.png"
+    drawn = curves.read_bytes()
+    curves.unlink()
+    again, accuracy = run_short(workdir)
+    assert_same_training(again, state)
+    shown = capsys.readouterr()
+    assert "Finished already, at step 30." in shown.out
+    assert not shown.err  # No progress.
+    line = f"test accuracy    {accuracy:.2%}"
+    assert line in shown.out
+    assert line in printed
+    assert drawn.startswith(b"\x89PNG")
+    assert curves.read_bytes() == drawn
+
+
+def test_a_run_that_was_broken_off_twice_ends_with_the_parameters_of_an_unbroken_one(
+    unbroken, tmp_path, monkeypatch, capsys
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(digits, "load_digits", digits_broken_at(17, happening))
-        if happening is fail:
-            with pytest.raises(OSError, match="the disk has gone"):
-                run_short(str(tmp_path))
-        else:
-            run_short(str(tmp_path))
-            assert "Stopped before step 30. Run the same command again to go on." in capsys.readouterr().out
+        patch.setattr(digits, "load_digits", digits_interrupted_at(0, press_ctrl_c))
+        run_short(tmp_path)
+    assert "Stopped before step 30. Run the same command again to go on." in capsys.readouterr().out
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk has gone"):
+        patch.setattr(digits, "load_digits", digits_interrupted_at(17, fail))
+        run_short(tmp_path)
+    assert "Resumed at step 1." in capsys.readouterr().out  # Ctrl-C lets a step end.
 
-    state, _ = run_short(str(tmp_path))
+    state, _ = run_short(tmp_path)
 
-    assert_same_bits((state.step, state.params, state.opt_state), (30, unbroken[1].params, unbroken[1].opt_state))
-    assert re.search(r"Resumed at step 1[78]\.", capsys.readouterr().out)  # Not from the start.
+    assert "Resumed at step 17." in capsys.readouterr().out
+    assert_same_training(state, unbroken.state)
+
+
+def test_a_run_that_was_killed_ends_with_the_parameters_and_the_history_of_an_unbroken_one(unbroken, capsys):
+    assert measured(unbroken.at_step_25)[-1][0] == 20
+
+    state, _ = run_short(unbroken.at_step_25)
+
+    assert re.search(r"Resumed at step [12]0\.", capsys.readouterr().out)
+    assert_same_training(state, unbroken.state)
+    assert measured(unbroken.at_step_25) == measured(unbroken.workdir)
 
 
 def test_more_steps_train_a_finished_run_further(unbroken, tmp_path, capsys):
-    shutil.copytree(unbroken[0], tmp_path, dirs_exist_ok=True)
-    state, _ = run_short(str(tmp_path), train_steps=40)
-    assert state.step == 40
+    shutil.copytree(unbroken.workdir, tmp_path, dirs_exist_ok=True)
+    state, _ = run_short(tmp_path, train_steps=31)
+    assert state.step == 31
     assert "Resumed at step 30." in capsys.readouterr().out
 
 
@@ -160,26 +199,14 @@ def test_the_training_batches_are_a_function_of_the_step():
 def test_a_missing_package_is_one_line_that_says_what_to_install(dataset, module, remedy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=remedy):
-        run_short(str(tmp_path), dataset=dataset)
-
-
-@pytest.mark.parametrize("isatty, ends", [(True, ["\r", "\r", "\n"]), (False, ["\n", "\n"])])
-def test_progress_is_one_line_on_a_terminal_and_several_elsewhere(isatty, ends, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: isatty)
-    progress = digits.Progress(total_steps=20)
-    for step_num in (10, 20):
-        progress(None, LoopOutputs({"loss": [1.0], digits.STAT_STEPS_PER_SEC: 50.0}, [32]), step_num=step_num)
-        progress(None, LoopOutputs({"loss": [2.0], "accuracy": [0.5]}, [899]), step_num=step_num)
-    progress.close()
-    lines = [f"step {n:5}/20     50 steps/s   train loss 1.0000   test accuracy  50.00%" for n in (10, 20)]
-    assert capsys.readouterr().out == "".join(a + b for a, b in zip([*lines, ""], [*ends, ""], strict=False))
+        run_short(tmp_path, dataset=dataset)
 
 
 def test_mnist_comes_through_tensorflow_datasets(tmp_path):
     import tensorflow_datasets as tfds
 
     with tfds.testing.mock_data(num_examples=40):
-        state, accuracy = run_short(str(tmp_path), dataset="mnist", train_steps=2, batch_size=8)
+        state, accuracy = run_short(tmp_path, dataset="mnist", train_steps=2, batch_size=8)
     assert state.step == 2
     assert 0 <= accuracy <= 1
 
@@ -190,10 +217,13 @@ def test_the_command_reads_the_held_out_digits_as_well_as_it_says(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
     finished = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-    table = dict(re.findall(r"^  (\w+(?: \w+)?)  +(\S.*)$", finished.stdout, re.MULTILINE))
+    table = dict(re.findall(r"^  (\w+(?: \w+)*)  +(\S.*)$", finished.stdout, re.MULTILINE))
     assert float(table["test accuracy"].rstrip("%")) >= 97.5
     assert float(table["test loss"]) < 0.1
     assert table["steps"] == "600"
     assert float(table["seconds"]) < 60
-    assert (tmp_path / table["checkpoints"] / "600").is_dir()
+    for step in ("500", "550", "600", table["best at step"]):
+        assert (tmp_path / table["checkpoints"] / step).is_dir()
+    assert (tmp_path / table["learning curves"]).is_file()
     assert list((tmp_path / "runs/digits").glob("events.out.tfevents.*"))
+    assert "step 600 of 600 (100%)" in finished.stderr

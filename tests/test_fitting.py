@@ -302,3 +302,36 @@ def test_progress_is_shown_where_asked_for(capsys):
     shown = capsys.readouterr().err
     assert "step 16 of 16" in shown
     assert "eval: loss" in shown
+
+
+def test_data_of_unknown_length_show_progress_too(capsys):
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8).filter(lambda batch: True)
+    state, _ = fit_linear(dataset, progress="plain")
+    assert int(state.step) == 16
+    assert "step 16" in capsys.readouterr().err
+
+
+def test_the_best_checkpoint_has_been_saved_whenever_evaluations_are(tmp_path, recorded):
+    """The learning rate spoils everything after step 21."""
+    rate = optax.piecewise_constant_schedule(0.1, {21: 100.0})
+    options = {"num_steps": 40, "eval_data": DICTS, "eval_every": every(7), "workdir": tmp_path}
+    with jax.numpy_dtype_promotion("standard"):  # Optax's.
+        _, history = fit_linear(optimizer=optax.sgd(rate), **options)
+    steps, losses = history.collect("steps", "eval.loss")
+    assert steps[int(np.nanargmin(losses))] == 21
+    assert jaxloop.checkpoint.all_steps(tmp_path / "checkpoints") == [21, 40]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"monitor": "eval/loss"}, "without a workdir there is none"),
+        ({"eval_every": 2}, "fit got eval_every=2 without eval_data"),
+        ({"metrics": [squared]}, "metrics takes functions by name"),
+    ],
+)
+def test_nothing_is_silently_ignored(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        fit_linear(**options)

@@ -289,9 +289,9 @@ def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(write
             return interrupted(batches, 3)
 
     step, state, batches = examples.tiny_regression()
-    eval_loop = EvalLoop(step, end_actions=[actions.SummaryAction(writer)])
+    eval_loops = [EvalLoop(step, end_actions=[actions.SummaryAction(writer)]) for _ in range(2)]
     train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
-    outer_loop = OuterLoop(train_loop, [eval_loop, eval_loop])
+    outer_loop = OuterLoop(train_loop, eval_loops)
     state, outputs = outer_loop(state, batches, 100, 10, eval_specs=[EvalSpec(Dataset()), EvalSpec(batches)])
     assert int(state.step) == 10 and len(outputs["loss"]) == 10
     assert writer.written == [] and checkpoint.all_steps(tmp_path) == [10]

@@ -1,5 +1,6 @@
 """Whole runs: evaluations by schedule, the history and what is resumed of it, time, epochs."""
 
+import _thread
 import itertools
 import json
 import time
@@ -485,3 +486,152 @@ def test_how_far_a_loop_is_can_be_asked_and_set():
     assert (loop.elapsed.steps, loop.elapsed.samples, loop.elapsed.loops) == (4, 32, 1)
     loop.resume(Elapsed(100, 800, 60.0, 10))
     assert loop.elapsed == Elapsed(100, 800, pytest.approx(60.0), 10)
+
+
+# Ends in awkward places --------------------------------------------------------------------------------
+
+
+class BreaksOnce:
+    """A dataset whose iteration of a number is broken off, by an exception or by Ctrl-C, after one batch."""
+
+    def __init__(self, batches, number, how):
+        self.batches, self.number, self.how = batches, number, how
+
+    def __iter__(self):
+        self.number -= 1
+        for index, batch in enumerate(self.batches):
+            if self.number == 0 and index == 1:
+                if self.how == "exception":
+                    raise OSError("the disk is gone")
+                _thread.interrupt_main()
+            yield batch
+
+
+@pytest.mark.parametrize("how", ["exception", "ctrl-c"])
+@pytest.mark.parametrize("schedule", [every(4), every(loops=1), None], ids=repr)
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how, tmp_path, assert_same):
+    def experiment(workdir, eval_dataset):
+        step, state, batches = examples.tiny_regression()
+        options = {"checkpoint_spec": CheckpointSpec(workdir), "train_dataset": batches[:5], "train_epochs": 5}
+        save = actions.CheckpointAction(workdir, every(10))
+        specs = [EvalSpec(eval_dataset, schedule=schedule, name="test")]
+        return run(state, step, None, train_actions=[save], eval_specs=specs, **options)
+
+    batches = examples.tiny_regression()[2][:3]
+    whole, state, _ = experiment(tmp_path / "whole", batches)
+    try:
+        experiment(tmp_path / "broken", BreaksOnce(batches, number, how))
+    except OSError as error:
+        assert "the disk is gone" in str(error)
+    resumed, same, _ = experiment(tmp_path / "broken", batches)
+    assert int(same.step) == 25
+    assert_same(state, same)
+    assert resumed.history.collect("steps", "test.loss") == whole.history.collect("steps", "test.loss")
+
+
+def test_ctrl_c_in_an_action_inside_an_epoch_is_inside_it(tmp_path, assert_same):
+    class Press(Seen):
+        def __call__(self, state, outputs, **kwargs):
+            _thread.interrupt_main()
+
+    def experiment(workdir, train_actions=()):
+        step, state, batches = examples.tiny_regression()
+        options = {"checkpoint_spec": CheckpointSpec(workdir), "train_dataset": batches[:5], "train_epochs": 4}
+        return run(state, step, None, train_actions=[*train_actions, actions.CheckpointAction(workdir, 1)], **options)
+
+    _, state, _ = experiment(tmp_path / "whole")
+    experiment(tmp_path / "broken", [Press(at(7))])
+    resumed, same, _ = experiment(tmp_path / "broken")
+    assert int(same.step) == 20
+    assert_same(state, same)
+    assert resumed.history.collect("steps", "loops", "train.loss")[:2] == ([5, 10, 15, 20], [1, 2, 3, 4])
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation_also_at_the_end_of_an_epoch(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    scores = iter([3.0, 1.0, 2.0, 4.0])
+
+    class Scored(EvalLoop):
+        def end(self, state, outputs):
+            outputs["score"] = next(scores)
+            return super().end(state, outputs)
+
+    save = actions.CheckpointAction(tmp_path, every(5), keep=1, best=("eval/score", "min"))
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), [Scored(type(step)(step.base_prng, step.model))])
+    outer_loop(state, batches[:5], eval_specs=[EvalSpec(batches[:1], schedule=every(loops=1))], train_epochs=4)
+    assert jaxloop.checkpoint.all_steps(tmp_path) == [10, 20]
+    assert save.best_step == 10
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps"),
+    [(at(steps=50) & at(samples=800), 100), (at(samples=80) & at(steps=30), 30), (at(10) & every(7), 14)],
+    ids=repr,
+)
+def test_a_stop_of_two_conditions_waits_for_both(stop, steps):
+    step, state, _ = examples.tiny_regression()
+    _, state, _ = run(state, step, 200, stop=stop)
+    assert int(state.step) == steps
+
+
+def test_a_step_whose_end_raises_has_been_counted(tmp_path, assert_same):
+    def experiment(fails_at):
+        tiny, state, batches = examples.tiny_regression()
+
+        class Fails(type(tiny)):
+            calls = 0
+
+            def end(self, state, outputs):
+                self.calls += 1
+                if self.calls == fails_at:
+                    raise RuntimeError("at its end")
+                return state, outputs
+
+        step = Fails(tiny.base_prng, tiny.model, tiny.optimizer, train=True)
+        options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": batches[:5], "train_epochs": 4}
+        save = actions.CheckpointAction(tmp_path, 1)
+        return run(state, step, None, train_actions=[save], **options)
+
+    with pytest.raises(RuntimeError, match="at its end"):
+        experiment(8)
+    outer_loop, state, _ = experiment(None)
+    assert int(state.step) == 20
+    assert outer_loop.history[-1].elapsed.samples == 160
+
+
+def test_an_action_that_can_not_finish_is_named_and_all_are_closed():
+    class Fails(Seen):
+        closed = False
+
+        def finish(self, state):
+            raise RuntimeError("no way back")
+
+        def close(self):
+            self.closed = True
+
+    step, state, batches = examples.tiny_regression()
+    action = Fails()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]))
+    with pytest.raises(RuntimeError, match="no way back") as caught:
+        outer_loop(state, batches, 10)
+    assert any("when Fails(interval=1) finished the run" in note for note in caught.value.__notes__)
+    assert action.closed
+
+
+def test_one_spec_may_serve_two_loops_and_a_loop_one_spec():
+    step, state, batches = examples.tiny_regression()
+    spec = EvalSpec(batches[:2], schedule=every(5))
+    outer_loop, _, _ = run(state, step, 10, eval_specs=[spec, spec])
+    assert outer_loop.history.collect("steps", "eval.loss")[0] == [5, 10]
+    assert outer_loop.history.collect("eval.loss") == outer_loop.history.collect("eval_2.loss")
+    loop = EvalLoop(type(step)(step.base_prng, step.model))
+    with pytest.raises(ValueError, match="OuterLoop got one loop twice"):
+        OuterLoop(TrainLoop(step), [loop, loop])
+
+
+def test_progress_shows_values_also_right_after_an_action_that_waited():
+    shown = Seen(every(1), waits_for_outputs=False)
+    step, state, batches = examples.tiny_regression()
+    TrainLoop(step, end_actions=[Seen(every(1)), shown])(state, batches, num_steps=10)
+    assert all("loss" in outputs for _, outputs, _ in shown.calls)

@@ -3,9 +3,10 @@
     python -m jaxloop.examples.digits --workdir=runs/digits
     tensorboard --logdir=runs/digits
 
-Run the first command again and it resumes: a run that was killed goes on from its newest checkpoint to the very same
-parameters, a finished one shows its result, and --train_steps=1200 trains it further. With --dataset=mnist
---workdir=runs/mnist the same network reads the 70,000 digits of MNIST.
+In runs/digits are then checkpoints, TensorBoard events, all that was measured (history.jsonl) and its picture
+(learning_curves.png). Run the first command again and it resumes: a run that was killed goes on from its newest
+checkpoint to the very same parameters, a finished one shows its result, and --train_steps=1200 trains it further. With
+--dataset=mnist --workdir=runs/mnist the same network reads the 70,000 digits of MNIST.
 """
 
 import itertools
@@ -23,9 +24,10 @@ from absl import app, flags
 from flax import linen as nn
 
 import jaxloop
-from jaxloop.stat_loop import STAT_STEPS_PER_SEC
+from jaxloop import checkpoint
 
-STEPS_PER_LOOP = 50  # After each loop: a test, a checkpoint, a summary, a new line of progress.
+WHEN_TO_LOG = jaxloop.first() | jaxloop.every(steps=10)
+WHEN_TO_TEST = jaxloop.every(steps=50) | jaxloop.last()  # And to save a checkpoint.
 
 
 class CNN(nn.Module):
@@ -124,39 +126,13 @@ def load_mnist(batch_size: int, seed: int) -> Data:
     return Data((28, 28, 1), train_batches, tfds.as_numpy(test))
 
 
-class Progress(jaxloop.Action):
-    """Shows how the run goes: on a terminal in one line that is rewritten in place, elsewhere in a line each time.
-
-    An end action of the train loop and of the eval loop alike: the first brings the loss, the second the accuracy.
-    """
-
-    def __init__(self, total_steps: int):
-        super().__init__()
-        self._total_steps = total_steps
-        self._trained = {}
-        # After a carriage return the cursor waits at the start of the line, and whatever comes next replaces it.
-        self._line_end = "\r" if sys.stdout.isatty() else "\n"
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        scalars = jaxloop.summarize(outputs)
-        if STAT_STEPS_PER_SEC in scalars:  # Which only the train loop measures.
-            self._trained = scalars
-            return
-        speed, loss = self._trained[STAT_STEPS_PER_SEC], self._trained["loss"]
-        line = f"step {step_num:5}/{self._total_steps}   {speed:4.0f} steps/s   train loss {loss:.4f}   "
-        print(f"{line}test accuracy {scalars['accuracy']:7.2%}", end=self._line_end, flush=True)
-
-    def close(self):
-        if self._line_end == "\r":
-            print()  # Keeps the last line.
-
-
 def run(
-    workdir: str, dataset: str, train_steps: int, batch_size: int, learning_rate: float, seed: int
+    workdir: pathlib.Path, dataset: str, train_steps: int, batch_size: int, learning_rate: float, seed: int
 ) -> tuple[jaxloop.TrainState, float]:
     """Trains to `train_steps`, from the newest checkpoint if there is one; returns the state and its test accuracy."""
     start_time = time.perf_counter()
-    checkpoint_dir = pathlib.Path(workdir) / "checkpoints"
+    checkpoint_dir, curves_file = workdir / "checkpoints", workdir / "learning_curves.png"
+    first_step = max(checkpoint.all_steps(checkpoint_dir), default=0)
     print(f"{dataset}: {train_steps} steps of {batch_size} images, in {workdir}", flush=True)
 
     data = {"digits": load_digits, "mnist": load_mnist}[dataset](batch_size, seed)
@@ -165,42 +141,54 @@ def run(
     keys = {"params": params_key, "shift": shift_key, "dropout": dropout_key}
     train_step = ClassifierStep(keys, CNN(), optax.adamw(schedule), train=True)
     eval_step = ClassifierStep(keys, CNN())
-
     state = train_step.initialize_model([1, *data.image_shape], train=False)
-    state = train_step.restore_model(state, checkpoint_dir)
-    first_step = int(state.step)
+
     if first_step >= train_steps:
         print(f"Finished already, at step {first_step}. A larger --train_steps goes on, another --workdir starts anew.")
+        state = train_step.restore_model(state, checkpoint_dir)
     else:
         if first_step:
             print(f"Resumed at step {first_step}.", flush=True)
-        writer, progress = jaxloop.default_writer(workdir), Progress(train_steps)
-        train_actions = [jaxloop.SummaryAction(writer), jaxloop.CheckpointAction(checkpoint_dir), progress]
-        test_actions = [jaxloop.SummaryAction(writer, prefix="eval/"), progress]
-        train_loop = jaxloop.TrainLoop(train_step, end_actions=train_actions, stat_names=[STAT_STEPS_PER_SEC])
-        test_loop = jaxloop.EvalLoop(eval_step, end_actions=test_actions, stat_names=[])
-        state, _ = jaxloop.OuterLoop(train_loop, [test_loop])(
+        writer = jaxloop.default_writer(workdir)
+        train_actions = [
+            jaxloop.ProgressAction(),
+            jaxloop.SummaryAction(writer, WHEN_TO_LOG),
+            # Keeps the newest three, and the best beside them.
+            jaxloop.CheckpointAction(checkpoint_dir, WHEN_TO_TEST, best=("test/accuracy", "max")),
+        ]
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(train_step, end_actions=train_actions),
+            [jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="test/")])],
+            jaxloop.CheckpointSpec(checkpoint_dir),  # Goes on from the newest of them.
+            workdir=workdir,
+            log_interval=WHEN_TO_LOG,
+        )
+        state, _ = outer_loop(
             state,
             train_dataset=data.train_batches(first_step),
             train_total_steps=train_steps,
-            train_loop_steps=STEPS_PER_LOOP,
-            eval_specs=[jaxloop.EvalSpec(data.test_batches)],
+            eval_specs=[jaxloop.EvalSpec(data.test_batches, schedule=WHEN_TO_TEST, name="test")],
         )
         writer.close()
+        print(outer_loop.spent)
 
     # A loop without actions: it writes no second summary of a step that has one.
-    _, outputs = jaxloop.EvalLoop(eval_step, stat_names=[])(state, iter(data.test_batches))
+    _, outputs = jaxloop.EvalLoop(eval_step)(state, data.test_batches)
     test = jaxloop.summarize(outputs)
+    # The rows of outer_loop.history, from their file: a finished run has no outer loop.
+    jaxloop.History.load(workdir / "history.jsonl").plot("loss", "accuracy").savefig(curves_file)
     table = {
         "test accuracy": f"{test['accuracy']:.2%}",
         "test loss": f"{test['loss']:.4f}",
         "steps": f"{int(state.step):,}",
+        "best at step": checkpoint.best_step(checkpoint_dir),
         "parameters": f"{train_step.num_params:,}",
         "seconds": f"{time.perf_counter() - start_time:.1f}",
+        "learning curves": curves_file,
         "checkpoints": checkpoint_dir,
         "events": f"{workdir} (tensorboard --logdir={workdir})",
     }
-    print("\n".join(f"  {name:<15}{value}" for name, value in table.items()))
+    print("\n".join(f"  {name:<17}{value}" for name, value in table.items()))
     if state.step < train_steps:
         print(f"Stopped before step {train_steps}. Run the same command again to go on.")
     return state, test["accuracy"]
@@ -210,12 +198,13 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"It takes flags only, got {' '.join(argv[1:])!r}.")
     options = flags.FLAGS
-    run(options.workdir, options.dataset, options.train_steps, options.batch_size, options.learning_rate, options.seed)
+    workdir = pathlib.Path(options.workdir)
+    run(workdir, options.dataset, options.train_steps, options.batch_size, options.learning_rate, options.seed)
 
 
 if __name__ == "__main__":
     # Defined only here, so that a test may import several drivers whose flags have the same names.
-    flags.DEFINE_string("workdir", "runs/digits", "Where checkpoints and TensorBoard events go.")
+    flags.DEFINE_string("workdir", "runs/digits", "Where checkpoints, curves and TensorBoard events go.")
     flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "What to read.")
     flags.DEFINE_integer("train_steps", 600, "Optimizer updates in all, those before a resume included.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 32, "Images in a batch.", lower_bound=1)

@@ -1,0 +1,362 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import Mesh
+
+import jaxloop
+from jaxloop import examples, metrics, partition
+from jaxloop import functional as jf
+from jaxloop.function_step import FunctionStep
+
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(8, 3)).astype(np.float32), "y": RNG.normal(size=(8, 1)).astype(np.float32)}
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x)))
+
+
+def new_state(cls=jaxloop.TrainState):
+    model = Network()
+    variables = model.init(jax.random.key(0), BATCH["x"])
+    params, batch_stats = variables["params"], variables["batch_stats"]
+    return cls.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), batch_stats=batch_stats)
+
+
+def regression(state, batch):
+    """Learns."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    predicted, updates = state.apply_fn(variables, batch["x"], train=True, mutable=["batch_stats"])
+    logs = jf.logs().add_loss("loss", jnp.mean((predicted - batch["y"]) ** 2)).merge({"updates": updates})
+    return logs.add_metric("mean", jnp.mean(predicted))
+
+
+def values_of(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+# FunctionStep ----------------------------------------------------------------------------------------
+
+
+def test_a_function_step_runs_in_any_loop_with_any_state():
+    @FunctionStep
+    def step(state, batch):
+        return {"sum": state["sum"] + batch["x"].sum(), "n": state["n"] + 1}, {"n": state["n"]}
+
+    start = {"sum": jnp.float32(0), "n": 0}
+    state, outputs = jaxloop.TrainLoop(step)(start, [BATCH] * 5)
+    assert (int(state["n"]), [int(n) for n in outputs["n"]]) == (5, [0, 1, 2, 3, 4])
+    assert repr(step) == "FunctionStep(step, train=False)" and step.compute_num_params(state) == 2
+    same, outputs = jaxloop.EvalLoop(step)(state, [BATCH] * 2)
+    assert same is state and [int(n) for n in outputs["n"]] == [5, 5]
+
+
+def test_a_function_step_has_no_model():
+    step = FunctionStep(lambda state, batch: (state, None), train=True)
+    with pytest.raises(TypeError, match="has no model: make the state yourself"):
+        step.initialize_model([1, 3])
+    with pytest.raises(TypeError, match="takes a function"):
+        FunctionStep(BATCH)  # type: ignore
+    assert step.compute_num_params(new_state()) == values_of(new_state().params).size
+
+
+def test_a_function_step_turns_tensors_into_arrays():
+    class Tensor:
+        """Like that of TensorFlow."""
+
+        def __init__(self, value):
+            self.value = value
+
+        def numpy(self):
+            return self.value
+
+    Tensor.__module__ = "tensorflow.python"
+    _, outputs = FunctionStep(lambda state, batch: (state, {"x": batch["x"]})).step(jnp.float32(0), {"x": Tensor(3)})
+    assert int(outputs["x"]) == 3
+
+
+# Pure functions, compiled ----------------------------------------------------------------------------
+
+
+def test_results_do_not_depend_on_the_number_of_devices(data_parallel):
+    def evaluation(state, batch, broadcasts):
+        variables = {"params": state.params, "batch_stats": state.batch_stats}
+        return {"error": jnp.mean(jnp.abs(state.apply_fn(variables, batch["x"]) - batch["y"]) * broadcasts["scale"])}
+
+    def run(partitioner):
+        train, test = jf.train_step(regression, partitioner), jf.step(evaluation, partitioner)
+        scale = {"scale": np.float32(2)}
+        inner = jf.inner_loop(
+            "test", lambda state: jf.loop(state, [BATCH] * 2, {jf.every(1): lambda s, b: test(s, b, scale)[0]})
+        )
+        tasks = {jf.every(1): train, jf.every(5): inner}
+        state, history, _ = jf.loop(new_state(), [BATCH] * 10, tasks)
+        return values_of((state.params, state.batch_stats)), history.collect("losses.loss"), history.collect("error")
+
+    expected = run(None)
+    assert expected[1][-1] < expected[1][0]
+    for devices in (1, 2, 8):
+        for value, other in zip(run(data_parallel(devices)), expected, strict=True):
+            np.testing.assert_allclose(value, other, atol=1e-6)
+
+
+def test_a_step_keeps_its_name_and_is_called_by_hand():
+    step = jf.train_step(regression)
+    assert (step.__name__, step.__doc__, repr(step)) == ("regression", "Learns.", "train_step(regression)")
+    assert repr(jf.step(regression)) == "step(regression)"
+    logs, state = step(new_state(), BATCH)
+    assert int(state.step) == 1 and set(logs) == {"losses", "metrics"} and logs.loss.shape == ()
+
+
+@pytest.mark.parametrize("make", [jf.step, jf.train_step])
+def test_both_are_decorators_with_and_without_options(make, data_parallel):
+    @make(partitioner=data_parallel(2))
+    def logging(state, batch):
+        return regression(state, batch)
+
+    outputs = logging(new_state(), BATCH)
+    assert len(outputs) == 2 and outputs[1].params["Dense_0"]["kernel"].sharding.device_set == (
+        set(jax.devices()[:2]) if make is jf.train_step else set(jax.devices()[:1])
+    )
+
+
+def test_a_step_returns_what_its_function_does():
+    state = {"w": jnp.ones(3)}
+    step = jf.step(lambda state, batch: ({"x": batch["x"]}, {"sum": batch["x"].sum()}, {"w": state["w"] + 1}))
+    outputs, logs, new = step(state, BATCH)
+    assert outputs["x"].shape == (8, 3) and float(new["w"][0]) == 2 and list(logs) == ["sum"]
+    assert float(state["w"][0]) == 1  # Not taken over.
+    assert jf.step(lambda state, batch: None)(state, BATCH) == (None, state)
+    assert jf.step(lambda state, batch: None)(state, BATCH)[1] is state
+
+
+def test_outputs_of_a_step_come_to_the_history():
+    step = jf.step(lambda state, batch: ({"x": batch["x"]}, None, None))
+    _, history, _ = jf.loop({"w": jnp.ones(3)}, [BATCH] * 2, {jf.every(1): step})
+    assert [(elapsed.steps, outputs["x"].shape) for elapsed, outputs in history.outputs] == [(1, (8, 3)), (2, (8, 3))]
+
+
+def test_the_losses_are_summed_up():
+    def loss(params, scale):
+        return scale * jnp.sum(params["w"] ** 2)
+
+    def fn(state, batch):
+        return jf.logs().add_loss("one", loss(state.params, 1.0)).add_loss("two", loss(state.params, 2.0))
+
+    params = {"w": jnp.array([1.0, 2.0])}
+    state = jaxloop.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    logs, state = jf.train_step(fn)(state, BATCH)
+    np.testing.assert_allclose(state.params["w"], [1 - 0.6, 2 - 1.2], rtol=1e-6)
+    assert (float(logs.one), float(logs.two)) == (5.0, 10.0)
+
+
+class FlaxState(train_state.TrainState):
+    batch_stats: dict
+
+
+@pytest.mark.parametrize("cls", [jaxloop.TrainState, FlaxState])
+def test_updates_go_into_the_state(cls):
+    _, state = jf.train_step(regression)(new_state(cls), BATCH)
+    assert np.any(values_of(state.batch_stats) != values_of(new_state().batch_stats))
+    np.testing.assert_array_equal(
+        values_of(state.batch_stats), values_of(jf.train_step(regression)(new_state(), BATCH)[1].batch_stats)
+    )
+
+
+@pytest.mark.parametrize("how", ["updates", "state"])
+def test_an_nnx_model_trains(how):
+    class Model(nnx.Module):
+        def __init__(self, *, rngs):
+            self.dense, self.norm = nnx.Linear(3, 1, rngs=rngs), nnx.BatchNorm(1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    def fn(state, batch):
+        model = state.apply_fn(state.params, state.batch_stats, state.collections, train=True)
+        predicted, (_, updates) = model(batch["x"])
+        logs = jf.logs().add_loss("loss", jnp.mean((predicted - batch["y"]) ** 2))
+        return logs.add("updates", "model", updates) if how == "updates" else (logs, state.update_variables(updates))
+
+    state = jaxloop.Step(jax.random.key(0), Model, optax.sgd(0.1), nnx_model_args=()).initialize_model(None)
+    before = values_of(state.batch_stats)
+    state, history, _ = jf.loop(state, [BATCH] * 10, {jf.every(1): jf.train_step(fn)})
+    losses = history.collect("loss")
+    assert int(state.step) == 10 and losses[-1] < losses[0] and np.any(values_of(state.batch_stats) != before)
+
+
+def test_a_state_laid_out_by_its_annotations_stays_so():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))(x)
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    partitioner = partition.SPMDPartitioner(mesh, "data")
+    state = jaxloop.Step(jax.random.key(0), Model(), optax.sgd(0.1), partitioner).initialize_model([1, 3])
+    spec = state.params["Dense_0"]["kernel"].sharding.spec
+
+    @jf.train_step(partitioner=partitioner)
+    def train(state, batch):
+        return jf.logs().add_loss("loss", jnp.mean(state.apply_fn({"params": state.params}, batch["x"]) ** 2))
+
+    @jf.step(partitioner=partitioner)
+    def decay(state, batch):
+        return None, state.replace(params=jax.tree.map(lambda leaf: 0.9 * leaf, state.params))
+
+    state, _, _ = jf.loop(state, [BATCH] * 3, {jf.every(1): [train, decay]})
+    assert state.params["Dense_0"]["kernel"].sharding.spec == spec and "model" in spec
+
+
+# Broadcasts and statics ------------------------------------------------------------------------------
+
+
+def scaled_sum(state, batch, broadcasts=None, statics=1):
+    traced.append(statics)
+    return {"sum": statics * jnp.sum(batch["x"] if broadcasts is None else batch["x"] @ broadcasts["w"])}
+
+
+traced = []
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray, lambda w: jax.device_put(w, jax.devices()[3])])
+def test_broadcasts_are_the_same_on_all_devices(devices, place, data_parallel):
+    w = RNG.normal(size=(3, 1)).astype(np.float32)
+    logs, _ = jf.step(scaled_sum, data_parallel(devices))({}, BATCH, {"w": place(w)})
+    assert float(logs["sum"]) == pytest.approx(float((BATCH["x"] @ w).sum()), rel=1e-5)
+
+
+def test_statics_are_compiled_in():
+    step, total = jf.step(scaled_sum), float(BATCH["x"].sum())
+    traced.clear()
+    for statics in (2, 3, 2, 3, None):
+        logs, _ = step({}, BATCH, statics=statics)
+        assert float(logs["sum"]) == pytest.approx(total * (statics or 1), rel=1e-5)
+    assert traced == [2, 3, 1]
+    kinds = jf.step(lambda state, batch, broadcasts, statics: {"is_bool": isinstance(statics, bool)})
+    assert [bool(kinds({}, BATCH, statics=statics)[0]["is_bool"]) for statics in (1, True)] == [False, True]
+
+
+def test_in_a_loop_broadcasts_and_statics_are_not_given():
+    step = jf.step(lambda state, batch, broadcasts, statics: {"none": (broadcasts, statics) == (None, None)})
+    assert jf.loop({}, [BATCH], {jf.every(1): step})[1].collect("none") == [True]
+
+
+def test_statics_that_change_from_step_to_step_are_said(warnings_logged):
+    step = jf.step(scaled_sum)
+    for statics in range(1, 20):
+        step({}, BATCH, statics=statics)
+    assert len(warnings_logged()) == 1 and "step(scaled_sum) compiles for each value of statics" in warnings_logged()[0]
+
+
+# Donated states --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_state_that_was_taken_over_is_an_error(devices, data_parallel):
+    train, test = jf.train_step(regression, data_parallel(devices)), jf.step(scaled_sum, data_parallel(devices))
+    before = new_state()
+    _, state = train(before, BATCH)
+    test(state, BATCH)
+    for step in (train, test):
+        with pytest.raises(ValueError, match=r"got a state that train_step\(regression\) has already taken"):
+            step(before.replace(tx=before.tx), BATCH)
+    train(state, BATCH)
+
+
+def test_a_step_takes_the_state_over_where_it_is_told_to():
+    add = lambda state, batch: (None, {"w": state["w"] + 1})
+    kept, given = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
+    jf.step(add)(kept, BATCH)
+    _, state = jf.step(add, donate=True)(given, BATCH)
+    assert not kept["w"].is_deleted() and given["w"].is_deleted() and float(state["w"][0]) == 2
+    with pytest.raises(ValueError, match="has already taken: its buffers .w. were donated"):
+        jf.step(add)(given, BATCH)
+
+
+def test_few_steps_are_under_way_on_a_cpu_mesh(data_parallel, monkeypatch):
+    waits = []
+    monkeypatch.setattr(metrics, "wait", waits.append)
+    for partitioner, expected in [(None, 0), (data_parallel(1), 0), (data_parallel(8), 5)]:
+        waits.clear()
+        jf.loop(new_state(), [BATCH] * 20, {jf.every(1): jf.train_step(regression, partitioner)})
+        assert len(waits) == expected
+
+
+# Mistakes --------------------------------------------------------------------------------------------
+
+
+def of_another_structure(state, batch):
+    return None, {**state, "more": 1}
+
+
+def by_name(state, batch, *, rate):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "error", "message"),
+    [
+        (lambda: jf.train_step(lambda s, b: jf.logs().add_metric("loss", 1.0)), (), ValueError, "logged no loss"),
+        (lambda: jf.train_step(lambda s, b: None), (), ValueError, "logged no loss to take the gradient of"),
+        (
+            lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"][:, 0])),
+            (),
+            ValueError,
+            r"the loss 'mse', float32\[8\]: take its mean",
+        ),
+        (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "takes a TrainState, .* got dict"),
+        (lambda: jf.step(of_another_structure), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
+        (lambda: jf.step(lambda s, b: 7.0), ({"w": 1.0}, BATCH), TypeError, "got float alone"),
+        (
+            lambda: jf.step(regression),
+            (new_state, BATCH, {"w": 1}),
+            TypeError,
+            r"step\(regression\) was given broadcast",
+        ),
+        (lambda: jf.step(scaled_sum), ({}, BATCH, None, [1]), TypeError, r"statics that can be hashed, .* got \[1\]"),
+        (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\), .* got \(state\)"),
+        (lambda: jf.step(by_name), None, TypeError, "by_name needs rate by name"),
+        (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
+    ],
+)
+def test_mistakes_say_what_to_do(make, call, error, message):
+    with pytest.raises(error, match=message):
+        state, *rest = call if call else (new_state(), BATCH)
+        make()(state() if callable(state) else state, *rest)
+
+
+def test_a_batch_that_does_not_divide_is_an_error_in_training_and_none_in_evaluation(data_parallel):
+    short = {name: value[:6] for name, value in BATCH.items()}
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 6 rows, which do not divide over the 4 devices"):
+        jf.loop(new_state(), [short], {jf.every(1): jf.train_step(regression, data_parallel(4))})
+    logs, _ = jf.step(scaled_sum, data_parallel(4))({}, short)
+    assert float(logs["sum"]) == pytest.approx(float(short["x"].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_batch_that_no_device_can_hold_names_the_leaf(devices, data_parallel):
+    batch = {**BATCH, "name": np.array(["a"] * 8)}
+    with pytest.raises(TypeError, match=r"batch\['name'\] is <U1\[8\], which holds strings"):
+        jf.step(scaled_sum, data_parallel(devices))({}, batch)
+
+
+def test_the_object_door_and_the_function_door_give_the_same_bits(assert_same, data_parallel):
+    step, state, batches = examples.tiny_regression(partitioner=data_parallel(4))
+    expected, _ = jaxloop.TrainLoop(step)(state, batches, 30)
+
+    @jf.train_step(partitioner=data_parallel(4))
+    def train(state, batch):
+        predicted = state.apply_fn({"params": state.params}, batch["x"])
+        return jf.logs().add_loss("loss", jnp.mean((predicted - batch["y"]) ** 2))
+
+    _, state, _ = examples.tiny_regression(partitioner=data_parallel(4))
+    assert_same(jf.loop(state, batches, {jf.every(1): train}, stop=30)[0], expected)

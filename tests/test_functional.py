@@ -1,0 +1,967 @@
+import functools
+import io
+import itertools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import periodic_actions
+
+import jaxloop
+from jaxloop import STOP_LOOP, actions, examples, metrics
+from jaxloop import checkpoint as checkpoints
+from jaxloop import functional as jf
+
+BATCHES = [{"x": np.full(4, number, np.float32)} for number in range(100)]
+
+
+def count(state):
+    return state + 1
+
+
+def log_state(state):
+    return {"state": state}
+
+
+@jf.train_step
+def regression(state, batch):
+    return jf.logs().add_loss(
+        "loss", jnp.mean((state.apply_fn({"params": state.params}, batch["x"]) - batch["y"]) ** 2)
+    )
+
+
+@jf.step
+def evaluation(state, batch):
+    return {"error": jnp.mean(jnp.abs(state.apply_fn({"params": state.params}, batch["x"]) - batch["y"]))}
+
+
+def steps_of(tasks, num_steps=10, **options):
+    """At which steps a callback under each key is called, in the order of the calls."""
+    called = []
+    note = lambda name: lambda state, batch, elapsed: called.append((name, elapsed.steps))
+    jf.loop(0, BATCHES, [(when, note(name)) for name, when in tasks.items()], stop=num_steps, **options)
+    return called
+
+
+# The loop --------------------------------------------------------------------------------------------
+
+
+def test_the_program_of_the_documentation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grad = jax.value_and_grad(lambda weight: jnp.mean((weight * batch["x"] - 3 * batch["x"]) ** 2))(state)
+        logs = jf.logs()
+        logs.add_metric("loss", loss)
+        logs.add_metric("accuracy", 1 - loss)
+        return logs, state - 1e-4 * grad
+
+    stream = io.StringIO()
+    state, history, elapsed = jf.loop(
+        jnp.float32(0),
+        itertools.cycle(BATCHES),
+        {
+            jf.every(1): [train_step],
+            jf.every(steps=1000): [jf.checkpoint("logdir/model", keep=3)],
+            jf.every(1): [jf.keras_bar(total=4000, stream=stream)],
+        },
+        stop=jf.at(4000),
+    )
+    steps, loss, accuracy = history.collect("steps", "loss", "accuracy")
+    assert elapsed.steps == 4000 and steps == list(range(1, 4001)) and len(loss) == len(accuracy) == 4000
+    assert float(state) == pytest.approx(3, abs=1e-3)
+    assert checkpoints.all_steps("logdir/model") == [2000, 3000, 4000]
+    assert re.search(r"4000/4000 \[=+\] - \d+s .*/step - accuracy: 1.0000 - loss: ", stream.getvalue())
+
+
+def test_equal_schedules_in_one_dictionary_all_count_in_their_order():
+    called = steps_of({"a": jf.every(1), "b": jf.every(2), "c": jf.every(1)}, num_steps=2)
+    assert called == [("a", 1), ("c", 1), ("a", 2), ("b", 2), ("c", 2)]
+    tasks = {jf.every(1): lambda: order.append("a"), jf.every(1): lambda: order.append("b")}
+    order = []
+    jf.loop(0, BATCHES, tasks, stop=2)
+    assert order == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "as_tasks",
+    [
+        lambda when, callback: {when: [callback]},
+        lambda when, callback: {when: callback},
+        lambda when, callback: {when: (callback,)},
+        lambda when, callback: [(when, callback)],
+        lambda when, callback: ((key, [callback]) for key in [when]),
+    ],
+)
+def test_tasks_are_a_dictionary_or_pairs_with_callbacks_in_a_list_or_alone(as_tasks):
+    state, _, elapsed = jf.loop(0, BATCHES, as_tasks(jf.every(2), count), stop=10)
+    assert (state, elapsed.steps) == (5, 10)
+
+
+def test_the_tasks_are_not_changed():
+    callbacks, when = [count, log_state], jf.every(1)
+    tasks = {when: callbacks}
+    for _ in range(2):
+        assert jf.loop(0, BATCHES, tasks, stop=3)[0] == 3
+    assert tasks == {when: callbacks} and callbacks == [count, log_state]
+
+
+def test_a_tool_with_two_stars_is_called_at_every_step():
+    class Note(actions.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            noted.append(step_num)
+
+    noted = []
+    tool = jf.keras_bar()
+    tool.action = Note()
+    jf.loop(0, BATCHES, {jf.every(1): count, **tool}, stop=3)
+    assert noted == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("callback", "expected"),
+    [
+        (lambda: seen.append(()), ()),
+        (lambda state: seen.append((state,)), (0,)),
+        (lambda state, batch: seen.append((state, batch)), (0, BATCHES[0])),
+        (lambda *arguments: seen.append(arguments[:2]), (0, BATCHES[0])),
+        (lambda state, batch, elapsed: seen.append((state, batch, elapsed.steps)), (0, BATCHES[0], 1)),
+        (
+            lambda state, batch, elapsed, loop: seen.append((state, loop.batch, loop.elapsed.samples)),
+            (0, BATCHES[0], 4),
+        ),
+        (lambda state, mine="mine": seen.append((state, mine)), (0, "mine")),
+        (functools.partial(lambda mine, state: seen.append((mine, state)), "mine"), ("mine", 0)),
+    ],
+)
+def test_callbacks_take_what_they_need(callback, expected):
+    seen.clear()
+    jf.loop(0, BATCHES, {jf.every(1): callback}, stop=1)
+    assert seen == [expected]
+
+
+seen = []
+
+
+@pytest.mark.parametrize(
+    ("returned", "state", "logs", "outputs"),
+    [
+        (None, 7, None, []),
+        ({"loss": 1.0}, 7, 1.0, []),
+        ((None, 8), 8, None, []),
+        (({"loss": 1.0}, 8), 8, 1.0, []),
+        (({"loss": 1.0}, None), 7, 1.0, []),
+        ((None, {"loss": 1.0}, 8), 8, 1.0, []),
+        (({"images": "an image"}, None, None), 7, None, [{"images": "an image"}]),
+        (([1, 2], {"loss": 1.0}, 8), 8, 1.0, [{"callback": [1, 2]}]),
+        (8, 8, None, []),
+    ],
+)
+def test_callbacks_return_what_they_change(returned, state, logs, outputs):
+    def callback():
+        return returned
+
+    new_state, history, _ = jf.loop(7, BATCHES, {jf.every(1): callback}, stop=1)
+    assert new_state == state
+    assert [row.logs for row in history] == ([] if logs is None else [{"loss": logs}])
+    assert [each for _, each in history.outputs] == outputs
+
+
+@pytest.mark.parametrize(
+    ("state", "step"),
+    [
+        (({"w": 1.0}, (0,)), lambda state: (None, (state[0], (state[1][0] + 1,)))),
+        ({"gen": 1.0, "disc": 0}, lambda state: ({"loss": 0.5}, {**state, "disc": state["disc"] + 1})),
+        ([1.0, 0], lambda state: [1.0, state[1] + 1]),
+    ],
+)
+def test_a_state_is_any_pytree(state, step):
+    state, _, _ = jf.loop(state, BATCHES, {jf.every(1): step}, stop=3)
+    assert jax.tree.leaves(state)[-1] == 3 or state["disc"] == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "returned", "message"),
+    [
+        (0, (1, 2, 3, 4), "got a tuple of 4"),
+        (0, (5, 8), "got logs that are no dictionary, int"),
+        (({"w": 1.0}, 0), ({"w": 2.0}, 1), r"got a tuple of 2. .*\(None, state\) for a state that is a tuple"),
+        ({"gen": 1.0}, {"gen": 2.0}, r"got a dictionary with the keys of the state. .*\(None, state\)"),
+        (jnp.zeros(3), jnp.zeros(()), r"got float32\[\] alone, while the state is float32\[3\]. Write {'name': value}"),
+        ({"w": 1.0}, 0.5, "got float alone, while the state is dict"),
+        ({"w": 1.0}, jf.Elapsed(1), "got Elapsed alone"),
+    ],
+)
+def test_a_wrong_result_names_the_callback(state, returned, message):
+    def callback():
+        return returned
+
+    with pytest.raises(TypeError, match=f"callback must return None, logs, .*{message}") as caught:
+        jf.loop(state, BATCHES, {jf.every(1): callback})
+    assert caught.value.__notes__ == ["in the callback callback, at step 1"]
+
+
+def by_name_only(state, *, needed):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (lambda a, b, c, d, e: None, r"The callback <lambda> takes \(a, b, c, d, e\), .* get up to four"),
+        (lambda elapsed: None, r"takes \(elapsed\), .* Write \(state, batch, elapsed\)"),
+        (by_name_only, "by_name_only needs needed by name"),
+        (jaxloop.Elapsed, "A callback is a function .* got <class"),
+        ("train", "A callback is a function .* got 'train'"),
+        (actions.CheckpointAction, "A callback is a function"),
+    ],
+)
+def test_a_wrong_callback_is_an_error_before_the_first_step(callback, message):
+    called = []
+    with pytest.raises(TypeError, match=message):
+        jf.loop(0, BATCHES, {jf.every(1): [lambda: called.append(1), callback]})
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (count, r"Tasks are {schedule: callbacks}, .* got count. Write {every\(1\): count}"),
+        ({100: count}, "got 100 in the place of a schedule"),
+        ([count], "in the place of a pair"),
+        ("every", "Tasks are"),
+    ],
+)
+def test_tasks_of_another_form_are_an_error(tasks, message):
+    with pytest.raises(TypeError, match=message):
+        jf.loop(0, BATCHES, tasks)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jf.every(), r"every\(\.\.\.\) takes one of steps, samples, time and loops, got none of them"),
+        (lambda: jf.every(-5), "positive, got -5"),
+        (lambda: jf.every(steps=2, samples=3), "takes one of"),
+        (lambda: jf.inner_loop("test", count, "median"), "aggregation must be one of mean, sum, min, max, last"),
+    ],
+)
+def test_periods_and_options_that_mean_nothing_are_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_on_start_and_on_end_are_moments_and_not_schedules():
+    called = steps_of({"end": jf.on_end, "step": jf.every(1), "start": jf.on_start}, num_steps=2)
+    assert called == [("start", 0), ("step", 1), ("step", 2), ("end", 2)]
+    with pytest.raises(TypeError):
+        jf.every(1) | jf.on_end  # type: ignore
+    batches = []
+    state, _, _ = jf.loop(
+        None, BATCHES, {jf.on_start: lambda state, batch: (batches.append(batch), 1)[1], jf.every(1): count}, stop=2
+    )
+    assert state == 3 and batches == [None]
+
+
+# Where a loop ends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (jf.at(10), 10),
+        (10, 10),
+        (np.int64(10), 10),
+        (jf.at(samples=21), 6),
+        (jf.at(10) | jf.at(samples=12), 3),
+        (jf.every(7), 7),
+        (jf.never(), 100),
+        (None, 100),
+    ],
+)
+def test_a_loop_ends_where_stop_says_or_the_data_does(stop, expected):
+    state, _, elapsed = jf.loop(0, BATCHES, {jf.every(1): count}, stop=stop)
+    assert (state, elapsed.steps, elapsed.samples) == (expected, expected, 4 * expected)
+
+
+def test_time_is_training_time():
+    ticks = itertools.count(0.0, 1.0)
+    _, _, elapsed = jf.loop(
+        0, itertools.cycle(BATCHES), {jf.every(1): count}, stop=jf.at(time=60), clock=ticks.__next__
+    )
+    assert 60 <= elapsed.time < 70
+
+
+@pytest.mark.parametrize("stop", ["ten", 10.0, True])
+def test_a_stop_that_is_no_point_is_an_error(stop):
+    with pytest.raises(TypeError, match="stop must be a number of steps, or a Schedule"):
+        jf.loop(0, BATCHES, {jf.every(1): count}, stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (BATCHES[:5], {"stop": 10}, r"The dataset ended at step 5, before stop=at\(steps=10\)"),
+        (iter([]), {}, "The dataset had no batch"),
+        (BATCHES, {"stop": 10, "elapsed": jf.Elapsed(10)}, "Nothing is left to do: the run is at step 10"),
+    ],
+)
+def test_what_ends_early_is_said(dataset, options, message, warnings_logged):
+    jf.loop(0, dataset, {jf.every(1): count}, **options)
+    assert len(warnings_logged()) == 1 and re.search(message, warnings_logged()[0])
+
+
+def stop_at_five(state, batch, elapsed, loop_state):
+    loop_state.stop_iteration = elapsed.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("dataset", "stop", "more"),
+    [(BATCHES[:5], None, []), (BATCHES, 5, []), (BATCHES, 10, [stop_at_five])],
+    ids=["data", "stop", "callback"],
+)
+def test_what_waits_for_the_last_step_belongs_to_its_row(dataset, stop, more):
+    state, history, elapsed = jf.loop(
+        0,
+        dataset,
+        {
+            jf.every(1): [count, log_state, *more],
+            jf.every(2) | jf.last(): lambda state, batch, elapsed: {"test": {"last": elapsed.is_last}},
+        },
+        stop=stop,
+    )
+    assert history.collect("steps", "state", "test.last") == ([2, 4, 5], [2, 4, 5], [False, False, True])
+    assert len(history) == state == elapsed.steps == 5
+
+
+def test_a_callback_may_stop_the_loop_before_its_first_step():
+    def stop(state, batch, elapsed, loop_state):
+        loop_state.stop_iteration = True
+
+    assert jf.loop(0, BATCHES, {jf.on_start: stop, jf.every(1): count})[2].steps == 0
+
+
+def test_ctrl_c_returns_what_is_there(interrupted, tmp_path):
+    ends = []
+    save = jf.checkpoint(tmp_path, keep=None)
+    tasks = {
+        jf.every(1): [lambda state: ({"state": state}, state + 1)],
+        jf.every(5): save,
+        jf.last(): lambda: ends.append("last"),
+        jf.on_end: lambda: ends.append("end"),
+    }
+    state, history, elapsed = jf.loop(jnp.int32(0), interrupted(BATCHES, 7), tasks, stop=50)
+    assert (int(state), elapsed.steps, len(history), ends) == (8, 8, 8, ["end"])
+    assert checkpoints.all_steps(tmp_path) == [5]
+
+
+def test_an_evaluation_cut_short_by_ctrl_c_reports_nothing(interrupted):
+    test = jf.inner_loop("test", lambda state: jf.loop(state, interrupted(BATCHES, 2), {jf.every(1): log_state}))
+    _, history, elapsed = jf.loop(0, BATCHES, {jf.every(1): [count, log_state], jf.every(3): test}, stop=50)
+    assert elapsed.steps == 3 and history.paths() == ["state"]
+
+
+def test_an_error_says_in_which_callback_and_at_which_step_and_saves_are_committed(tmp_path):
+    def fails(state, batch, elapsed):
+        if elapsed.steps == 3:
+            raise RuntimeError("out of luck")
+
+    history = jf.history()
+    with pytest.raises(RuntimeError, match="out of luck") as caught:
+        tasks = {jf.every(1): [jf.checkpoint(tmp_path, keep=None), log_state, fails]}
+        jf.loop(jnp.zeros(3).sum(), BATCHES, tasks, history=history)
+    assert caught.value.__notes__ == ["in the callback fails, at step 3"]
+    assert checkpoints.all_steps(tmp_path) == [1, 2, 3]
+    assert history.collect("steps") == [1, 2, 3]
+
+
+def test_an_error_of_the_dataset_says_after_which_step():
+    def broken():
+        yield from BATCHES[:2]
+        raise OSError("no more disk")
+
+    history = jf.history()
+    with pytest.raises(OSError) as caught:
+        jf.loop(0, broken(), {jf.every(1): log_state}, history=history)
+    assert caught.value.__notes__ == ["in the dataset, after step 2"] and len(history) == 2
+
+
+def test_an_error_in_closing_does_not_hide_the_one_before(warnings_logged):
+    class Unclosable(actions.Action):
+        def __call__(self, state, outputs, **kwargs):
+            pass
+
+        def close(self):
+            raise OSError("can't close")
+
+    def fails():
+        raise RuntimeError("the first error")
+
+    with pytest.raises(RuntimeError, match="the first error"):
+        jf.loop(0, BATCHES, {jf.every(1): [Unclosable(), fails]})
+    with pytest.raises(OSError, match="can't close"):
+        jf.loop(0, BATCHES, {jf.every(1): [Unclosable()]})
+    assert "Unclosable(interval=1) could not be finished." in warnings_logged()[0]
+
+
+# LoopState -------------------------------------------------------------------------------------------
+
+
+def test_the_loop_state_has_all_that_a_callback_may_ask_for():
+    def report(state, batch, elapsed, loop_state):
+        return {"drawn": "picture"}, {"loss": float(elapsed.steps)}, None
+
+    def look(state, batch, elapsed, loop_state):
+        assert loop_state.state is state and loop_state.batch is batch and loop_state.elapsed is elapsed
+        assert loop_state.logs.loss == elapsed.steps and loop_state.outputs == {"drawn": "picture"}
+        assert len(loop_state.history) == elapsed.steps - 1
+        assert loop_state.accumulated_logs == {"loss": (elapsed.steps + 1) / 2}
+        assert loop_state.total_steps == 5 and loop_state.stop_iteration is False
+        loop_state.metadata["calls"] = loop_state.metadata.get("calls", 0) + 1
+        loop_state.state = state + loop_state.metadata["calls"]
+
+    state, history, _ = jf.loop(0, BATCHES, {jf.every(1): [report, look]}, stop=5)
+    assert state == 1 + 2 + 3 + 4 + 5
+    assert [(elapsed.steps, outputs) for elapsed, outputs in history.outputs][-1] == (5, {"drawn": "picture"})
+
+
+def test_accumulated_logs_are_weighted_by_examples():
+    batches = [{"x": np.zeros(8)}, {"x": np.zeros(8)}, {"x": np.zeros(2)}]
+    values = iter([1.0, 2.0, 6.0])
+    means = []
+    look = lambda state, batch, elapsed, loop_state: means.append(loop_state.accumulated_logs.metrics.loss)
+    jf.loop(0, batches, {jf.every(1): [lambda: jf.logs().add_metric("loss", next(values)), look]})
+    assert means == [1.0, 1.5, (8 * 1 + 8 * 2 + 2 * 6) / 18]
+
+
+# Logs and histories ----------------------------------------------------------------------------------
+
+
+def test_logs_are_a_nested_dictionary():
+    logs = jf.logs()
+    logs.add_metric("accuracy", 0.9)
+    logs.add_loss("loss", 0.3)
+    logs.add("images", "count", 7)
+    assert logs == {"metrics": {"accuracy": 0.9}, "losses": {"loss": 0.3}, "images": {"count": 7}}
+    assert logs.entry_value("loss") == logs.loss == logs.losses.loss == logs["losses"]["loss"] == 0.3
+    assert logs.updates == {} and logs.add("updates", "batch_stats", 1).updates.batch_stats == 1
+    assert jf.logs({"metrics": {"a": 1}}).metrics.a == 1
+
+
+def test_merging_logs_takes_over_all_entries():
+    one, other = jf.logs().add_metric("a", 1).add_metric("b", 2), jf.logs().add_metric("b", 3).add_loss("c", 4)
+    assert one.merge(other) == {"metrics": {"a": 1, "b": 3}, "losses": {"c": 4}}
+    other.add_metric("b", 5)
+    assert one.entry_value("b") == 3
+    assert jf.logs({"a": 1}).merge({"a": {"b": 2}}) == {"a": {"b": 2}}
+
+
+def test_an_entry_that_is_not_there_or_not_alone_is_an_error():
+    logs = jf.logs().add_metric("loss", 1).add_loss("loss", 2)
+    assert logs.entry_value("metrics.loss") == 1 and logs.entry_value("losses/loss") == 2
+    with pytest.raises(KeyError, match="2 entries of the logs are named 'loss': metrics.loss, losses.loss"):
+        logs.entry_value("loss")
+    with pytest.raises(AttributeError, match="No entry of the logs is named 'los'. There are: metrics.loss"):
+        _ = logs.los
+    with pytest.raises(TypeError, match="as strings, got 3"):
+        logs.add("metrics", 3, 0.5)
+
+
+def test_logs_pass_through_jit():
+    logs = jax.jit(lambda logs, x: logs.merge(jf.logs().add_metric("x", x)))(jf.logs().add_loss("loss", 1.0), 2.0)
+    assert isinstance(logs, type(jf.logs())) and (logs.loss, logs.metrics.x) == (1.0, 2.0)
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(logs)] == [
+        "['losses']['loss']",
+        "['metrics']['x']",
+    ]
+
+
+def test_several_callbacks_make_one_row():
+    callbacks = [lambda: jf.logs().add_metric("a", 1), lambda: jf.logs().add_metric("b", 2).add_loss("c", 3)]
+    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): callbacks}, stop=1)
+    assert [row.logs for row in history] == [{"metrics": {"a": 1, "b": 2}, "losses": {"c": 3}}]
+
+
+def test_updates_are_for_the_state_and_not_for_the_history():
+    _, history, _ = jf.loop(
+        0,
+        BATCHES,
+        {jf.every(1): lambda: jf.logs().add_metric("a", 1).add("updates", "batch_stats", np.ones(3))},
+        stop=2,
+    )
+    assert history.paths() == ["metrics.a"]
+
+
+@pytest.mark.parametrize(
+    ("logs", "error", "message"),
+    [
+        ({"x": np.ones(3)}, TypeError, r"The logs of a history hold scalars, got float64\[3\] under x"),
+        ({"steps": 3}, ValueError, "a value under 'steps'"),
+        ({3: 3}, TypeError, "strings, got 3"),
+    ],
+)
+def test_logs_that_no_history_takes_are_an_error_of_the_callback(logs, error, message):
+    def bad_logs():
+        return logs
+
+    with pytest.raises(error, match=message) as caught:
+        jf.loop(0, BATCHES, {jf.every(1): bad_logs})
+    assert caught.value.__notes__ == ["in the callback bad_logs, at step 1"]
+
+
+def test_what_is_reported_of_the_state_is_copied_before_the_next_step_takes_it():
+    _, state, batches = examples.tiny_regression()
+    report = lambda state: ({"params": state.params}, {"step": state.step}, None)
+    _, history, _ = jf.loop(state, batches, {jf.every(1): [regression, report]}, stop=40)
+    assert history.collect("step") == list(range(1, 41))
+    kernels = [outputs["params"]["kernel"] for _, outputs in history.outputs]
+    assert not any(kernel.is_deleted() for kernel in kernels) and not np.array_equal(kernels[0], kernels[-1])
+
+
+def test_a_run_goes_on_by_elapsed_and_history():
+    state, history, elapsed = jf.loop(0, BATCHES, {jf.every(1): [count, log_state]}, stop=10)
+    state, same, elapsed = jf.loop(
+        state, BATCHES[10:], {jf.every(1): [count, log_state]}, stop=25, history=history, elapsed=elapsed
+    )
+    assert same is history and state == 25 and (elapsed.steps, elapsed.samples) == (25, 100)
+    assert history.collect("steps", "state") == (list(range(1, 26)), list(range(1, 26)))
+    assert steps_of({"a": jf.every(10)}, num_steps=30, elapsed=jf.Elapsed(15)) == [("a", 20), ("a", 30)]
+
+
+def test_the_file_of_a_history_is_complete_at_each_checkpoint_and_at_the_end(tmp_path):
+    def lines():
+        return path.read_text().count("\n") if path.exists() else 0
+
+    path, seen = tmp_path / "history.jsonl", []
+    logged = jax.jit(lambda state: ({"state": state}, state + 1))
+    tasks = {
+        jf.every(1): logged,
+        jf.every(5): [jf.checkpoint(tmp_path / "model"), lambda: (seen.append(lines()), {"later": 1})[1]],
+    }
+    _, history, _ = jf.loop(jnp.float32(0), BATCHES, tasks, stop=12, history=jf.history(path))
+    assert seen == [5, 11]  # What is logged after a checkpoint makes a row of its own.
+    assert lines() == len(history) == 14
+    with pytest.raises(RuntimeError):
+        jf.loop(
+            jnp.float32(0),
+            itertools.chain(BATCHES[:3], (_ for _ in (0,) if _broken())),
+            {jf.every(1): logged},
+            history=jf.history(tmp_path / "broken.jsonl"),
+        )
+    assert (tmp_path / "broken.jsonl").read_text().count("\n") == 3
+
+
+def _broken():
+    raise RuntimeError
+
+
+# Waiting and memory ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """For each tree with device values that was read or waited for, whether it was there already."""
+    found = []
+
+    def noting(function, tree):
+        values = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+        if values:
+            found.append(all(value.is_ready() for value in values))
+        return function(tree)
+
+    for name in ("fetch", "wait"):
+        monkeypatch.setattr(metrics, name, functools.partial(noting, getattr(metrics, name)))
+    return found
+
+
+def test_nothing_waits_for_the_devices_unless_a_callback_reads_a_value(reads):
+    _, state, batches = examples.tiny_regression()
+    look = lambda state, batch, elapsed, loop_state: loop_state.logs
+    tasks = {jf.every(1): [regression, evaluation, look]}
+    _, history, _ = jf.loop(state, batches, tasks, stop=30)
+    assert not reads
+    history.collect("loss")
+    assert len(reads) == 1
+    read = lambda state, batch, elapsed, loop_state: loop_state.accumulated_logs
+    _, state, _ = examples.tiny_regression()
+    jf.loop(state, batches, {**tasks, jf.every(10): read}, stop=30)
+    assert len(reads) > 1
+
+
+def test_a_bar_reads_only_what_is_there(reads):
+    _, state, batches = examples.tiny_regression()
+    bar = jf.keras_bar(stream=io.StringIO(), interval=jf.always(), min_seconds=0)
+    jf.loop(state, batches, {jf.every(1): [regression, bar]}, stop=30)
+    assert all(reads)
+
+
+def test_a_value_that_is_not_ready_holds_nothing_up():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 500, lambda _, x: jnp.tanh(x @ x) * 0.5, x).sum())
+    slow(jnp.ones((400, 400))).block_until_ready()
+    stream = io.StringIO()
+    late = slow(jnp.ones((400, 400)))
+    tasks = {jf.every(1): lambda: jf.logs().add_metric("late", late), **jf.keras_bar(stream=stream)}
+    _, history, _ = jf.loop(0, BATCHES, tasks, stop=20)
+    assert not late.is_ready() and "late" not in stream.getvalue()
+    assert history.collect("late") == [float(late)] * 20
+
+
+def test_memory_does_not_grow_with_the_number_of_steps():
+    logged = jax.jit(lambda state: (jf.logs().add_metric("state", state), state + 1))
+    alive = []
+    count_arrays = lambda: alive.append(len(jax.live_arrays()))
+    before = len(jax.live_arrays())
+    tasks = {jf.every(1): logged, jf.every(500): count_arrays, **jf.keras_bar(stream=io.StringIO())}
+    _, history, _ = jf.loop(jnp.float32(0), itertools.cycle(BATCHES), tasks, stop=2000)
+    assert len(history) == 2000 and max(alive) - before < 4 * 64
+
+
+# Other callbacks -------------------------------------------------------------------------------------
+
+
+def test_objects_with_the_method_are_callbacks():
+    class Ema:
+        def __init__(self):
+            self.value = 0.0
+
+        def __loop_callback__(self, loop_state):
+            self.value = 0.5 * self.value + 0.5 * loop_state.state
+            return jf.logs().add("ema", "state", self.value), None
+
+    class Bad:
+        def __loop_callback__(self, loop_state):
+            return 1, 2, 3, 4
+
+        def __repr__(self):
+            return "Bad()"
+
+    state, history, _ = jf.loop(0, BATCHES, {jf.every(1): [count, Ema()]}, stop=3)
+    assert state == 3 and history.collect("ema.state") == [0.5, 1.25, 2.125]
+    with pytest.raises(TypeError, match=r"Bad\(\) must return"):
+        jf.loop(0, BATCHES, {jf.every(1): [count, Bad()]}, stop=3)
+
+
+def test_a_step_is_a_callback_and_the_object_door_gives_the_same_bits(assert_same):
+    step, state, batches = examples.tiny_regression()
+    expected, outputs = jaxloop.TrainLoop(step)(state, batches, 50)
+    _, state, _ = examples.tiny_regression()
+    by_step, history, _ = jf.loop(state, batches, {jf.every(1): step}, stop=50)
+    _, state, _ = examples.tiny_regression()
+    by_function, same, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=50)
+    assert_same(by_step, expected)
+    assert_same(by_function, expected)
+    assert history.collect("loss") == same.collect("loss") == [float(loss) for loss in outputs["loss"]]
+
+
+def test_what_a_step_reports_beside_scalars_is_an_output():
+    class Reporting(jaxloop.Step):
+        def run(self, state, batch):
+            value = jaxloop.MetricWithMetadata(jnp.float32(2))
+            return state, {"scalar": value, "nested": {"a": jnp.float32(1)}, "array": batch["x"]}
+
+    step, state, batches = examples.tiny_regression()
+    reporting = Reporting(jax.random.key(0), step.model)
+    _, history, _ = jf.loop(state, batches, {jf.every(1): reporting}, stop=2)
+    assert history.collect("metrics.scalar", "nested.a") == ([2.0, 2.0], [1.0, 1.0])
+    assert [outputs["array"].shape for _, outputs in history.outputs] == [(8, 3), (8, 3)]
+
+
+def test_loops_are_callbacks_for_the_one_batch(assert_same):
+    class Stop(actions.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            outputs[STOP_LOOP] = step_num == 7
+
+    step, state, batches = examples.tiny_regression()
+    expected, _ = jaxloop.TrainLoop(step)(state, batches, 7)
+    _, state, _ = examples.tiny_regression()
+    train_loop = jaxloop.TrainLoop(step, end_actions=[Stop()])
+    test = jf.inner_loop("test", lambda state: jf.loop(state, batches[:2], {jf.every(1): jaxloop.EvalLoop(step)}))
+    state, history, elapsed = jf.loop(state, batches, {jf.every(1): train_loop, jf.every(7): test})
+    assert_same(state, expected)
+    assert elapsed.steps == 7 and history.paths() == ["metrics.loss", "test.loss"]
+
+
+class Note(actions.Action):
+    """Notes what it was called with."""
+
+    def __init__(self, interval=1):
+        super().__init__(interval)
+        self.noted = []
+        self.closed = 0
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.noted.append((step_num, dict(outputs), outputs.num_examples))
+
+    def close(self):
+        self.closed += 1
+
+
+def test_an_action_gets_what_was_logged_since_its_last_call_once():
+    note = Note()
+    tasks = {jf.every(1): log_state, jf.every(3): [note, lambda: {"test": {"loss": 0.5}}, note], jf.last(): note}
+    jf.loop(7, BATCHES, tasks, stop=7)
+    assert note.noted == [
+        (3, {"state": [7, 7, 7]}, [4, 4, 4]),
+        (6, {"test/loss": [0.5], "state": [7, 7, 7]}, [4, 4, 4]),
+        (7, {"test/loss": [0.5], "state": [7]}, [4]),
+    ]
+    assert note.closed == 1
+
+
+def test_an_action_after_a_checkpoint_with_a_history_in_a_file_sees_each_value_once(tmp_path):
+    note = Note()
+    tasks = {jf.every(1): lambda state: ({"state": state}, state + 1), jf.every(2): [jf.checkpoint(tmp_path), note]}
+    jf.loop(jnp.float32(0), BATCHES, tasks, stop=4, history=jf.history(tmp_path / "history.jsonl"))
+    assert note.noted == [(2, {"state": [0, 1]}, [4, 4]), (4, {"state": [2, 3]}, [4, 4])]
+
+
+def test_an_action_with_a_schedule_is_called_when_both_say_so():
+    note = Note(jf.every(2) | jf.last())
+    jf.loop(7, BATCHES[:9], {jf.after(4): note})
+    assert [step for step, _, _ in note.noted] == [4, 6, 8, 9]
+    with pytest.raises(ValueError, match="counts train loops, of which there are none here"):
+        jf.loop(7, BATCHES, {jf.every(1): Note(interval=2)})
+
+
+def test_actions_get_outputs_too(writer):
+    images = np.zeros([2, 4, 4, 1], np.float32)
+    summary = actions.SummaryAction(writer)
+    jf.loop(7, BATCHES, {jf.every(1): lambda: ({"drawn": images}, {"loss": 1.0}, None), jf.every(2): summary}, stop=2)
+    assert [name for name, *_ in writer.written] == ["write_scalars", "write_images"] and writer.scalars("loss")
+
+
+def test_periodic_actions_of_clu_are_callbacks():
+    called = []
+    periodic = periodic_actions.PeriodicCallback(every_steps=3, callback_fn=lambda step, t: called.append(step))
+    jf.loop(0, BATCHES, {jf.every(1): periodic}, stop=9)
+    assert called == [3, 6, 9]
+
+
+# Tools -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_keeps_the_newest_and_the_best(tmp_path):
+    values = iter([5.0, 1.0, 3.0, 4.0])
+    save = jf.checkpoint(tmp_path, keep=1, monitor="test/loss")
+    tasks = {jf.every(1): lambda state: (None, {**state, "w": state["w"] + 1}), jf.every(1): [_test(values), save]}
+    jf.loop({"w": jnp.zeros(3)}, BATCHES, tasks, stop=4)
+    assert checkpoints.all_steps(tmp_path) == [2, 4] and save.action.best_step == 2
+
+
+def _test(values):
+    return jf.inner_loop(
+        "test", lambda state: jf.loop(state, BATCHES[:1], {jf.every(1): lambda: {"loss": next(values)}})
+    )
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path, assert_same):
+    _, start, batches = examples.tiny_regression()
+    tasks = {jf.every(1): regression}
+    expected, history, elapsed = jf.loop(start, batches, tasks, stop=60)
+
+    _, start, _ = examples.tiny_regression()
+    save = jf.checkpoint(tmp_path / "model")
+    state, begun = save.restore(start)
+    assert state is start and begun == jf.Elapsed()
+    record = jf.history(tmp_path / "history.jsonl")
+    jf.loop(start, batches, {**tasks, jf.every(10): save}, stop=35, history=record)
+
+    _, fresh, _ = examples.tiny_regression()
+    state, elapsed = save.restore(fresh)
+    record = jf.history(tmp_path / "history.jsonl")
+    record.resume(elapsed.steps)
+    assert (elapsed.steps, elapsed.samples) == (30, 240)
+    state, record, elapsed = jf.loop(
+        state, batches[30:], {**tasks, jf.every(10): save}, stop=60, history=record, elapsed=elapsed
+    )
+    assert_same(state, expected)
+    assert record.collect("steps", "loss") == history.collect("steps", "loss")
+    assert int(save.restore(fresh, step=60)[0].step) == 60
+    with pytest.raises(FileNotFoundError, match="No checkpoint of step 7"):
+        save.restore(fresh, step=7)
+
+
+def test_a_state_with_a_typed_key_is_saved_and_restored(tmp_path):
+    @jax.jit
+    def draw(state):
+        key, sub = jax.random.split(state["key"])
+        return {"noise": jax.random.normal(sub)}, {**state, "key": key}
+
+    save = jf.checkpoint(tmp_path)
+    state = {"key": jax.random.key(3), "w": jnp.zeros(2)}
+    state, _, _ = jf.loop(state, BATCHES, {jf.every(1): draw, jf.last(): save}, stop=3)
+    restored, elapsed = save.restore({"key": jax.random.key(0), "w": jnp.ones(2)})
+    assert elapsed.steps == 3 and jnp.array_equal(restored["w"], state["w"])
+    assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(state["key"]))
+
+
+@pytest.mark.parametrize("make", [lambda: jf.early_stopping("los", 3), lambda: jf.checkpoint("model", monitor="los")])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(make, first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = lambda state: jf.logs().add_metric("loss", 1.0).add("test", "accuracy", 0.5)
+    callbacks = [make(), train] if first else [train, make()]
+    with pytest.raises(ValueError, match="Nothing named 'los' was logged. There is: metrics/loss, test/accuracy") as e:
+        jf.loop({"w": jnp.zeros(3)}, BATCHES, {jf.every(1): callbacks}, stop=9)
+    assert re.search(rf"at step {1 + first}", e.value.__notes__[0])
+
+
+def test_a_monitored_value_may_come_later():
+    stop = jf.early_stopping("accuracy", patience=2)
+    accuracy = lambda: jf.logs().add("test", "accuracy", 0.5)
+    tasks = {jf.every(1): [lambda: {"loss": 1.0}, stop], jf.every(10): accuracy}
+    assert jf.loop(0, BATCHES, tasks)[2].steps == 31
+
+
+def test_a_callback_that_has_logged_nothing_yet_may_still_log_what_is_monitored(warnings_logged):
+    def sometimes(state, batch, elapsed):
+        return {"accuracy": 0.5} if elapsed.steps % 10 == 0 else None
+
+    stop = jf.early_stopping("accuracy", patience=2)
+    assert jf.loop(0, BATCHES, {jf.every(1): [lambda: {"loss": 1.0}, sometimes, stop]})[2].steps == 30
+    assert warnings_logged() == [
+        "Nothing named 'accuracy' was logged. There is: loss. early_stopping('accuracy') goes on waiting for it."
+    ]
+
+
+@pytest.mark.parametrize(("restore_best", "expected"), [(False, 6), (True, 3)])
+def test_early_stopping_ends_the_loop_and_may_give_the_best_state_back(restore_best, expected):
+    losses = iter([3.0, 2.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    stop = jf.early_stopping("loss", patience=3, restore_best=restore_best)
+    tasks = {
+        jf.every(1): [lambda state: ({"loss": next(losses)}, state + 1), stop],
+        jf.on_end: lambda s: ends.append(s),
+    }
+    ends = []
+    state, _, elapsed = jf.loop(0, BATCHES, tasks)
+    assert (state, elapsed.steps, ends) == (expected, 6, [expected])
+
+
+def test_an_inner_loop_evaluates_inside_training(assert_same):
+    _, state, batches = examples.tiny_regression()
+    expected, _, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=40)
+    _, state, _ = examples.tiny_regression()
+    short = {name: value[:3] for name, value in batches[1].items()}
+    errors = [float(evaluation(expected, batch)[0]["error"]) for batch in (batches[0], short)]
+    test = jf.inner_loop("test", lambda state: jf.loop(state, [batches[0], short], {jf.every(1): evaluation}))
+    state, history, _ = jf.loop(state, batches, {jf.every(1): regression, jf.every(20): test}, stop=40)
+    assert_same(state, expected)
+    steps, _, error = history.collect("steps", "loss", "test.error")
+    assert steps == [20, 40] and error[-1] == pytest.approx((8 * errors[0] + 3 * errors[1]) / 11)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("mean", 2.0), ("sum", 6.0), ("min", 1.0), ("max", 3.0), ("last", 2.0), (lambda values: len(values), 3)],
+)
+def test_an_inner_loop_reduces_what_its_loop_has_logged(aggregation, expected):
+    values = iter([1.0, 3.0, 2.0])
+    log = lambda: jf.logs().add_metric("value", next(values)).add("parts", "name", 7)
+    test = jf.inner_loop("test", lambda: jf.loop(0, BATCHES[:3], {jf.every(1): log}), aggregation)
+    _, history, _ = jf.loop(0, BATCHES, {jf.every(1): test}, stop=1)
+    assert history.collect("test.value") == [expected] and history.paths() == ["test.value", "test.parts.name"]
+
+
+def test_an_inner_loop_of_something_else_or_that_takes_the_state_over_is_an_error():
+    with pytest.raises(TypeError, match=r"inner_loop\('test'\) must return \(state, history, elapsed\), .* got 7"):
+        jf.loop(0, BATCHES, {jf.every(1): jf.inner_loop("test", lambda: 7)})
+    _, state, batches = examples.tiny_regression()
+    train = jf.inner_loop("train", lambda state: jf.loop(state, batches, {jf.every(1): regression}, stop=2))
+    with pytest.raises(ValueError, match="has taken over .donated. the state of the loop around it"):
+        jf.loop(state, batches, {jf.every(1): train})
+
+
+def test_evaluations_are_not_training_time():
+    now = [0.0]
+
+    def evaluate(state):
+        now[0] += 100
+        return jf.loop(state, BATCHES[:1], {jf.every(1): log_state})
+
+    def train(state):
+        now[0] += 1
+        return state + 1
+
+    tasks = {jf.every(1): [train, jf.inner_loop("test", evaluate)]}
+    _, _, elapsed = jf.loop(0, BATCHES, tasks, stop=10, clock=lambda: now[0])
+    assert elapsed.time == 9  # When the tenth batch came.
+
+
+def test_the_bars_show_the_newest_values_of_each_kind():
+    stream = io.StringIO()
+    bar = jf.keras_bar(total=10_000, stream=stream, interval=jf.always(), min_seconds=0)
+    log = lambda: jf.logs().add_loss("loss", 0.0718).add_metric("accuracy", 0.9779)
+    test = lambda: jf.logs().add("test", "loss", 0.1)
+    jf.loop(0, BATCHES, {jf.every(1): log, jf.every(1): bar, jf.every(5): test}, stop=4, clock=lambda: 0.0)
+    first, last = stream.getvalue().splitlines()[0], stream.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"1/10000 \[\.{30}\] - .*accuracy: 0.9779 - loss: 0.0718", first)
+    assert last.startswith("4/10000 [")
+    jf.loop(0, BATCHES, {jf.every(1): log, jf.every(1): bar, jf.every(5): test}, stop=70, clock=lambda: 0.0)
+    assert stream.getvalue().splitlines()[-1].endswith("accuracy: 0.9779 - loss: 0.0718 - test/loss: 0.1000")
+
+
+def test_a_bar_knows_the_total_and_the_last_step_by_itself():
+    def last_line(dataset, stop, make):
+        stream = io.StringIO()
+        jf.loop(0, dataset, {jf.every(1): lambda: {"loss": 0.5}, **make(stream=stream)}, stop=stop)
+        return re.split("[\r\n]", stream.getvalue().strip())[-1]
+
+    assert re.match(r"50/50 \[=+\].*loss: 0.5000", last_line(BATCHES, jf.at(50), jf.keras_bar))
+    assert re.match(r"100/Unknown.*loss: 0.5000", last_line(BATCHES, None, jf.keras_bar))
+    assert re.match(r"100%.*50/50.*loss=0.5000", last_line(BATCHES, jf.at(50), jf.tqdm_bar))
+
+
+# By hand ---------------------------------------------------------------------------------------------
+
+
+def test_a_loop_by_hand_with_the_same_tools(tmp_path, assert_same):
+    _, state, batches = examples.tiny_regression()
+    expected, same, _ = jf.loop(state, batches, {jf.every(1): regression}, stop=40)
+    _, state, _ = examples.tiny_regression()
+    history, stream = jf.history(), io.StringIO()
+    save_period, eval_period = jf.every(15), jf.every(10)
+    save = jf.checkpoint(tmp_path, keep=1, monitor="loss")
+    bar, stop = jf.keras_bar(total=40, stream=stream), jf.early_stopping("error", patience=2, min_delta=100)
+    evaluations = []
+    for elapsed, batch in jf.elapse(batches, stop=jf.at(40)):
+        logs, state = regression(state, batch)
+        history.commit(elapsed, logs)
+        bar(elapsed, logs)
+        if save_period(elapsed):
+            save(elapsed, state, logs)
+            assert checkpoints.all_steps(tmp_path)[-1] == elapsed.steps  # On disk already.
+        if eval_period(elapsed):
+            logs, _ = evaluation(state, batch)
+            evaluations.append((elapsed.steps, stop(elapsed, state, logs)))
+    bar.close()
+    save.close()
+    assert_same(state, expected)
+    assert history.collect("steps", "loss") == same.collect("steps", "loss")
+    assert evaluations == [(10, False), (20, False), (30, True), (40, True)]
+    assert elapsed.is_last and stop.finish(state) is state
+    assert re.search(r"40/40 \[=+\].*loss", stream.getvalue())
+    with pytest.raises(ValueError, match="Nothing named 'error' was measured. There is: losss"):
+        jf.early_stopping("error", patience=2)(elapsed, state, {"losss": 1.0})
+
+
+def test_elapse_counts_along_and_says_which_step_is_the_last():
+    elapsed = [elapsed for elapsed, _ in jf.elapse(BATCHES, stop=3, start=jf.Elapsed(1, samples=4))]
+    assert [(each.steps, each.samples, each.is_last) for each in elapsed] == [(2, 8, False), (3, 12, True)]
+    assert [each.previous.steps for each in elapsed] == [1, 2]
+    with pytest.raises(TypeError, match="A dataset is an iterator of batches"):
+        jf.elapse({"x": 1})
+
+
+# Donated states --------------------------------------------------------------------------------------
+
+
+def test_a_state_that_a_loop_has_taken_over_is_an_error_before_the_next_one_begins(data_parallel):
+    _, state, batches = examples.tiny_regression()
+    train = jf.train_step(regression._fn, data_parallel(8))
+    jf.loop(state, batches, {jf.every(1): train}, stop=2)
+    with pytest.raises(ValueError, match=r"jf.loop got a state that train_step\(regression\) has already taken"):
+        jf.loop(state, batches, {jf.on_start: lambda: os.abort(), jf.every(1): train}, stop=2)
