@@ -354,7 +354,8 @@ class OuterLoop:
             state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
             if saved:
                 metadata = checkpoint.metadata(spec.checkpoint_dir, saved[-1])
-                previous = Elapsed(**metadata["previous"]) if "previous" in metadata else None
+                # Where a run was broken off, its last step may lack evaluations: all other saves come after them.
+                previous = Elapsed(**metadata["previous"]) if metadata.get("was_broken_off") else None
                 elapsed = Elapsed(**metadata.get("elapsed", {"steps": saved[-1]}), previous=previous)
                 batches = metadata.get("batches_in_loop", 0)
                 logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
@@ -513,7 +514,7 @@ class OuterLoop:
             if isinstance(action, CheckpointAction) and step_num not in checkpoint.all_steps(action.directory):
                 try:
                     train_loop = self._loops[0]
-                    metadata = {"elapsed": train_loop.elapsed.to_dict(), **train_loop.position}
+                    metadata = {"elapsed": train_loop.elapsed.to_dict(), **train_loop.position, "was_broken_off": True}
                     if action.save(step_num, state, None, metadata=metadata):
                         logging.info("%r saves the state of step %d.", action, step_num)
                 except Exception:
