@@ -214,8 +214,12 @@ class ActionLoop(StatLoop):
         for slot in self._all_slots():
             slot.take_loop(whole)
         due = self._due(now, at_end=True)
-        if self.was_interrupted and self.run_info is not None:  # It is no log point: the loop goes on in a later run.
+        if self.was_interrupted and self.run_info is not None:
+            # The loop goes on in a later run: here is no end of a loop for the history, only a step of it.
+            inside = dataclasses.replace(now, loops=self._loop_count)
             due = [slot for slot in due if slot not in self._attached]
+            log_points = [slot for slot in self._attached if slot.is_due(inside, None)]
+            self._call_actions(log_points, state, inside, comes_last=False)
         self._call_actions(due, state, now, comes_last=False)
         self._loop_count = self._count
         if self.run_info is None:

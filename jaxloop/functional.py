@@ -301,7 +301,8 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
-    _in_history: set[str] = dataclasses.field(default_factory=set, init=False, repr=False)  # The paths of the logs.
+    # Which of the logs the history has already, by path.
+    _in_history: set[str] = dataclasses.field(default_factory=set, init=False, repr=False)
     _means: _Means = dataclasses.field(default_factory=_Means, init=False, repr=False)
 
     @property
@@ -388,7 +389,7 @@ def loop(
             _call([entry.without(due) for entry in entries if entry.when(now)], loop_state, stopwatch)
         _end_row(loop_state)
         for callback in callbacks:
-            loop_state.state = callback.finish(loop_state.state)
+            callback.finish(loop_state)
         _call([entry for entry in entries if entry.when is on_end], loop_state, stopwatch)
     return loop_state.state, loop_state.history, loop_state.elapsed.without_previous()
 
@@ -488,7 +489,7 @@ def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
                 known[id(callback)] = _as_callback(callback, loop_state, reporters)
         entry = _Entry(when, [known[id(callback)] for callback in callbacks])
         entries.append(entry)
-        if when is not on_end:
+        if isinstance(when, Schedule):
             reporters += [each for each in entry.callbacks if not isinstance(each, _ActionCallback)]
     return entries
 
@@ -564,9 +565,8 @@ class _Callback(abc.ABC):
         leaves = {id(leaf) for leaf in jax.tree.leaves((loop_state.state, state)) if isinstance(leaf, jax.Array)}
         self._reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, reported)))
 
-    def finish(self, state: Any) -> Any:
-        """Returns the state that the loop shall return."""
-        return state
+    def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
+        """Called when the loop has ended well; may set the state that it shall return."""
 
     def close(self) -> None:  # noqa: B027 (to override, or not)
         """Finishes what was begun."""
@@ -636,17 +636,21 @@ class _ActionCallback(_Callback):
             self._newest.push(loop_state.logs)
         is_due = not isinstance(action.interval, Schedule) or action.interval(now)
         if is_due and self._called_at != now.steps:
-            self._called_at = now.steps
-            if action.time_goes_to == "checkpoints":  # What was logged up to a checkpoint is part of it.
-                _write(loop_state)
-            outputs, history = self._outputs(loop_state), loop_state.history if action.waits_for_outputs else None
-            if not self._is_measured(loop_state):
-                outputs, history = metrics.LoopOutputs(), None
-            total_steps = loop_state.total_steps
-            action(loop_state.state, outputs, step_num=now.steps, elapsed=now, history=history, total_steps=total_steps)
-            if outputs.get(types.STOP_LOOP):
-                loop_state.stop_iteration = True
+            self._call_action(loop_state)
         return None, None, None
+
+    def _call_action(self, loop_state: LoopState) -> None:
+        action, now = self._action, loop_state.elapsed
+        self._called_at = now.steps
+        if action.time_goes_to == "checkpoints":  # What was logged up to a checkpoint is part of it.
+            _write(loop_state)
+        outputs, history = self._outputs(loop_state), loop_state.history if action.waits_for_outputs else None
+        if not self._is_measured(loop_state):
+            outputs, history = metrics.LoopOutputs(), None
+        total_steps = loop_state.total_steps
+        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, history=history, total_steps=total_steps)
+        if outputs.get(types.STOP_LOOP):
+            loop_state.stop_iteration = True
 
     def _outputs(self, loop_state: LoopState) -> metrics.LoopOutputs:
         if not self._action.uses_outputs:
@@ -689,8 +693,10 @@ class _ActionCallback(_Callback):
             logging.warning("%s %s goes on waiting for it.", text, self.name)
         return False
 
-    def finish(self, state: Any) -> Any:
-        return self._action.finish(state)
+    def finish(self, loop_state: LoopState) -> None:
+        if isinstance(self.of, _Bar) and self._called_at not in (None, loop_state.elapsed.steps):
+            self._call_action(loop_state)  # After Ctrl-C it shall show how far the loop came.
+        loop_state.state = self._action.finish(loop_state.state)
 
     def close(self) -> None:
         self._action.close()

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +25,15 @@ class Network(nn.Module):
         return nn.Dense(1)(nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x)))
 
 
+@functools.cache
+def first_variables():
+    return Network().init(jax.random.key(0), BATCH["x"])
+
+
 def new_state(cls=jaxloop.TrainState):
-    model = Network()
-    variables = model.init(jax.random.key(0), BATCH["x"])
+    variables = jax.tree.map(jnp.copy, first_variables())
     params, batch_stats = variables["params"], variables["batch_stats"]
-    return cls.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), batch_stats=batch_stats)
+    return cls.create(apply_fn=Network().apply, params=params, tx=optax.sgd(0.1), batch_stats=batch_stats)
 
 
 def regression(state, batch):

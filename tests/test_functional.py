@@ -26,11 +26,12 @@ def log_state(state):
     return {"state": state}
 
 
-@jf.train_step
-def regression(state, batch):
-    return jf.logs().add_loss(
-        "loss", jnp.mean((state.apply_fn({"params": state.params}, batch["x"]) - batch["y"]) ** 2)
-    )
+def squared_error(state, batch):
+    predicted = state.apply_fn({"params": state.params}, batch["x"])
+    return jf.logs().add_loss("loss", jnp.mean((predicted - batch["y"]) ** 2))
+
+
+regression = jf.train_step(squared_error)
 
 
 @jf.step
@@ -111,15 +112,10 @@ def test_the_tasks_are_not_changed():
 
 
 def test_a_tool_with_two_stars_is_called_at_every_step():
-    class Note(actions.Action):
-        def __call__(self, state, outputs, *, step_num, **kwargs):
-            noted.append(step_num)
-
-    noted = []
-    tool = jf.keras_bar()
-    tool.action = Note()
-    jf.loop(0, BATCHES, {jf.every(1): count, **tool}, stop=3)
-    assert noted == [1, 2, 3]
+    stream = io.StringIO()
+    bar = jf.keras_bar(stream=stream, interval=jf.always(), min_seconds=0)
+    jf.loop(0, BATCHES, {jf.every(1): log_state, **bar, jf.on_end: lambda: stream.write("end")}, stop=100)
+    assert stream.getvalue().startswith("1/100") and stream.getvalue().rstrip().endswith("state: 0.0000")
 
 
 @pytest.mark.parametrize(
@@ -359,6 +355,12 @@ def test_ctrl_c_returns_what_is_there(interrupted, tmp_path):
     assert checkpoints.all_steps(tmp_path) == [5]
 
 
+def test_after_ctrl_c_a_bar_shows_how_far_the_loop_came(interrupted):
+    stream = io.StringIO()
+    jf.loop(0, interrupted(BATCHES, 40), {jf.every(1): count, **jf.keras_bar(stream=stream, min_seconds=100)}, stop=50)
+    assert stream.getvalue().splitlines()[-1].startswith("41/50 [")
+
+
 def test_an_evaluation_cut_short_by_ctrl_c_reports_nothing(interrupted):
     test = jf.inner_loop("test", lambda state: jf.loop(state, interrupted(BATCHES, 2), {jf.every(1): log_state}))
     _, history, elapsed = jf.loop(0, BATCHES, {jf.every(1): [count, log_state], jf.every(3): test}, stop=50)
@@ -449,7 +451,11 @@ def test_logs_are_a_nested_dictionary():
     assert logs == {"metrics": {"accuracy": 0.9}, "losses": {"loss": 0.3}, "images": {"count": 7}}
     assert logs.entry_value("loss") == logs.loss == logs.losses.loss == logs["losses"]["loss"] == 0.3
     assert logs.updates == {} and logs.add("updates", "batch_stats", 1).updates.batch_stats == 1
+    logs.updates["cache"] = 2
+    assert logs.updates == {"batch_stats": 1, "cache": 2}
     assert jf.logs({"metrics": {"a": 1}}).metrics.a == 1
+    with pytest.raises(AttributeError, match="Write logs.add_metric.'loss', value."):
+        logs.loss = 3
 
 
 def test_merging_logs_takes_over_all_entries():
@@ -806,7 +812,7 @@ def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(make, f
     train = lambda state: jf.logs().add_metric("loss", 1.0).add("test", "accuracy", 0.5)
     callbacks = [make(), train] if first else [train, make()]
     with pytest.raises(ValueError, match="Nothing named 'los' was logged. There is: metrics/loss, test/accuracy") as e:
-        jf.loop({"w": jnp.zeros(3)}, BATCHES, {jf.every(1): callbacks}, stop=9)
+        jf.loop(None, BATCHES, {jf.on_start: lambda: (None, {"w": jnp.zeros(3)}), jf.every(1): callbacks}, stop=9)
     assert re.search(rf"at step {1 + first}", e.value.__notes__[0])
 
 
@@ -961,7 +967,7 @@ def test_elapse_counts_along_and_says_which_step_is_the_last():
 
 def test_a_state_that_a_loop_has_taken_over_is_an_error_before_the_next_one_begins(data_parallel):
     _, state, batches = examples.tiny_regression()
-    train = jf.train_step(regression._fn, data_parallel(8))
+    train = jf.train_step(squared_error, data_parallel(8))
     jf.loop(state, batches, {jf.every(1): train}, stop=2)
-    with pytest.raises(ValueError, match=r"jf.loop got a state that train_step\(regression\) has already taken"):
+    with pytest.raises(ValueError, match=r"jf.loop got a state that train_step\(squared_error\) has already taken"):
         jf.loop(state, batches, {jf.on_start: lambda: os.abort(), jf.every(1): train}, stop=2)
