@@ -12,7 +12,7 @@ test: .venv/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 colabs: .venv/test.installed
 	$(BIN)/python colabs/execute.py
