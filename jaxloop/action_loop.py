@@ -96,6 +96,7 @@ class ActionLoop(StatLoop):
         self._last_beginning = Elapsed()
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
+        self._keeps_pieces = False
         self._spent_at_look = self.spent
         self.run_info: Run | None = None
         self.first_batch = 0
@@ -193,6 +194,7 @@ class ActionLoop(StatLoop):
         state, iterator = super().begin(state, dataset)
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0
+        self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
             for slot in self._all_slots():
                 slot.called_at = None
@@ -345,10 +347,6 @@ class ActionLoop(StatLoop):
         for slot in self._all_slots():
             slot.take_piece(self._piece)
         self._piece, self._piece_begins = metrics.LoopOutputs(), len(self.num_examples)
-
-    @property
-    def _keeps_pieces(self) -> bool:
-        return any(slot.takes_pieces for slot in self._all_slots())
 
 
 class _Slot:

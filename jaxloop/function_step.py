@@ -14,8 +14,6 @@ from flax import nnx
 from jaxloop import checks, data, metrics, models, partition, types
 from jaxloop.step import Step
 
-# With several devices on one CPU, the collectives of more steps than this compete for the same threads.
-_STEPS_UNDER_WAY_ON_A_CPU_MESH = 4
 # More values of statics than this are probably meant to be broadcasts.
 _MANY_STATICS = 16
 
@@ -112,8 +110,7 @@ class CompiledFunction:
         functools.update_wrapper(self, fn)
         self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
         self._steps: dict[Hashable, _PairStep] = {}
-        mesh = partitioner.mesh
-        self._is_on_cpu_mesh = mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
 
     def __repr__(self) -> str:
@@ -144,7 +141,7 @@ class CompiledFunction:
         else:
             found = step.evaluate(state, (batch, broadcasts))
         self._num_calls += 1
-        if self._is_on_cpu_mesh and self._num_calls % _STEPS_UNDER_WAY_ON_A_CPU_MESH == 0:
+        if self._is_on_cpu_mesh and self._num_calls % partition.STEPS_UNDER_WAY_ON_A_CPU_MESH == 0:
             metrics.wait((state, found))
         return found["outputs"], found["logs"], found.get("state", state)
 

@@ -13,14 +13,12 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxloop import checks, interrupt, metrics, timing, types
+from jaxloop import checks, interrupt, metrics, partition, timing, types
 from jaxloop.schedules import Elapsed, Schedule, at
 from jaxloop.step import Step
 
 # How many steps' outputs are copied to the host at once; twice as many steps may be under way.
 _CHUNK_SIZE = 32
-# With several devices on one CPU, the collectives of more steps than this compete for the same threads.
-_CHUNK_SIZE_CPU_MESH = 4
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
@@ -340,9 +338,8 @@ class Loop:
         return outputs
 
     def _chunk_size(self) -> int:
-        mesh = self._step.partitioner.mesh
-        on_cpu_mesh = mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-        return _CHUNK_SIZE_CPU_MESH if on_cpu_mesh else _CHUNK_SIZE
+        on_cpu_mesh = partition.is_cpu_mesh(self._step.partitioner.mesh)
+        return partition.STEPS_UNDER_WAY_ON_A_CPU_MESH if on_cpu_mesh else _CHUNK_SIZE
 
     def _read_step_num(self, state: Any) -> int:
         count = getattr(state, "step", None)

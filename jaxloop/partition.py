@@ -13,6 +13,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, types
 
+STEPS_UNDER_WAY_ON_A_CPU_MESH = 4
+"""With several devices on one CPU, the collectives of more steps than this compete for the same threads."""
+
+
+def is_cpu_mesh(mesh: Mesh | None) -> bool:
+    """Whether several devices are one CPU."""
+    return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
 
 class Partitioner(abc.ABC):
     """Places the state and the batches of a `Step`, and compiles its `run` for that placement.

@@ -289,14 +289,19 @@ class _Every(_Counted):
     reached = Schedule.reached
 
 
-class _At(_Counted):
-    def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now) and not self.reached(before)
+class _Point(_Counted):
+    """What has a point in the run from which on it is reached."""
 
     def next_step(self, now: Elapsed) -> int | None:
-        if self.reached(now) or self.unit in ("loops", "time"):
+        if self.reached(now):
+            return self._next_step_past_it(now)
+        if self.unit in ("loops", "time"):
             return None
         return int(self.value) if self.unit == "steps" else now.steps + 1
+
+    @abc.abstractmethod
+    def _next_step_past_it(self, now: Elapsed) -> int | None:
+        """`next_step` where the point has been reached."""
 
     def next_time(self, now: Elapsed) -> float | None:
         return self.value if self.unit == "time" and not self.reached(now) else None
@@ -304,11 +309,19 @@ class _At(_Counted):
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now)
 
+
+class _At(_Point):
+    def fires(self, before: Elapsed, now: Elapsed) -> bool:
+        return self.reached(now) and not self.reached(before)
+
+    def _next_step_past_it(self, now: Elapsed) -> int | None:
+        return None
+
     def as_stop(self) -> Schedule:
         return After(self.unit, self.value)
 
 
-class After(_Counted):
+class After(_Point):
     """What `after(...)` makes: a schedule, and `then`."""
 
     def then(self, schedule: Schedule) -> Schedule:
@@ -320,18 +333,8 @@ class After(_Counted):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now) and now.steps > before.steps
 
-    def next_step(self, now: Elapsed) -> int | None:
-        if self.reached(now):
-            return now.steps + 1
-        if self.unit in ("loops", "time"):
-            return None
-        return int(self.value) if self.unit == "steps" else now.steps + 1
-
-    def next_time(self, now: Elapsed) -> float | None:
-        return self.value if self.unit == "time" and not self.reached(now) else None
-
-    def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now)
+    def _next_step_past_it(self, now: Elapsed) -> int | None:
+        return now.steps + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -408,10 +411,15 @@ class _Never(_Plain):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Or(Schedule):
+class _Pair(Schedule):
     one: Schedule
     other: Schedule
 
+    def as_stop(self) -> Schedule:
+        return type(self)(self.one.as_stop(), self.other.as_stop())
+
+
+class _Or(_Pair):
     def __repr__(self) -> str:
         return f"{self.one!r} | {self.other!r}"
 
@@ -427,18 +435,11 @@ class _Or(Schedule):
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.one.stops(before, now) or self.other.stops(before, now)
 
-    def as_stop(self) -> Schedule:
-        return _Or(self.one.as_stop(), self.other.as_stop())
-
     def reached(self, now: Elapsed) -> bool:
         return any([self.one.reached(now), self.other.reached(now)])
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _And(Schedule):
-    one: Schedule
-    other: Schedule
-
+class _And(_Pair):
     def __repr__(self) -> str:
         return " & ".join(f"({each!r})" if isinstance(each, _Or) else repr(each) for each in (self.one, self.other))
 
@@ -463,9 +464,6 @@ class _And(Schedule):
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.one.stops(before, now) and self.other.stops(before, now)
-
-    def as_stop(self) -> Schedule:
-        return _And(self.one.as_stop(), self.other.as_stop())
 
     def reached(self, now: Elapsed) -> bool:
         return all([self.one.reached(now), self.other.reached(now)])
