@@ -132,6 +132,7 @@ class Step:
         self._compiled_evaluation: Callable[..., Any] | None = None
         self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
         self._rescued_state: Any = None
+        self._has_said_count = False
         self._num_params: int | None = None
         self._num_flops: float | None = None
 
@@ -163,16 +164,14 @@ class Step:
         By default the length of its leading axis; override it for batches with padding, or whose leaves differ.
         """
         count = checks.num_examples(batch)
-        if count is None:
-            logging.log_first_n(
-                logging.WARNING,
+        if count is None and not self._has_said_count:
+            self._has_said_count = True
+            logging.warning(
                 "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
                 "Step.num_examples(batch) for weighted means.",
-                1,
                 self,
             )
-            return 1
-        return count
+        return 1 if count is None else count
 
     # The model -----------------------------------------------------------------------------------
 

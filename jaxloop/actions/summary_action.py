@@ -39,6 +39,7 @@ class SummaryAction(Action):
         self._prefix = prefix
         self._left_out: set[str] = set()
         self._last_written: tuple[int, set[str]] = (-1, set())
+        self._has_said_twice = False
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         scalars, media = metrics.scalars_and_media(outputs)
@@ -53,12 +54,11 @@ class SummaryAction(Action):
 
     def _warn_of_rewrites(self, step: int, names: set[str]) -> None:
         last_step, last_names = self._last_written
-        if step == last_step and names & last_names:
-            logging.log_first_n(
-                logging.WARNING,
+        if step == last_step and names & last_names and not self._has_said_twice:
+            self._has_said_twice = True
+            logging.warning(
                 "SummaryAction wrote %s twice for step %d. Where a train and an eval loop share it, give the eval loop "
                 "one of its own, SummaryAction(writer, prefix='eval/').",
-                1,
                 ", ".join(sorted(names & last_names)),
                 step,
             )
