@@ -170,8 +170,10 @@ class ProgressAction(Action):
         redraws = is_live(stream)
         kind = self._kind if self._kind != "auto" else "tqdm" if redraws else "plain"
         if kind == "tqdm" and not is_installed("tqdm"):
-            logging.warning(
-                "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm."
+            logging.log_first_n(
+                logging.WARNING,
+                "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm.",
+                1,
             )
             kind = "plain"
         match kind:
