@@ -5,6 +5,7 @@ which copies them to the host in bounded chunks, behind the device's back, and m
 device. `summarize` turns a loop's outputs into example-weighted scalars.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from clu import metrics as clu_metrics
 
-from jaxloop import timing, types
+from jaxloop import encoding, timing, types
 
 
 def fetch(tree: Any) -> Any:
@@ -58,10 +59,82 @@ class LoopOutputs(dict[str, Any]):
             elif not isinstance(earlier, list) or not all(map(_is_small, values)):
                 self[name] = list(values)
             elif len(earlier) == steps_before and len(values) == steps_later:
-                earlier.extend(values)
+                self[name] = _as_in(earlier, values)
+                self[name].extend(values)
             else:
-                self[name] = merge_if_metrics([*earlier, *values])
+                self[name] = merge_if_metrics([*_as_in(earlier, values), *values])
         self.num_examples.extend(later.num_examples)
+
+    def encode(self) -> tuple[dict[str, Any], list[str]]:
+        """What a checkpoint keeps, as JSON can hold it, and the names of the values of which it can't hold any."""
+        values, left_out = {}, []
+        for name, value in self.items():
+            try:
+                values[name] = encoding.encode(_plain(fetch(value)))
+            except TypeError:
+                left_out.append(name)
+        return {"values": values, "num_examples": list(self.num_examples)}, left_out
+
+    @classmethod
+    def decode(cls, encoded: Mapping[str, Any]) -> "LoopOutputs":
+        """What `encode` was given. States of `clu.metrics` wait until the next state of their name tells the class."""
+        values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
+        return cls(values, encoded["num_examples"])
+
+
+class _KeptMetric:
+    """A `clu.metrics` state out of a checkpoint, whose class is not known yet."""
+
+    def __init__(self, fields: Any):
+        self.fields = fields
+
+
+def _plain(value: Any) -> Any:
+    """A value without classes of ours and of clu: in their place are pairs with what to make them of."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, _KeptMetric):
+        return ("metric", value.fields)
+    if _is_metric(value):
+        return ("metric", _fields(value))
+    if isinstance(value, types.MetricWithMetadata):
+        return ("with metadata", value.value, value.type.value, value.metadata and dict(value.metadata))
+    return ("tuple", value) if isinstance(value, tuple) else value
+
+
+def _not_plain(value: Any) -> Any:
+    match value:
+        case list():
+            return [_not_plain(each) for each in value]
+        case ("metric", fields):
+            return _KeptMetric(fields)
+        case ("with metadata", inner, kind, metadata):
+            return types.MetricWithMetadata(inner, types.MetricType(kind), metadata)
+        case ("tuple", inner):
+            return inner
+    return value
+
+
+def _fields(value: Any) -> Any:
+    """The arrays of a metric by the names of its fields; those of the metrics inside a `Collection` likewise."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = [field for field in dataclasses.fields(value) if field.metadata.get("pytree_node", True)]
+    return {field.name: _fields(getattr(value, field.name)) for field in fields}
+
+
+def _as_in(kept: list[Any], values: list[Any]) -> list[Any]:
+    """The values out of a checkpoint as objects of the class of those that came after."""
+    if not (kept and values and isinstance(kept[0], _KeptMetric)):
+        return kept
+    return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
+
+
+def _with_fields(metric: Any, fields: Any) -> Any:
+    if not dataclasses.is_dataclass(metric):
+        return fields
+    inner = {name: _with_fields(getattr(metric, name), value) for name, value in fields.items()}
+    return dataclasses.replace(metric, **inner)  # pyright: ignore[reportArgumentType]
 
 
 def _is_small(value: Any) -> bool:
@@ -166,7 +239,7 @@ def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_metric(value: Any) -> bool:
-    return isinstance(value, clu_metrics.Metric | clu_metrics.Collection)
+    return isinstance(value, clu_metrics.Metric | clu_metrics.Collection | _KeptMetric)
 
 
 def _merges_on_host(metric: Any) -> bool:
@@ -271,7 +344,7 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
     reduced = {}
     for name, value in fetch(dict(outputs or {})).items():
         values = value if isinstance(value, list) else [value]
-        if name == types.STOP_LOOP:
+        if name == types.STOP_LOOP or any(isinstance(each, _KeptMetric) for each in values):
             continue
         if not values or not all(map(_is_metric, values)):
             reduced[name] = value

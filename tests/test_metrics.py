@@ -1,3 +1,5 @@
+import json
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -156,3 +158,49 @@ def test_of_several_loops_only_the_newest_media_are_kept(kind):
     for _ in range(4):
         seen.extend(LoopOutputs({"x": [MetricWithMetadata(np.zeros([1, 2, 2, 1]), kind)] * 3}, num_examples=[1] * 3))
     assert len(seen["x"]) == 3
+
+
+def two_parts_of_a_loop():
+    """Outputs of all kinds, of three steps and of one."""
+    logits, labels = np.float32([[1, 0, 2], [0, 1, 0]]), jnp.array([2, 1], jnp.int32)
+    parts = []
+    for number in (3, 1):
+        rows = range(number)
+        image = MetricWithMetadata(np.full((1, 2, 2, 1), number), MetricType.IMAGE)
+        values = {
+            "loss": [np.float32(0.1 * number + row) for row in rows],
+            "half": [np.asarray(jnp.bfloat16(0.3 * row))[()] for row in rows],
+            "scores": [metrics.fetch(scores(logits * number, labels))],
+            "seen": [
+                metrics.fetch(clu_metrics.CollectingMetric.from_outputs(("y",))(values={"y": (np.ones(number),)}))
+            ],
+            "typed": [MetricWithMetadata(np.float32(row), metadata={"unit": "m"}) for row in rows],
+            "image": [image] * number,
+            "none": [None] * number,
+            "total": 3.5,
+        }
+        parts.append(LoopOutputs(values, num_examples=[4 + row for row in rows]))
+    return parts
+
+
+def test_outputs_that_were_kept_in_a_checkpoint_go_on_as_if_they_never_left():
+    (one, two), (kept, later) = two_parts_of_a_loop(), two_parts_of_a_loop()
+    encoded, left_out = kept.encode()
+    kept = LoopOutputs.decode(json.loads(json.dumps(encoded)))
+    assert left_out == [] and metrics.newest_scalars(kept)["loss"] == np.float32(2.3)
+    one.extend(two)
+    kept.extend(later)
+    assert kept.num_examples == one.num_examples == [4, 5, 6, 4]
+    assert jax.tree.structure(dict(kept)) == jax.tree.structure(dict(one))
+    assert [str(leaf) for leaf in jax.tree.leaves(dict(kept))] == [str(leaf) for leaf in jax.tree.leaves(dict(one))]
+    assert summarize(kept) == summarize(one) and "scores/accuracy" in summarize(one)
+
+
+def test_what_a_checkpoint_cannot_keep_of_the_outputs_is_named():
+    encoded, left_out = LoopOutputs({"loss": [1.0], "odd": [object()]}, [4]).encode()
+    assert list(encoded["values"]) == ["loss"] and left_out == ["odd"]
+
+
+def test_metrics_out_of_a_checkpoint_that_nothing_followed_are_left_out():
+    kept = LoopOutputs.decode(two_parts_of_a_loop()[0].encode()[0])
+    assert "scores/accuracy" not in summarize(kept) and "loss" in summarize(kept)

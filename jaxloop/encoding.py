@@ -1,0 +1,92 @@
+"""Values as JSON, and back to the last bit: what a checkpoint keeps beside arrays. Reading it executes nothing."""
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def encode(value: Any) -> Any:
+    """What JSON can hold of a value, from which `decode` makes the same again.
+
+    Takes None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers (those of JAX come back as
+    NumPy's), and lists, tuples and dicts with string keys of these.
+
+    >>> decode(encode({"loss": [np.float32(0.1), np.float32(0.2)], "sizes": (32, 16)}))
+    {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
+
+    Raises:
+      TypeError: a value of another type; the error names its place.
+    """
+    return _encode(value, "value")
+
+
+def _encode(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, bytes):
+        return {"bytes": _to_text(value)}
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _encode_array(value, path)
+    if isinstance(value, list):
+        # The losses of an epoch, say: thousands of them.
+        if len(value) > 1 and isinstance(value[0], np.generic) and all(type(each) is type(value[0]) for each in value):
+            return {"scalars": _encode_array(np.array(value, value[0].dtype), path)}
+        return [_encode(each, f"{path}[{index}]") for index, each in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": [_encode(each, f"{path}[{index}]") for index, each in enumerate(value)]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encode(each, f"{path}[{key!r}]") for key, each in value.items()}}
+    raise TypeError(
+        f"{path} is to be kept in a checkpoint, and {value!r} of type {type(value).__name__} can't be. Keep numbers, "
+        "strings, bytes, arrays of numbers, and lists, tuples and dicts with string keys of these."
+    )
+
+
+def _encode_array(value: Any, path: str) -> dict[str, Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise TypeError(f"{path} is to be kept in a checkpoint, and an array of {array.dtype} can't be.")
+    kind = "scalar" if isinstance(value, np.generic) else "array"
+    return {kind: _to_text(array.tobytes()), "dtype": array.dtype.name, "shape": list(array.shape)}
+
+
+def decode(encoded: Any) -> Any:
+    """The value that `encode` was given.
+
+    Raises:
+      ValueError: it is nothing that `encode` has made.
+    """
+    if isinstance(encoded, list):
+        return [decode(each) for each in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    match encoded:
+        case {"float": text}:
+            return float(text)
+        case {"bytes": text}:
+            return base64.b64decode(text)
+        case {"array": text, "dtype": dtype, "shape": shape}:
+            return _decode_array(text, dtype, shape)
+        case {"scalar": text, "dtype": dtype, "shape": shape}:
+            return _decode_array(text, dtype, shape)[()]
+        case {"scalars": inner}:
+            return list(decode(inner))
+        case {"tuple": items}:
+            return tuple(map(decode, items))
+        case {"dict": items}:
+            return {key: decode(each) for key, each in items.items()}
+    raise ValueError(f"Not a value that jaxloop encoded: a dict with the keys {sorted(encoded)}.")
+
+
+def _decode_array(text: str, dtype: str, shape: list[int]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), jax.numpy.dtype(dtype)).reshape(shape).copy()
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,71 @@
+"""Values as JSON."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxloop import encoding
+
+
+def same(one, two):
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, np.generic | np.ndarray):
+        return type(one) is type(two) and one.dtype == two.dtype and one.tobytes() == two.tobytes()
+    return type(one) is type(two) and repr(one) == repr(two)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [True, 1, 0.1, -0.0, float("nan"), float("-inf"), "a", b"\x00\xff"],
+        {"a": {"b": (1, (2.5,))}, "float": [], "tuple": {}, "dict": "x"},
+        [np.float32(0.1), np.float32("nan")],
+        [np.float32(0.1), np.float64(0.1), np.int8(3), np.bool_(True)],
+        [np.float64(0.1), 0.1],
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.zeros((0, 3), np.uint32),
+        np.asarray(jnp.array([0.1, 3], jnp.bfloat16)),
+        np.array(3, np.int32),
+    ],
+)
+def test_through_json_a_value_comes_back_to_the_last_bit(value):
+    through_json = json.loads(json.dumps(encoding.encode(value), allow_nan=False))
+    assert same(encoding.decode(through_json), value)
+
+
+def test_an_array_of_jax_comes_back_as_one_of_numpy():
+    assert same(encoding.decode(encoding.encode({"x": jnp.ones(3)})), {"x": np.ones(3, np.float32)})
+
+
+def test_a_decoded_array_can_be_written_to():
+    encoding.decode(encoding.encode(np.zeros(3)))[0] = 1
+
+
+def test_thousands_of_losses_take_little_more_than_their_bytes():
+    losses = [np.float32(number / 7) for number in range(10_000)]
+    assert len(json.dumps(encoding.encode(losses))) < 1.4 * 4 * len(losses)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, object()]}, r"value\['a'\]\[1\] is to be kept in a checkpoint, and <object"),
+        ({1: 2}, "value is to be kept in a checkpoint, and {1: 2} of type dict can't be"),
+        (np.array(["a", None], object), "an array of object can't be"),
+        ({3}, "of type set can't be. Keep numbers, strings"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_with_its_place(value, message):
+    with pytest.raises(TypeError, match=message):
+        encoding.encode(value)
+
+
+def test_other_json_is_refused():
+    with pytest.raises(ValueError, match="a dict with the keys \\['__reduce__'\\]"):
+        encoding.decode({"__reduce__": ["os.system", "true"]})
