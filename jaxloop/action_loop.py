@@ -2,12 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from jaxloop import metrics, timing, types
+from jaxloop import encoding, metrics, timing, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.history import History
@@ -28,6 +28,8 @@ class Run:
       stop: where the run ends besides.
       eval_schedules: when an evaluation may be due inside the loop.
       evaluate: evaluates, with a state and an `Elapsed`, what is due; says whether the run goes on.
+      snapshot: makes what a checkpoint keeps beside the state, as `CheckpointAction.save` takes it.
+      can_resume: whether another call, or process, may go on with a loop that a signal cut short.
     """
 
     history: History | None = None
@@ -36,6 +38,8 @@ class Run:
     stop: Schedule | None = None
     eval_schedules: Sequence[Schedule] = ()
     evaluate: Callable[[Any, Elapsed], bool] = lambda state, elapsed: True
+    snapshot: Callable[[], dict[str, Any]] | None = None
+    can_resume: bool = False
 
     @property
     def schedules(self) -> Sequence[Schedule]:
@@ -74,7 +78,6 @@ class ActionLoop(StatLoop):
     Attributes:
       run_info: what the loop knows of the run it is part of, see `Run`. None for a loop on its own, where each call is
         a run: its end waits for what the actions have begun, such as an asynchronous save.
-      first_batch: how many batches of the dataset an earlier run has had, where this one goes on inside a loop.
     """
 
     def __init__(
@@ -98,17 +101,10 @@ class ActionLoop(StatLoop):
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
         self._keeps_pieces = False
         self._spent_at_look = self.spent
+        # Of a loop with `steps_before`: what its earlier part has reported; and all of it up to now.
+        self._outputs_before = self._so_far = metrics.LoopOutputs()
+        self._said_left_out: set[str] = set()
         self.run_info: Run | None = None
-        self.first_batch = 0
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """Where in its data the loop is, and how far it was a step before, for a checkpoint.
-
-        `batches_in_loop` are those it has had, 0 when it has ended.
-        """
-        batches = 0 if self._count == self._loop_count else self.first_batch + len(self.num_examples)
-        return {"batches_in_loop": batches, "previous": (self.elapsed.previous or self.elapsed).to_dict()}
 
     @property
     def begin_actions(self) -> Sequence[Action]:
@@ -144,16 +140,18 @@ class ActionLoop(StatLoop):
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
         if value != self._loop_count:  # What the actions have not seen yet belongs to another run.
             self._forget()
-        self._loop_count = value
+        self._loop_count = self._count = value
         self._looked = dataclasses.replace(self._looked, loops=value)
 
     def resume(self, elapsed: Elapsed) -> None:
         super().resume(elapsed)
-        self._loop_count = elapsed.loops
+        self._loop_count = self._count = elapsed.loops
         self._last_beginning = elapsed.without_previous()
         self._forget()
 
     def _forget(self) -> None:
+        self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
+        self._so_far = metrics.LoopOutputs()
         for slot in self._all_slots():
             slot.forget(self.spent)
 
@@ -194,6 +192,9 @@ class ActionLoop(StatLoop):
         state, iterator = super().begin(state, dataset)
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0
+        if self._count != self._loop_count:  # An exception ended the last call: this is another loop.
+            self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
+        self._so_far = self._outputs_before.copy()
         self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
             for slot in self._all_slots():
@@ -201,7 +202,7 @@ class ActionLoop(StatLoop):
         self._count = self._loop_count + 1
         now = self._look(self._loop_count)
         asked = dataclasses.replace(now, loops=now.loops + 1, previous=self._last_beginning)
-        for index in range(len(self.begin_actions)):
+        for index in () if self.steps_before else range(len(self.begin_actions)):
             if self._begin_actions.is_due(index, self._count, asked):
                 with self._stopwatch.counting("actions"):
                     self._begin_actions.call(index, state, None, now)
@@ -210,25 +211,35 @@ class ActionLoop(StatLoop):
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state, outputs = super().end(state, outputs)
-        self._looked = now = self._now(self._loop_count + 1)
         self._hand_out_piece()
-        whole = metrics.LoopOutputs(outputs, self.num_examples)
+        self._keep_so_far(metrics.LoopOutputs(outputs))
+        if self.was_interrupted and self.run_info is not None and self.run_info.can_resume:
+            # Here is no end of a loop, only a step of one that goes on in a later call.
+            self._looked = now = self._look(self._loop_count)
+            self._call_actions(self._due(now, at_end=False), state, now, comes_last=False)
+            self.steps_before, self._outputs_before = self.steps_before + len(self.num_examples), self._so_far
+            self._count = self._loop_count
+            return state, outputs
+        self._looked = now = self._now(self._loop_count + 1)
         for slot in self._all_slots():
-            slot.take_loop(whole)
-        due = self._due(now, at_end=True)
-        if self.was_interrupted and self.run_info is not None:
-            # The loop goes on in a later run: here is no end of a loop for the history, only a step of it.
-            inside = dataclasses.replace(now, loops=self._loop_count)
-            due = [slot for slot in due if slot not in self._attached]
-            log_points = [slot for slot in self._attached if slot.is_due(inside, None)]
-            self._call_actions(log_points, state, inside, comes_last=False)
-        self._call_actions(due, state, now, comes_last=False)
+            slot.take_loop(self._so_far)
+        self._so_far = metrics.LoopOutputs()
+        self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
         self._loop_count = self._count
+        self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
         if self.run_info is None:
             self.call_late_actions(state)
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
+
+    def _keep_so_far(self, outputs: metrics.LoopOutputs) -> None:
+        """Keeps what the loop has reported up to now, its earlier part included."""
+        if self.steps_before:
+            self._so_far.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
+            self._so_far.num_examples = [*self._outputs_before.num_examples, *self.num_examples]
+        else:
+            self._so_far = metrics.LoopOutputs(outputs, self.num_examples)
 
     def call_late_actions(self, state: Any) -> bool:
         """Calls the actions of the loop's end that come last; returns whether the run goes on.
@@ -247,7 +258,113 @@ class ActionLoop(StatLoop):
         now = dataclasses.replace(self.elapsed, is_last=True)
         self._call_actions(self._due(now, at_end=False), state, now, comes_last=comes_last)
 
+    def ask_to_stop(self) -> None:
+        """Has the run end here, as an evaluation after the loop has asked: its checkpoint shall know."""
+        self._stop_asked = True
+
+    # Going on in a later process -----------------------------------------------------------------------
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the loop and its actions remember: with the train state, the run up to now.
+
+        To be called between two steps, as an action is.
+
+        Returns:
+          What JSON can hold; and, by name, the states that actions keep.
+        """
+        slots = self._all_slots()
+        # What an evaluation has done by half is done again.
+        is_inside = self._count != self._loop_count and self._returns_new_state
+        keeps_outputs = self._returns_new_state and any(slot.takes_whole_loops for slot in slots)
+        state_dict = {
+            "elapsed": self.elapsed.to_dict(),
+            "previous": (self.elapsed.previous or self.elapsed).to_dict(),
+            "loop_count": self._loop_count,
+            "has_stopped": self._stop_asked and not self._interrupt.requested,
+            "steps_in_loop": self.steps_before + (len(self.num_examples) if is_inside else 0),
+            "last_beginning": self._last_beginning.to_dict(),
+            "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
+            "slots": [slot.state_dict(self._encode) for slot in slots],
+            "others": [_remembered(action) for action in self._other_actions()],
+        }
+        kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
+        return state_dict, {name: state for name, state in kept.items() if state is not None}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` of a loop with the same actions returned, in this process or another."""
+        self.resume(Elapsed(**state_dict["elapsed"]))
+        self._looked = Elapsed(**state_dict["elapsed"], previous=Elapsed(**state_dict["previous"]))
+        self._loop_count = self._count = state_dict["loop_count"]
+        self.steps_before = state_dict["steps_in_loop"]
+        self._last_beginning = Elapsed(**state_dict["last_beginning"])
+        self._outputs_before = self._so_far = metrics.LoopOutputs.decode(state_dict["outputs"])
+        numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dict["slots"])]
+        for slot, kept in self._matched(self._all_slots(), numbered, lambda slot: slot.action):
+            slot.load_state_dict(kept)
+            if kept["name"] in kept_states:
+                slot.action.kept_state = kept_states[kept["name"]]
+        for action, kept in self._matched(self._other_actions(), state_dict["others"], lambda action: action):
+            action.load_state_dict(encoding.decode(kept["state"]))
+
+    def call_missed_actions(self, state: Any, *, comes_last: bool) -> bool:
+        """After `load_state_dict`, calls the actions that were due at this step and did not come to it.
+
+        A run may end, by a signal or an exception, before it has done all that belongs to a step. Returns whether the
+        run goes on.
+        """
+        now, self._stop_asked, self._spent_at_look = self._now(self._loop_count), False, self.spent
+        loop_has_ended = not self.steps_before and now.previous is not None and now.loops > now.previous.loops
+        due = [slot for slot in self._due(now, at_end=loop_has_ended) if not slot.saves]
+        self._call_actions(due, state, now, comes_last=comes_last)
+        return not self._stop_asked
+
+    def _other_actions(self) -> list[Action]:
+        return [action for each in self.action_lists if each is not self._end_actions for action in each.actions]
+
+    def _encode(self, outputs: metrics.LoopOutputs) -> dict[str, Any]:
+        encoded, left_out = outputs.encode()
+        if set(left_out) - self._said_left_out:
+            self._said_left_out.update(left_out)
+            logging.warning(
+                "%r has outputs that a checkpoint can't keep: %s. After a resume, an action that is called once in "
+                "many steps sees only those of the steps after it.",
+                self,
+                ", ".join(left_out),
+            )
+        return encoded
+
+    def _matched(self, mine: Sequence[Any], kept: Sequence[Mapping[str, Any]], action_of: Callable[[Any], Any]):
+        """Pairs what is here with what was kept, by the classes of the actions in their order."""
+        left = list(kept)
+        for each in mine:
+            found = next((one for one in left if one["action"] == _class_name(action_of(each))), None)
+            if found is not None:
+                left.remove(found)
+                yield each, found
+            elif action_of(each).state_dict():
+                logging.warning("%r was not part of the run when it was saved: it begins anew.", action_of(each))
+        for one in left:
+            if one["state"] != encoding.encode({}):
+                logging.warning(
+                    "The checkpoint has the state of an action of class %s, and %r has none: it is dropped.",
+                    one["action"],
+                    self,
+                )
+
     # Inside the loop ---------------------------------------------------------------------------------
+
+    def _before_drawing_ahead(self, now: Elapsed) -> None:
+        if any(slot.saves for slot in self._due(now, at_end=False)):
+            self.source.mark()
+
+    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> None:
+        if not self._returns_new_state:
+            return
+        try:
+            self._keep_so_far(self._drain(queue, outputs))
+            self._hand_out_piece()
+        except Exception:
+            logging.exception("The outputs of the last steps before an exception could not be read.")
 
     def _next_event(self) -> tuple[int, float]:
         now, run = self._looked, self.run_info
@@ -264,11 +381,12 @@ class ActionLoop(StatLoop):
     ) -> tuple[metrics.LoopOutputs, bool]:
         self._looked = now
         due = self._due(now, at_end=False)
-        if any(slot.action.uses_outputs and slot.action.waits_for_outputs for slot in due):
+        if any(slot.reads_outputs or slot.saves for slot in due):
             outputs = self._drain(queue, outputs)
             if not outputs:
                 metrics.wait(state)
             self._hand_out_piece()
+            self._keep_so_far(outputs)
         newest = lambda: queue.newest_scalars() or metrics.newest_scalars(outputs)
         self._call_actions(due, state, now, comes_last=False, newest=newest)
         if self.run_info is not None and not self.run_info.evaluate(state, now):
@@ -311,10 +429,10 @@ class ActionLoop(StatLoop):
         run = self.run_info or Run()
         called = [slot for slot in due if slot.action.comes_last == comes_last]
         # A checkpoint is of the run after all else, also of what early stopping remembers.
-        for slot in sorted(called, key=lambda slot: slot.action.time_goes_to == "checkpoints"):
+        for slot in sorted(called, key=lambda slot: slot.saves):
             spent = self._spent_at_look
             outputs = slot.hand_over(newest)
-            if slot.action.uses_outputs and slot.action.waits_for_outputs:
+            if slot.reads_outputs:
                 outputs.update(self._stats(state, spent - slot.spent_before))
             with self._stopwatch.counting(slot.action.time_goes_to):
                 slot.actions.call(
@@ -325,20 +443,28 @@ class ActionLoop(StatLoop):
                     history=run.history,
                     total_steps=run.total_steps,
                     spent=spent - slot.spent_before,
-                    metadata=self.position,
+                    snapshot=run.snapshot or self._snapshot,
                 )
             slot.called_at, slot.spent_before = now.steps, spent
             if outputs.get(types.STOP_LOOP):
                 self._stop_asked = True
 
+    def _snapshot(self) -> dict[str, Any]:
+        """What a checkpoint of a loop on its own keeps beside the state."""
+        return {"metadata": {"elapsed": self.elapsed.to_dict()}}
+
     def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
         if self._keeps_pieces:
             Loop.update_outputs(self, self._piece, arrived)
+        if self.steps_before:  # In the order of the steps, for sums to have the same bits as without a break.
+            self._so_far = self.update_outputs(self._so_far, arrived)
         return super()._take(outputs, arrived)
 
     def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
         if self._keeps_pieces:
             super()._take_merged(self._piece, merged)
+        if self.steps_before:
+            super()._take_merged(self._so_far, merged)
         super()._take_merged(outputs, merged)
 
     def _hand_out_piece(self) -> None:
@@ -361,13 +487,25 @@ class _Slot:
         self.actions, self.index = actions, index
         self.action = actions.actions[index]
         self.is_scheduled = isinstance(self.action.interval, Schedule)
-        self.takes_pieces = self.is_scheduled and self.action.uses_outputs and self.action.waits_for_outputs
+        self.reads_outputs = self.action.uses_outputs and self.action.waits_for_outputs
+        self.takes_pieces = self.is_scheduled and self.reads_outputs
+        self.takes_whole_loops = self.reads_outputs and not self.is_scheduled
+        self.saves = self.action.time_goes_to == "checkpoints"
         self.called_at: int | None = None
         self.spent_before = timing.Spent()
         self._unseen = metrics.LoopOutputs()
 
     def forget(self, spent: timing.Spent) -> None:
         self._unseen, self.called_at, self.spent_before = metrics.LoopOutputs(), None, spent
+
+    def state_dict(self, encode: Callable[[metrics.LoopOutputs], dict[str, Any]]) -> dict[str, Any]:
+        unseen = self._unseen if self.reads_outputs else metrics.LoopOutputs()
+        return {**_remembered(self.action), "called_at": self.called_at, "unseen": encode(unseen)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.action.load_state_dict(encoding.decode(state_dict["state"]))
+        self.called_at = state_dict["called_at"]
+        self._unseen = metrics.LoopOutputs.decode(state_dict["unseen"])
 
     def is_due(self, now: Elapsed, count: int | None) -> bool:
         """Whether it is called now, at the end of the loop of this number; None inside a loop."""
@@ -397,3 +535,11 @@ class _Slot:
             return metrics.LoopOutputs(newest() if self.action.uses_outputs else None)
         unseen, self._unseen = self._unseen, metrics.LoopOutputs()
         return unseen
+
+
+def _remembered(action: Action) -> dict[str, Any]:
+    return {"action": _class_name(action), "state": encoding.encode(action.state_dict())}
+
+
+def _class_name(action: Action) -> str:
+    return type(action).__qualname__

@@ -1,32 +1,67 @@
-"""Train states on disk. The only module that knows Orbax."""
+"""Runs on disk: saved in one atomic commit, sealed, and verified before they are restored.
 
+The only module that knows Orbax. A checkpoint is a directory named after its step. Those that a `CheckpointWriter` of a
+directory wrote hold three items beside each other: `default`, the train state; `run`, a JSON dict; and `trees`, arrays
+that are no part of the state. A seal over all of their files, see `jaxloop.seal`, is part of the commit.
+"""
+
+import contextlib
+import dataclasses
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import checks
+from jaxloop import checks, seal
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
-# Beside it, the metrics by which it tells the best checkpoint, and what it notes about each.
+# What else belongs to a run, beside it.
+_RUN_ITEM = "run"
+_TREES_ITEM = "trees"
+# And there, the metrics by which it tells the best checkpoint, and what it notes about each.
 _METRICS_ITEM = "metrics"
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 # In our metadata, which metric tells the best and how: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
+# And that there must be a seal.
+_SEALED_KEY = "jaxloop/sealed"
+# Where in a directory damaged checkpoints are kept. No name of a step, so neither Orbax nor we look there.
+_DAMAGED = "damaged"
+
+
+class CheckpointError(Exception):
+    """Something is wrong with the files of checkpoints: damaged, unreadable, or not to be written.
+
+    A checkpoint that is whole but of another model is none: that is a `ValueError`.
+
+    Attributes:
+      directory: the directory with one subdirectory a step; None where none is known.
+      steps: the steps of the checkpoints with which something is wrong.
+    """
+
+    def __init__(self, message: str, directory: epath.PathLike | None = None, steps: Sequence[int] = ()):
+        super().__init__(message)
+        self.directory = None if directory is None else epath.Path(directory)
+        self.steps = tuple(steps)
+
+
+# What there is ---------------------------------------------------------------------------------------
 
 
 def all_steps(directory: epath.PathLike) -> list[int]:
     """The steps of the complete checkpoints in a directory, ascending; none where it does not exist."""
     directory = absolute(directory)
-    return sorted(ocp.utils.checkpoint_steps(directory)) if directory.exists() else []
+    return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
@@ -34,25 +69,31 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
+      CheckpointError: the file in which it is noted is damaged.
     """
-    found = all_steps(directory)
-    if step not in found:
-        raise FileNotFoundError(
-            f"No checkpoint of step {step} in {directory}, which holds "
-            + (f"steps {', '.join(map(str, found))}." if found else "none.")
-        )
-    path = absolute(directory) / str(step)
+    path, _ = _verified(directory, step, _METADATA_FILE)
+    return {key: value for key, value in _noted(path).items() if key != _SEALED_KEY}
+
+
+def _noted(path: epath.Path) -> dict[str, Any]:
     if not (path / _METADATA_FILE).exists():
         return {}
-    return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
+    with _reading(path, _METADATA_FILE):
+        return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
 
 
 def _metrics(directory: epath.PathLike, step: int) -> dict[str, Any]:
     """The metrics that tell how good the checkpoint of a step is; `{}` where none were saved with it."""
-    path = absolute(directory) / str(step) / _METRICS_ITEM
-    if not (path / _METRICS_ITEM).exists():
+    path, _ = _verified(directory, step, _METRICS_ITEM)
+    return _json_item(path, _METRICS_ITEM, filename=_METRICS_ITEM)
+
+
+def _json_item(path: epath.Path, item: str, filename: str = "metadata") -> dict[str, Any]:
+    """The JSON dict of an item, from the file name that Orbax gives it; `{}` where there is none."""
+    if not (path / item / filename).exists():
         return {}
-    return dict(ocp.JsonCheckpointHandler(filename=_METRICS_ITEM).restore(path) or {})
+    with _reading(path, f"{item}/{filename}"):
+        return dict(ocp.JsonCheckpointHandler(filename=filename).restore(path / item) or {})
 
 
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
@@ -83,42 +124,204 @@ def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
     return float(value) if mode == "max" else -float(value)
 
 
+# Reading ---------------------------------------------------------------------------------------------
+
+
 def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None) -> Any:
-    """Reads the checkpoint of a step into the structure and onto the devices of `state`.
+    """Reads the train state of a checkpoint into the structure and onto the devices of `state`, which stays usable.
+
+    All of the checkpoint is verified first. One without a seal, such as those of an Orbax manager, is read as it is.
+
+    Args:
+      directory: the directory with one subdirectory a step.
+      step: the step of the checkpoint; 0 is a step like others.
+      state: a state of JAX arrays of the structure, shapes and dtypes that were saved. Its shardings may be others.
+      transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
     Raises:
-      ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype.
+      FileNotFoundError: there is no such checkpoint.
+      CheckpointError: its files are damaged; the error lists them.
+      ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
     """
-    path = absolute(directory) / str(step) / _ITEM
+    path, sealed = _verified(directory, step)
+    return _read_tree(path, _ITEM, state, sealed, transforms)
+
+
+def restore_newest(directory: epath.PathLike, state: Any, *, transforms: Any = None) -> tuple[Any, int] | None:
+    """Restores the newest checkpoint that is whole; see `restore`.
+
+    Newer ones that are damaged are moved to `<directory>/damaged/<step>`, with a warning each, once a whole one is
+    restored: their steps can be saved again.
+
+    Returns:
+      The state and its step; None where the directory holds no checkpoint.
+
+    Raises:
+      CheckpointError: there are checkpoints, and all are damaged; none was moved.
+      ValueError: the newest that is whole does not fit the state; none was moved.
+    """
+    directory = absolute(directory)
+    errors: dict[int, CheckpointError] = {}
+    for step in reversed(all_steps(directory)):
+        try:
+            restored = restore(directory, step, state, transforms=transforms)
+        except CheckpointError as error:
+            errors[step] = error
+            continue
+        for damaged, error in errors.items():
+            _move_aside(directory, damaged, error, f"Step {step} was restored instead.")
+        return restored, step
+    if errors:
+        raise CheckpointError(
+            f"All checkpoints in {directory} are damaged, and nothing was restored or moved.\n"
+            + "\n".join(map(str, errors.values()))
+            + "\nTo start from scratch, give another directory or move these away.",
+            directory,
+            list(errors),
+        )
+    return None
+
+
+def _move_aside(directory: epath.Path, step: int, error: CheckpointError, consequence: str) -> None:
+    """Moves a damaged checkpoint out of the way, or says why it can't."""
+    target, count = directory / _DAMAGED / str(step), 1
+    while target.exists():
+        count += 1
+        target = directory / _DAMAGED / f"{step}-{count}"
+    try:
+        target.parent.mkdir(exist_ok=True)
+        (directory / str(step)).rename(target)
+        where = f"It was moved to {target}."
+    except OSError as reason:
+        where = f"It could not be moved to {target} ({reason})."
+    logging.warning("%s\n%s %s", error, where, consequence)
+
+
+def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
+    """The JSON dict that was saved as `run` with the checkpoint of a step; `{}` where none was.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      CheckpointError: its file is damaged.
+    """
+    path, _ = _verified(directory, step, _RUN_ITEM)
+    return _json_item(path, _RUN_ITEM)
+
+
+def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads trees that were saved beside the state into the structures and onto the devices of `templates`.
+
+    Args:
+      directory: the directory with one subdirectory a step.
+      step: the step of the checkpoint.
+      templates: for each name that shall be read, a tree of the structure, shapes and dtypes that were saved. Where it
+        has JAX arrays, JAX arrays of their shardings are returned, where it has NumPy arrays NumPy arrays.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      CheckpointError: the files of the trees are damaged.
+      ValueError: the saved trees differ from the templates in path, shape or dtype; the error lists the leaves.
+    """
+    path, sealed = _verified(directory, step, _TREES_ITEM)
+    with_leaves = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
+    return {**templates, **(_read_tree(path, _TREES_ITEM, with_leaves, sealed) if with_leaves else {})}
+
+
+def _step_directory(directory: epath.PathLike, step: int) -> epath.Path:
+    found = all_steps(directory)
+    if step not in found:
+        raise FileNotFoundError(
+            f"No checkpoint of step {step} in {directory}, which holds "
+            + (f"steps {', '.join(map(str, found))}." if found else "none.")
+        )
+    return absolute(directory) / str(step)
+
+
+def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[epath.Path, bool]:
+    """The directory of a checkpoint, and whether it is sealed; raises where what is below a path was damaged."""
+    path = _step_directory(directory, step)
+    sealed = seal.is_sealed(path) or _SEALED_KEY in _noted(path)
+    problems = seal.problems(path, below) if sealed else []
+    if problems:
+        raise _damaged(path, problems)
+    return path, sealed
+
+
+def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
+    shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
+    return CheckpointError(
+        f"The checkpoint {path} is damaged:\n"
+        + "\n".join(f"  {problem}" for problem in shown)
+        + "\ncheckpoint.restore_newest restores the newest that is whole, and moves damaged ones aside.",
+        path.parent,
+        [int(path.name)],
+    )
+
+
+@contextlib.contextmanager
+def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None]:
+    """Turns what goes wrong in reading a checkpoint into a `CheckpointError`; not where its seal says it is whole."""
+    try:
+        yield
+    except Exception as error:
+        if sealed:
+            error.add_note(f"in reading {what} of the checkpoint {path}, whose files are as they were saved")
+            raise
+        raise _damaged(path, [f"{what} can't be read: {type(error).__name__}: {error}"]) from error
+
+
+def _read_tree(path: epath.Path, item: str, tree: Any, sealed: bool, transforms: Any = None) -> Any:
+    """Reads an item into the structure and onto the devices of a tree; of `trees`, only the names that it has."""
+    template = _storable(tree)
+    wanted = checks.leaves_by_path(template)
     handler = ocp.PyTreeCheckpointHandler()
-    template = _storable(state)
     if transforms is None:
+        saved = {}
+        if item == _ITEM or (path / item).exists():
+            with _reading(path, item, sealed):
+                saved = handler.metadata(path / item).tree
+        if item == _TREES_ITEM:
+            saved = {name: saved[name] for name in tree if name in saved}
+        _check_fits(path, item, checks.leaves_by_path(saved), wanted)
         # The saved tree with our leaves: where it has no leaf, as in an empty dict, the two may differ.
-        saved, wanted = handler.metadata(path).tree, checks.leaves_by_path(template)
-        _check_fits(path.parent, checks.leaves_by_path(saved), wanted)
         template = jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
-    restore_args = jax.tree.map(_restore_args, template)
-    with ocp.Checkpointer(handler) as checkpointer:
-        restored = checkpointer.restore(
-            path, args=ocp.args.PyTreeRestore(item=template, restore_args=restore_args, transforms=transforms)
-        )
+    args = ocp.args.PyTreeRestore(
+        item=template,
+        restore_args=jax.tree.map(_restore_args, template),
+        transforms=transforms,
+        partial_restore=item == _TREES_ITEM,
+    )
+    with _reading(path, item, sealed), ocp.Checkpointer(handler) as checkpointer:
+        restored = checkpointer.restore(path / item, args=args)
     values = checks.leaves_by_path(restored)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), state)
+    _check_fits(path, item, values, wanted)  # What `transforms` made of it, too.
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), tree)
 
 
-def _check_fits(directory: epath.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = checks.compare(saved, wanted)
-    if differences:
-        raise ValueError(
-            f"The checkpoint {directory} does not fit this state. Leaves that differ (checkpoint -> state):\n"
-            + "\n".join(differences)
-            + "\nBuild the model and the optimizer as they were when it was saved, give another directory, or "
-            "map the old names onto the new ones with `transforms`."
-        )
+    if not differences:
+        return
+    misfit, what, remedy = (
+        "does not fit this state",
+        "state",
+        "Build the model and the optimizer as they were when it was saved, give another directory, or map the old "
+        "names onto the new ones with `transforms`.",
+    )
+    if item == _TREES_ITEM:
+        misfit, what = "has trees that do not fit these templates", "template"
+        remedy = "Give templates of the structure, shapes and dtypes that were saved, or another directory."
+    raise ValueError(
+        f"The checkpoint {path} {misfit}. Leaves that differ (checkpoint -> {what}):\n"
+        + "\n".join(differences)
+        + f"\n{remedy}"
+    )
 
 
-def _restore_args(leaf: jax.Array) -> ocp.RestoreArgs:
-    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+    """Without a dtype or a shape, to which Orbax would cast and pad: what differs is an error."""
+    sharding = getattr(leaf, "sharding", None)
+    return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
 def _storable(tree: Any) -> Any:
@@ -134,12 +337,16 @@ def _is_typed_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+# Writing ---------------------------------------------------------------------------------------------
+
+
 class CheckpointWriter:
-    """Writes train states through an Orbax `CheckpointManager`, asynchronously where the manager does.
+    """Writes runs through an Orbax `CheckpointManager`, asynchronously where the manager does.
 
     Args:
-      manager_or_directory: a manager that keeps single items, of the present or the older style; or a directory, for
-        which a manager is made when the first state is saved, and again after `close`.
+      manager_or_directory: a manager that keeps single items, of the present or the older style: it saves the state
+        and no more, unsealed. Or a directory, for which a manager is made when the first state is saved, and again
+        after `close` and after a save that failed.
       keep: how many checkpoints a manager made here keeps, the newest ones; None for all.
       best: the name of a metric and "min" or "max": a manager made here keeps the best checkpoint too. Of equal ones
         it is the newest.
@@ -155,6 +362,9 @@ class CheckpointWriter:
         self._manager: ocp.CheckpointManager | None = None
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
         self._closed = False  # A manager that was given; one of our own is made anew.
+        self._step: int | None = None  # Of the save under way, or of the last one.
+        self._noted: dict[str, Any] = {}  # With that save.
+        self._said_what_is_left_out = False
         if best is not None and not self._owns_manager:
             raise ValueError(
                 "A CheckpointManager has options of its own for which checkpoints it keeps, so `best` goes with a "
@@ -177,8 +387,13 @@ class CheckpointWriter:
         state: Any,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        *,
+        run: Mapping[str, Any] | None = None,
+        trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Saves a state under its step; a step that is there already is left as it is.
+        """Saves a state and what else belongs to the run; a step that is there already is left as it is.
+
+        All of it is one atomic commit. What is given may be changed or donated once this returns.
 
         Args:
           step: its number.
@@ -186,69 +401,198 @@ class CheckpointWriter:
           metrics: how good it is, for a manager that keeps the best; others do not keep them.
           metadata: what is to be noted with it, as JSON can: numbers, strings, lists and dicts. See `metadata` of this
             module.
+          run: a JSON dict, which may be some MB; see `run` of this module. Only with a directory.
+          trees: trees of JAX and NumPy arrays under their names; see `trees` of this module. Only with a directory.
 
         Returns:
           Whether a save began: False for a step that is there, or that the manager's own policy passes over.
+
+        Raises:
+          CheckpointError: the last save failed in the background, or this one did. The error has its step. With a
+            directory nothing is left of the save that failed, and the next one may succeed.
         """
         if self._closed:
             raise ValueError(
                 f"The checkpoint manager of {self._directory} was closed when the last run ended, and would lose "
                 "what it is given. Make a new CheckpointManager, or give CheckpointAction the directory instead."
             )
-        if self._manager is None:
-            prepare_directory(self._directory)
-            self._manager = ocp.CheckpointManager(self._directory, options=self._options())
-        if step in self._manager.all_steps():
-            logging.warning(
-                "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
-                self._directory,
-                step,
-            )
-            return False
         if self._best is not None:
             name, mode = self._best
             metadata = {**(metadata or {}), _BEST_KEY: {"name": name, "mode": mode}}
             metrics = metrics or {}  # With None, Orbax warns at each save.
-        if metadata:
-            _check_is_json(metadata, "metadata")
-        return self._manager.save(
-            step,
-            args=ocp.args.PyTreeSave(_storable(checks.adopt(state))),
-            metrics=None if metrics is None else dict(metrics),
-            custom_metadata=dict(metadata) if metadata else None,
-        )
+        noted = _json_copy(metadata or {}, "metadata")
+        args: ocp.args.CheckpointArgs = ocp.args.PyTreeSave(_saved_form(checks.adopt(state), "the state"))
+        if self._owns_manager:
+            noted[_SEALED_KEY] = True
+            items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: args}
+            if run:
+                items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
+            if jax.tree.leaves(trees):
+                items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(_checked_trees(trees or {}), "trees"))
+            args = ocp.args.Composite(**items)
+        elif run or trees:
+            self._say_what_is_left_out()
+        with self._named(step):
+            if self._owns_manager:
+                self.wait()  # Whether the last save is a checkpoint is known only then.
+            manager = self._manager or self._open()
+            if step in (all_steps(self._directory) if self._owns_manager else manager.all_steps()):
+                logging.warning(
+                    "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
+                    self._directory,
+                    step,
+                )
+                return False
+            if not manager.should_save(step):
+                return False
+            self.wait()  # For a manager that was given, only now: it may have passed this step over.
+            self._step, self._noted = step, noted
+            return manager.save(
+                step,
+                args=args,
+                metrics=None if metrics is None else dict(metrics),
+                custom_metadata=noted or None,
+            )
+
+    def _open(self) -> ocp.CheckpointManager:
+        prepare_directory(self._directory)
+        if self._best is not None:
+            for step in all_steps(self._directory):
+                try:
+                    _metrics(self._directory, step)
+                except CheckpointError as error:  # Such as one whose deletion was killed half-way.
+                    _move_aside(self._directory, step, error, "It can't be the best any more.")
+        self._manager = ocp.CheckpointManager(self._directory, options=self._options())
+        return self._manager
 
     def _options(self) -> ocp.CheckpointManagerOptions:
         """Of a manager made here."""
         best = self._best
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            cleanup_tmp_directories=True,
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+        )
         if best is None:
-            return ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+            return options
         quality = lambda values: _quality(values, best)
         keeps_best = checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
-        return ocp.CheckpointManagerOptions(
+        return dataclasses.replace(
+            options,
+            max_to_keep=None,
             best_fn=quality,  # Without it, Orbax does not write the metrics.
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(
                 [checkpoint_managers.LatestN(self._keep), keeps_best]
             ),
-            cleanup_tmp_directories=True,
         )
 
+    def _seal(self) -> None:
+        """Seals the save under way: Orbax calls this in its thread when all is written, before the commit."""
+        path = self._directory / f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}"
+        if not path.exists():
+            path = self._directory / str(self._step)  # Where a store can't rename, there is no temporary directory.
+        # Orbax is still writing this file, and puts the time of the commit into it afterwards.
+        seal.write(path, {_METADATA_FILE: {"custom_metadata": self._noted}})
+
+    @contextlib.contextmanager
+    def _named(self, step: int | None) -> Iterator[None]:
+        """Turns what goes wrong in a save into a `CheckpointError`; with a directory, clears what the save left."""
+        try:
+            yield
+        except CheckpointError:  # It has its step: that of an earlier save.
+            raise
+        except Exception as error:
+            if self._owns_manager:
+                self._give_up_manager()
+            try:
+                found = ", ".join(map(str, all_steps(self._directory))) or "none"
+            except OSError as reason:
+                found = f"unknown, for it can't be listed ({reason})"
+            raise CheckpointError(
+                f"Saving the checkpoint of step {step} in {self._directory} failed: {type(error).__name__}: {error}\n"
+                f"Complete checkpoints there: {found}. See that the directory can be written and has room, and save "
+                "again.",
+                self._directory,
+                [] if step is None else [step],
+            ) from error
+
+    def _give_up_manager(self) -> None:
+        """After an error: a manager would take the step that failed for saved, and its files stay on a full disk."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with contextlib.suppress(Exception):  # That of the save is the one to be told.
+                manager.close()
+        with contextlib.suppress(OSError):  # The next manager tries again.
+            clear_leftovers(self._directory)
+
+    def _say_what_is_left_out(self) -> None:
+        if not self._said_what_is_left_out:
+            self._said_what_is_left_out = True
+            logging.info(
+                "The checkpoint manager of %s saves the train state alone. With the directory in its place, the state "
+                "of the loops and actions would be saved too, and all be sealed against damage.",
+                self._directory,
+            )
+
     def wait(self) -> None:
-        """Waits until what was saved is committed; raises what went wrong."""
+        """Waits until what was saved is committed.
+
+        Raises:
+          CheckpointError: the last save failed. It is said once.
+        """
         if self._manager is not None and not self._closed:
-            self._manager.wait_until_finished()
+            with self._named(self._step):
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the manager's threads. A manager that was given can save no more then."""
-        if self._manager is not None and not self._closed:
-            try:
-                self._manager.wait_until_finished()
-            finally:
+        """Waits, and ends the manager's threads. A manager that was given can save no more then.
+
+        Raises:
+          CheckpointError: the last save failed. It is said once.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None and not self._closed:
                 self._manager.close()
                 if self._owns_manager:
                     self._manager = None
                 else:
                     self._closed = True
+
+
+def _json_copy(value: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """What a file of JSON will give back; raises where that would differ."""
+    _check_is_json(value, path)
+    return json.loads(json.dumps(value, default=dict))
+
+
+def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The trees that have leaves; raises where a leaf is no array. Orbax copies both kinds before it returns."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(trees)):
+        is_numeric = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
+        if not is_numeric and not isinstance(leaf, jax.Array):
+            raise TypeError(
+                "trees of a checkpoint must hold JAX and NumPy arrays of numbers, and "
+                f"{checks.path_name(path)} is {leaf!r}. Numbers, strings and lists belong in `run`."
+            )
+    as_array = lambda leaf: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return {name: jax.tree.map(as_array, tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
+
+
+def _saved_form(tree: Any, what: str) -> Any:
+    """The tree as Orbax keeps it; raises where it would keep two leaves under one name, and so lose one."""
+    names: dict[str, str] = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        path = checks.path_name(keys)
+        name = path.replace("/", ".")
+        if name in names:
+            raise ValueError(
+                f"{what} of a checkpoint can't have two leaves {names[name]} and {path}: one of them would be lost. "
+                "Rename one."
+            )
+        names[name] = path
+    return _storable(tree)
 
 
 def _check_is_json(value: Any, path: str) -> None:
@@ -285,6 +629,23 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
             error.errno, f"Can't write to the directory {path} ({error.strerror}). Give one that can be written"
         ) from error
     return path
+
+
+def clear_leftovers(directory: epath.PathLike) -> list[str]:
+    """Removes what saves that were killed left in a directory, where nothing else may be saving now.
+
+    Returns:
+      The names of the temporary directories that were removed; they are logged.
+    """
+    directory = absolute(directory)
+    if not directory.exists():
+        return []
+    names = sorted(path.name for path in directory.iterdir() if ocp.utils.TMP_DIR_SUFFIX in path.name)
+    for name in names:
+        (directory / name).rmtree()
+    if names:
+        logging.info("Removed what was left of incomplete saves in %s: %s", directory, ", ".join(names))
+    return names
 
 
 def absolute(directory: Any) -> epath.Path:

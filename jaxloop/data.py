@@ -1,17 +1,17 @@
-"""Data as it comes: one pass over any dataset, as an iterator of NumPy batches."""
+"""Data as they come: one pass over any dataset, as an iterator of NumPy batches that knows its position."""
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxloop import checks, types
+from jaxloop.position import PositionedIterator, skippable, with_options
+from jaxloop.sources import IndexIterator, is_function, library
 
-_REMEDY = (
-    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or a function without "
-    "arguments that returns one."
-)
+__all__ = ["Passes", "batches", "from_index", "is_one_pass", "numpy_batch", "peek", "prefetch", "skippable"]
 
 
 def numpy_batch(batch: types.Batch) -> types.Batch:
@@ -26,7 +26,7 @@ def numpy_batch(batch: types.Batch) -> types.Batch:
 
 
 def _numpy_leaf(leaf: Any) -> Any:
-    match _library(leaf):
+    match library(leaf):
         case "tensorflow" if hasattr(leaf, "numpy"):
             return leaf.numpy()
         case "torch":
@@ -37,15 +37,7 @@ def _numpy_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _library(value: Any) -> str | None:
-    """The library whose tensor a value is, also where its class is a subclass from elsewhere."""
-    if isinstance(value, np.ndarray | np.generic | jax.Array | int | float):
-        return None
-    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    return next((name for name in ("tensorflow", "torch") if name in packages), None)
-
-
-def batches(data: Any) -> Iterator[types.Batch]:
+def batches(data: Any) -> PositionedIterator:
     """One pass over the data, from its start, as an iterator of NumPy batches.
 
     Args:
@@ -54,7 +46,7 @@ def batches(data: Any) -> Iterator[types.Batch]:
         A batch is a pytree of arrays or tensors.
 
     Returns:
-      An iterator. It has `get_state` and `set_state` if the data's own iterator has, as Grain's have.
+      An iterator that knows its position in the data.
 
     >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
     [1, 2]
@@ -62,37 +54,17 @@ def batches(data: Any) -> Iterator[types.Batch]:
     Raises:
       TypeError: the data is one batch, or nothing that can be iterated over.
     """
-    if not hasattr(data, "__iter__") and not hasattr(data, "__next__") and callable(data):
+    if is_function(data):
         returned = data()
         if callable(returned) and not hasattr(returned, "__iter__"):
             name = getattr(data, "__name__", type(data).__name__)
             raise TypeError(f"The dataset function {name} must return batches, got {checks.describe(returned)}.")
         return batches(returned)
-    _check_is_no_batch(data)
-    if hasattr(data, "as_numpy_iterator"):
-        return _wrap(data.as_numpy_iterator())
-    return _wrap(iter(data))
+    return PositionedIterator(data, _iterate).converted_by(numpy_batch)
 
 
-def _check_is_no_batch(data: Any) -> None:
-    is_array = lambda leaf: isinstance(leaf, np.ndarray | jax.Array) or _is_tensor(leaf)
-    is_batch = isinstance(data, dict) or is_array(data)
-    # A list of arrays may well be a list of batches; nobody writes a tuple of them for that.
-    is_batch |= isinstance(data, tuple) and len(data) > 0 and all(map(is_array, data))
-    if is_batch or isinstance(data, str | bytes) or not hasattr(data, "__iter__"):
-        what = _describe(data)
-        if isinstance(data, tuple):
-            what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
-        hint = " For the one batch that this is, write [batch]." if is_batch else ""
-        raise TypeError(f"A dataset is an iterator of batches, or an iterable, got {what}. {_REMEDY}{hint}")
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if _is_tensor(value) else checks.describe(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return _library(value) is not None and hasattr(value, "shape") and hasattr(value, "numpy")
+def _iterate(data: Any) -> Iterator[types.Batch]:
+    return data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else iter(data)
 
 
 class Passes:
@@ -105,9 +77,9 @@ class Passes:
 
     def __init__(self, data: Any):
         self._data = data
-        self._next_pass: Iterator[types.Batch] | None = None
+        self._next_pass: PositionedIterator | None = None
 
-    def __iter__(self) -> Iterator[types.Batch]:
+    def __iter__(self) -> PositionedIterator:
         ahead, self._next_pass = self._next_pass, None
         return batches(self._data) if ahead is None else ahead
 
@@ -130,10 +102,10 @@ def is_one_pass(data: Any) -> bool:
     return hasattr(data, "__next__")
 
 
-def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, Iterator[types.Batch]]:
+def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
     """Looks at the first batch; returns it and an iterator that begins with it.
 
-    The iterator's `get_state`, where there is one, stands before the first batch until that is drawn.
+    The iterator's position stays before the first batch until that is drawn.
 
     >>> first, iterator = peek(iter([1, 2, 3]))
     >>> first, list(iterator)
@@ -142,7 +114,8 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, Iterator[types.B
     Raises:
       ValueError: there is no batch.
     """
-    ahead = iterator if isinstance(iterator, _Batches) else _wrap(iter(iterator))
+    ahead = iterator if isinstance(iterator, PositionedIterator) else PositionedIterator(iterator)
+    ahead.converted_by(numpy_batch)
     try:
         return ahead.peek(), ahead
     except StopIteration:
@@ -152,42 +125,71 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, Iterator[types.B
         ) from None
 
 
-def _wrap(iterator: Any) -> "_Batches":
-    resumable = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-    return _ResumableBatches(iterator) if resumable else _Batches(iterator)
+# Made by number, and drawn ahead -----------------------------------------------------------------------
 
 
-class _Batches(Iterator[types.Batch]):
-    """Turns batches into NumPy on their way, and can look one ahead."""
+def prefetch(data: Any, size: int) -> Iterable[types.Batch]:
+    """Has one thread draw up to `size` batches ahead of their use, on the host.
 
-    def __init__(self, iterator: Any):
-        self._iterator = iterator
-        self._ahead: list[types.Batch] = []
+    It helps where a batch takes long to make, and the making waits for files or the network, or is done in NumPy or
+    other code that lets Python go on meanwhile. It does not help to overlap the making of a batch with the computation
+    on the device: steps are dispatched asynchronously, so they overlap without it. Nor with Grain, tf.data and torch
+    `DataLoader`s, which draw ahead themselves. It costs some microseconds a batch.
 
-    def __next__(self) -> types.Batch:
-        return self._ahead.pop() if self._ahead else numpy_batch(next(self._iterator))
+    An error in the data is raised where its batch would have come. The thread ends with the data, with an error, with
+    the iterator's `close`, and when the iterator is no longer used. Positions are those of the batches handed out. For
+    tf.data they are by the batches since the state of the position told before, which are drawn again: give tf.data its
+    own `.prefetch` instead.
 
-    def peek(self) -> types.Batch:
-        if not self._ahead:
-            self._ahead.append(numpy_batch(next(self._iterator)))
-        return self._ahead[0]
+    >>> list(prefetch([1, 2, 3], size=2))
+    [1, 2, 3]
+
+    Args:
+      data: what `batches` takes.
+      size: how many; 0 for no thread.
+
+    Returns:
+      An iterable; of an iterator, an iterator.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise TypeError(f"prefetch takes a number of batches as its size, 0 for none, got {size!r}.")
+    if size < 0:
+        raise ValueError(f"prefetch takes a number of batches as its size, 0 for none, got {size}.")
+    return with_options(data, prefetch=int(size))
 
 
-class _ResumableBatches(_Batches):
-    """With the position in the data that the iterator itself keeps."""
+def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> "IndexedBatches":
+    """Data whose batch number `i` is `make_batch(i)`: any position in them is gone to at once.
 
-    def __init__(self, iterator: Any):
-        super().__init__(iterator)
-        self._state_before: Any = None
+    >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
+    >>> len(list(from_index(draw, num_batches=4)))
+    4
 
-    def peek(self) -> types.Batch:
-        if not self._ahead:
-            self._state_before = self._iterator.get_state()
-        return super().peek()
+    Args:
+      make_batch: a function of the batch's number, from 0, and of nothing that changes: take random numbers from a
+        generator that it is the seed of.
+      num_batches: how many batches a pass has; None for no end.
+    """
+    if not callable(make_batch):
+        raise TypeError(
+            f"from_index takes a function of the batch's number, got {checks.describe(make_batch)}. Batches in a list "
+            "are a dataset as they are."
+        )
+    checks.check_positive("from_index(..., num_batches)", num_batches, optional=True)
+    return IndexedBatches(make_batch, num_batches)
 
-    def get_state(self) -> Any:
-        return self._state_before if self._ahead else self._iterator.get_state()
 
-    def set_state(self, state: Any) -> None:
-        self._ahead.clear()
-        self._iterator.set_state(state)
+@dataclasses.dataclass(frozen=True)
+class IndexedBatches(Iterable[types.Batch]):
+    """What `from_index` returns."""
+
+    make_batch: Callable[[int], types.Batch]
+    num_batches: int | None
+
+    def __iter__(self) -> IndexIterator:
+        return IndexIterator(self.make_batch, self.num_batches)
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("from_index(make_batch) without num_batches has no length: it has no end.")
+        return self.num_batches

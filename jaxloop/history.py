@@ -159,7 +159,7 @@ class History:
         """Flushes. No file stays open between writes, so the history can be read, and written to, as before."""
         self.flush()
 
-    def resume(self, steps: int) -> None:
+    def resume(self, steps: int, num_rows: int | None = None) -> None:
         """Drops the rows and outputs after a step, which will be run again, and goes on from there.
 
         With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
@@ -169,6 +169,8 @@ class History:
 
         Args:
           steps: where the run goes on, the number of completed updates; 0 to start anew.
+          num_rows: how many rows there were when it was there, where that is known: those of the same step that came
+            later will be made again.
 
         Raises:
           ValueError: a line of the file is broken.
@@ -180,7 +182,16 @@ class History:
         rows, is_in_order = self._rows, False
         if self._path is not None and self._path.exists():
             rows, is_in_order = _read(self._path)
-        kept = [row for row in rows if row.elapsed.steps <= steps]
+        kept = [row for row in rows[:num_rows] if row.elapsed.steps <= steps]
+        if num_rows is not None and len(kept) < num_rows:
+            logging.warning(
+                "%s has %d rows up to step %d, and had %d when the checkpoint of this step was saved. The curves have "
+                "a gap.",
+                self._path or "The history",
+                len(kept),
+                steps,
+                num_rows,
+            )
         if self._path is not None and not (is_in_order and len(kept) == len(rows)):
             if rows and not kept and self._path.exists():
                 before = epath.Path(f"{self._path}.before")

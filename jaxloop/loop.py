@@ -36,6 +36,11 @@ class Loop:
     Args:
       step: what happens to one batch.
       clock: tells the time in seconds, for durations.
+
+    Attributes:
+      steps_before: how many steps of the next loop an earlier run has done; the next call goes on after them.
+      source: what counts the batches that are drawn in its `count`; an `OuterLoop`, which keeps the position in the
+        data, sets it.
     """
 
     def __init__(self, step: Step, *, clock: Callable[[], float] = time.perf_counter):
@@ -57,6 +62,9 @@ class Loop:
         self._rescued_state: Any = None
         self._interrupt = interrupt.Interruptible()
         self._was_interrupted = False
+        self._consumed = 0
+        self.steps_before = 0
+        self.source: Any = _Uncounted()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._step!r})"
@@ -108,8 +116,13 @@ class Loop:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether Ctrl-C ended the steps of the last call."""
+        """Whether Ctrl-C, or SIGTERM, cut the last call short: it would have had more steps to do."""
         return self._was_interrupted
+
+    @property
+    def batches_consumed(self) -> int:
+        """What `source` had counted when the last whole step was done."""
+        return self._consumed
 
     @property
     def rescued_state(self) -> Any:
@@ -150,6 +163,7 @@ class Loop:
         self._num_examples = []
         self._rescued_state = None
         self._was_interrupted = False
+        self._consumed = self.source.count
         self._newest_state = self._step.prepare_state(state)
         step_num = self._read_step_num(self._newest_state)
         if step_num != self._step_num and return_state_from_step:
@@ -162,7 +176,7 @@ class Loop:
                 state, dataset = self.begin(self._newest_state, dataset_iterator)
                 state, outputs = self.run(state, dataset, num_steps)
                 outputs = self._with_num_examples(outputs)
-                if self._num_examples:  # Else the dataset had ended before: there is nothing to end.
+                if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
                     state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
         except BaseException:
             self._rescued_state = self._newest_state if checks.is_alive(self._newest_state) else None
@@ -171,7 +185,7 @@ class Loop:
             self._newest_state = None  # It is the caller's.
         self._known_step = getattr(state, "step", None)
         outputs = self._with_num_examples(outputs)
-        if self._was_interrupted:
+        if self._interrupt.requested:
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
@@ -197,12 +211,13 @@ class Loop:
                 self._time_before_step = time_before
                 place = step_name
                 num_examples = self._step.num_examples(batch)
-                state, step_outputs = self._run_one_step(state, batch, number)
+                state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
                 self._newest_state = state
                 self._count_step(num_examples)
                 for arrived in queue.push(step_outputs, state):
                     outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
+                    self._was_interrupted = number + 1 != num_steps
                     break
                 is_event = self._step_num >= next_step or self._stopwatch.training >= next_time
                 if is_event and number + 1 != num_steps:
@@ -211,6 +226,7 @@ class Loop:
                         break
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
                     place = "the dataset"
+                    self._before_drawing_ahead(now)
                     try:
                         ahead.append(self._draw(dataset))
                     except StopIteration:
@@ -218,11 +234,12 @@ class Loop:
                     place = "the actions"
                     outputs, goes_on = self._at_event(now, state, outputs, queue)
                     if not goes_on:
+                        self._was_interrupted = self._interrupt.requested
                         break
                     next_step, next_time = self._next_event()
-            self._was_interrupted = self._interrupt.requested
             outputs = self._drain(queue, outputs)
         except BaseException as error:
+            self._rescue_outputs(queue, outputs)
             if self._step.rescued_state is not None:  # Only what came after the update has failed.
                 self._newest_state = self._step.rescued_state
                 self._count_step(num_examples)
@@ -263,6 +280,7 @@ class Loop:
         self._samples += num_examples
         self._stopwatch.steps += 1
         self._stopwatch.samples += num_examples
+        self._consumed = self.source.count
         if self._returns_new_state:
             self._step_num += 1
 
@@ -299,6 +317,12 @@ class Loop:
     def _now(self, loops: int) -> Elapsed:
         """As `_look`, and whether this is the last step of the run."""
         return self._look(loops)
+
+    def _before_drawing_ahead(self, now: Elapsed) -> None:
+        """Called after a step that is an event, while `source` stands after the batch of that step."""
+
+    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> None:
+        """Called with the outputs of the steps up to an exception."""
 
     def _at_event(
         self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
@@ -348,6 +372,12 @@ class Loop:
         if count is not self._known_step:
             return int(metrics.fetch(count))
         return self._step_num  # Reading it would wait for the device.
+
+
+class _Uncounted:
+    """In the place of a source, for a loop on its own."""
+
+    count = 0
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:

@@ -45,6 +45,11 @@ class LoopOutputs(dict[str, Any]):
         super().__init__(values or {})
         self.num_examples = list(num_examples)
 
+    def copy(self) -> "LoopOutputs":
+        """Outputs whose lists can grow without these."""
+        lists = {name: list(value) if isinstance(value, list) else value for name, value in self.items()}
+        return LoopOutputs(lists, self.num_examples)
+
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of the steps that came after.
 
@@ -62,7 +67,7 @@ class LoopOutputs(dict[str, Any]):
                 self[name] = _as_in(earlier, values)
                 self[name].extend(values)
             else:
-                self[name] = merge_if_metrics([*_as_in(earlier, values), *values])
+                self[name] = merge_if_metrics([*earlier, *values])
         self.num_examples.extend(later.num_examples)
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
@@ -256,7 +261,7 @@ _merge_jitted = jax.jit(_merge)
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
     """The values, merged into one if they are `clu.metrics` states."""
-    return [_merge(values)] if values and all(map(_is_metric, values)) else values
+    return [_merge(_as_in(values, values[-1:]))] if values and all(map(_is_metric, values)) else values
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,17 +10,19 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, interrupt, metrics, types
+from jaxloop import checkpoint, checks, interrupt, lock, metrics, types
 from jaxloop.action_loop import ActionLoop, Run
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.history import History
 from jaxloop.loop import as_iterator
+from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.tally import Tally
 from jaxloop.timing import Spent
+from jaxloop.whole_run import Resumed, WholeRun
 
 STOP_LOOP = types.STOP_LOOP
 """A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
@@ -30,6 +31,23 @@ HISTORY_FILE = "history.jsonl"
 """The file in the work directory with a row of the history on each line."""
 
 _POLL_SECS = 0.2
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call of an OuterLoop: what it was given, see there, and what it has come to."""
+
+    state: Any
+    train_dataset: Any
+    total_steps: int | None
+    loop_steps: int | None
+    epochs: int | None
+    stop: Schedule | None
+    eval_specs: Sequence[EvalSpec]
+    log_total_steps: bool
+    tally: Tally
+    eval_sources: dict[str, PositionedIterator] = dataclasses.field(default_factory=dict)
+    whole_run: WholeRun | None = None  # Where something is trained.
 
 
 class OuterLoop:
@@ -98,6 +116,8 @@ class OuterLoop:
         self._history = History(None if workdir is None else epath.Path(workdir) / file)
         self._log_interval = log_interval
         self._spent = Spent()
+        self._passes = 0  # Over the train data, that have ended.
+        self._sources: dict[int, PositionedIterator] = {}  # Of the iterators of the last call, by their ids.
 
     @property
     def history(self) -> History:
@@ -156,46 +176,64 @@ class OuterLoop:
         eval_specs = tuple(eval_specs or ())
         self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs)
         checks.check_alive(state, "OuterLoop(...)")
-        tally = Tally(self._loops)
+        stop, tally = stop and stop.as_stop(), Tally(self._loops)
+        call = _Call(
+            state,
+            train_dataset,
+            train_total_steps,
+            train_loop_steps,
+            train_epochs,
+            stop,
+            eval_specs,
+            log_train_total_steps,
+            tally,
+        )
         self._rescued_state = None
         spent_before = self._loops[0].spent
-        try:
-            self._join_loops(eval_specs, Run(self._history, train_total_steps, stop=stop and stop.as_stop()))
-            with self._interrupt, self._loops[0].stopwatch.counting("rest"):
-                if self._train_loop is not None:
-                    state, outputs = self._train(
-                        tally,
-                        state,
-                        train_dataset,
-                        train_total_steps,
-                        train_loop_steps,
-                        train_epochs,
-                        eval_specs,
-                        log_train_total_steps,
-                    )
-                elif self._checkpoint_spec is not None:
-                    outputs = self._evaluate_checkpoints(tally, state, self._checkpoint_spec, eval_specs)
-                else:
-                    context = EvalContext(is_continuous_eval=False, step_num=_step_num(state), loop_count=0)
-                    self._history.resume(context.step_num - 1)
-                    outputs = self._evaluate(tally, state, eval_specs, context, Elapsed(context.step_num))
-                if not self._interrupt.requested:
-                    state = _finish_actions(self._loops, state)
-        except BaseException as error:
-            self._rescue_state(tally, save=isinstance(error, Exception))
-            self._close_actions(raise_errors=False)
-            raise
-        self._close_actions(raise_errors=True)
-        self._spent = self._loops[0].spent - spent_before
-        logging.info("%s", self._spent)
-        if not self._interrupt.requested:
-            tally.report_what_never_ran(eval_specs)
-            if self._train_loop is None and outputs is None:
-                logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
-        if self._train_loop is not None and self._checkpoint_spec is not None and not self._interrupt.requested:
-            # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
-            self._checkpoint_spec.stopped_file.touch()
+        with self._interrupt, contextlib.ExitStack() as locks:  # After SIGTERM, closing the first one exits.
+            for directory in self._directories_to_train_in():
+                locks.enter_context(lock.DirectoryLock(directory))
+            try:
+                self._join_loops(call)
+                with self._loops[0].stopwatch.counting("rest"):
+                    state, outputs = self._run(call)
+                    if not self._interrupt.requested:
+                        state = _finish_actions(self._loops, state)
+            except BaseException as error:
+                self._rescue_state(call, save=isinstance(error, Exception | SystemExit))
+                self._close_actions(raise_errors=False)
+                raise
+            self._close_actions(raise_errors=True)
+            self._spent = self._loops[0].spent - spent_before
+            logging.info("%s", self._spent)
+            if not self._interrupt.requested:
+                tally.report_what_never_ran(eval_specs)
+                if self._train_loop is None and outputs is None:
+                    logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
+                if self._train_loop is not None and self._checkpoint_spec is not None:
+                    # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
+                    self._checkpoint_spec.stopped_file.touch()
         return state, outputs
+
+    def _run(self, call: _Call) -> tuple[Any, metrics.LoopOutputs | None]:
+        if self._train_loop is not None:
+            return self._train(call)
+        if self._checkpoint_spec is not None:
+            return call.state, self._evaluate_checkpoints(call, self._checkpoint_spec)
+        context = EvalContext(is_continuous_eval=False, step_num=_step_num(call.state), loop_count=0)
+        self._history.resume(context.step_num - 1)
+        return call.state, self._evaluate(call, call.state, context, Elapsed(context.step_num))
+
+    def _directories_to_train_in(self) -> list[epath.Path]:
+        """The directories that no other process may write checkpoints to."""
+        if self._train_loop is None:
+            return []
+        directories = [action.directory for action in _checkpoint_actions(self._train_loop)]
+        if self._checkpoint_spec is not None:
+            directories.append(checkpoint.absolute(self._checkpoint_spec.checkpoint_dir))
+        for directory in directories:  # Now rather than after hours of training.
+            checkpoint.prepare_directory(directory)
+        return list(dict.fromkeys(directories))
 
     def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs):
         checks.check_positive("train_total_steps", train_total_steps, optional=True)
@@ -231,75 +269,83 @@ class OuterLoop:
                 raise TypeError(f"eval_specs must hold EvalSpecs, got {spec!r}.")
         _names(eval_specs)
 
-    def _join_loops(self, eval_specs: Sequence[EvalSpec], run: Run) -> None:
+    def _join_loops(self, call: _Call) -> None:
         """Makes the loops part of one run: their actions are closed here, however it ends."""
+        names = _names(call.eval_specs)
+        run = Run(self._history, call.total_steps, stop=call.stop)
+        if self._train_loop is not None:
+            with_iterator = [pair for pair in zip(names, call.eval_specs, strict=True) if pair[1].dataset_iterator]
+            call.eval_sources = {name: self._source_of(spec.dataset_iterator) for name, spec in with_iterator}
+            eval_loops = dict(zip(names, self._eval_loops, strict=True))
+            keys = self._train_loop.step.base_prng
+            call.whole_run = WholeRun(self._train_loop, eval_loops, call.eval_sources, self._history, keys)
+            can_resume = bool(_checkpoint_actions(self._train_loop))
+            run = dataclasses.replace(run, snapshot=call.whole_run.snapshot, can_resume=can_resume)
         for loop in self._loops:
             loop.detach_all()
             loop.run_info = dataclasses.replace(run)
         if self._train_loop is not None:
             self._train_loop.attach(_Recorder(self._history, "train", self._log_interval))
-        for loop, name in zip(self._eval_loops, _names(eval_specs), strict=True):
+        for loop, name in zip(self._eval_loops, names, strict=True):
             loop.attach(_Recorder(self._history, name, 1))
+
+    def _source_of(self, dataset: Any) -> PositionedIterator:
+        """What counts the batches of a dataset; of an iterator always the same, for none to be lost between calls."""
+        if not hasattr(dataset, "__next__"):
+            return PositionedIterator(dataset)
+        if id(dataset) not in self._sources:
+            self._sources[id(dataset)] = PositionedIterator(dataset)
+        return self._sources[id(dataset)]
 
     # Training ------------------------------------------------------------------------------------
 
-    def _train(
-        self, tally, state, train_dataset, total_steps, loop_steps, epochs, eval_specs, log_total_steps
-    ) -> tuple[Any, metrics.LoopOutputs | None]:
+    def _train(self, call: _Call) -> tuple[Any, metrics.LoopOutputs | None]:
         train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
-        run: Run = train_loop.run_info  # pyright: ignore[reportAssignmentType]
-        dataset, elapsed, batches_to_skip = as_iterator(train_dataset), None, 0
-        if self._checkpoint_spec is not None:
-            state, elapsed, batches_to_skip = self._resume(train_loop, state, self._checkpoint_spec)
-        step_num = _step_num(state) if hasattr(state, "step") else (elapsed or train_loop.elapsed).steps
-        train_loop.first_batch = batches_to_skip if epochs is not None else 0
-        if elapsed is not None or step_num != train_loop.step_num:  # Else it goes on where the last call ended.
-            for loop in self._loops:
-                loop.resume(elapsed or Elapsed(step_num))
-        _check_no_newer_checkpoints(train_loop, step_num)
-        if loop_steps is not None:
-            self._set_loop_counts(step_num // loop_steps, eval_specs)
-        self._history.resume(step_num)
-        if elapsed is not None and not self._catch_up(tally, state, eval_specs, elapsed, batches_to_skip, total_steps):
-            logging.info("Stopped at step %d, as an evaluation asked.", step_num)
+        run, tally = call.whole_run, call.tally
+        assert run is not None
+        state, step_num, resumed = self._resume(call, run)
+        self._open_train_data(call, run, resumed)
+        if resumed is not None and not self._catch_up(call, state, resumed):
+            logging.info("Stopped at step %d, as an evaluation or an action asked.", step_num)
             return state, None
-        ends = {
-            f"stop={run.stop!r}": run.stop is not None and run.stop.stops(train_loop.elapsed, train_loop.elapsed),
-            f"train_total_steps={total_steps}": total_steps is not None and step_num >= total_steps,
-            f"train_epochs={epochs}": epochs is not None and train_loop.loop_count >= epochs,
-        }
-        for end, is_reached in ends.items():
-            if is_reached:
-                logging.warning("Nothing is left to train: step %d of %s.", step_num, end)
-                return state, None
-        if epochs is not None and batches_to_skip:
-            _skip(dataset, batches_to_skip)
-        if log_total_steps:
-            logging.info("Training from step %d to %s.", step_num, total_steps or run.stop or "the end of the dataset")
+        if end := self._end_that_is_reached(call, run, resumed, step_num):
+            logging.warning("Nothing is left to train: step %d of %s.", step_num, end)
+            return state, None
+        if call.log_total_steps:
+            end = call.total_steps or call.stop or "the end of the dataset"
+            logging.info("Training from step %d to %s.", step_num, end)
         tally.newest, tally.has_begun = (state, step_num), True
-        evaluate = lambda state, elapsed: self._evaluate_inside(tally, state, eval_specs, elapsed)
-        schedules = [spec.schedule for spec in eval_specs if spec.schedule is not None]
-        train_loop.run_info = dataclasses.replace(run, eval_schedules=schedules, evaluate=evaluate)
+        schedules = [spec.schedule for spec in call.eval_specs if spec.schedule is not None]
+        evaluate = lambda state, elapsed: self._evaluate_inside(call, state, elapsed)
+        train_loop.run_info = dataclasses.replace(train_loop.run_info, eval_schedules=schedules, evaluate=evaluate)
         first_step, outputs = step_num, None
         while True:
-            num_steps = _steps_of_next_loop(step_num, total_steps, loop_steps)
+            # A run may have been broken off after the last step of a loop, and before its end.
+            only_ends = train_loop.steps_before > 0 and _is_end_of_loop(call, step_num)
+            num_steps = 1 if only_ends else _steps_of_next_loop(step_num, call.total_steps, call.loop_steps)
             loops_before = train_loop.loop_count
             tally.newest = None  # While the train loop runs, it knows better.
-            state, loop_outputs = train_loop(state, dataset, num_steps)
+            train_loop.source = run.source
+            state, loop_outputs = train_loop(state, iter(()) if only_ends else run.source, num_steps)
             steps_run = tally.count(train_loop)
             step_num += steps_run
             tally.newest = (state, step_num)
+            has_ended = train_loop.loop_count > loops_before
             goes_on = not _asks_to_stop(loop_outputs)
-            if steps_run:
+            if steps_run or has_ended:
                 outputs = loop_outputs
-            if steps_run and not self._interrupt.requested:
-                goes_on &= self._evaluate_after(tally, state, eval_specs, train_loop.elapsed)
+            pass_has_ended = goes_on and not only_ends and (num_steps is None or steps_run < num_steps)
+            pass_has_ended &= not train_loop.elapsed.is_last
+            if pass_has_ended and call.epochs is not None:
+                self._end_pass(call, run, steps_run)
+            if has_ended and not self._interrupt.requested:
+                goes_on &= self._evaluate_after(call, state, train_loop.elapsed)
                 goes_on &= self._interrupt.requested or train_loop.call_late_actions(state)
             if self._interrupt.requested:
-                logging.warning("Ended by Ctrl-C. The state of step %d is returned.", step_num)
+                logging.warning("Ended by %s. The state of step %d is returned.", self._interrupt.signal_name, step_num)
                 if train_loop.was_interrupted:  # Then this loop has not come to its end.
                     train_loop.loop_count = loops_before
-                self._save_now(state, step_num)
+                self._save_now(call, state, step_num)
                 return state, outputs
             if not goes_on:
                 loop_outputs[STOP_LOOP] = True
@@ -307,31 +353,126 @@ class OuterLoop:
                 break
             if train_loop.elapsed.is_last:
                 break
-            if num_steps is None or steps_run < num_steps:
-                if epochs is not None and train_loop.loop_count >= epochs:
-                    logging.info("The last of train_epochs=%d ended at step %d.", epochs, step_num)
+            if pass_has_ended:
+                if call.epochs is not None and run.passes >= call.epochs:
+                    logging.info("The last of train_epochs=%d ended at step %d.", call.epochs, step_num)
                     break
-                if epochs is None or dataset is train_dataset:
-                    self._report_end_of_data(step_num, total_steps, is_empty=step_num == first_step)
+                if call.epochs is None or hasattr(call.train_dataset, "__next__"):
+                    self._report_end_of_data(step_num, call.total_steps, is_empty=step_num == first_step)
                     break
-                _check_epoch(train_loop, train_dataset, steps_run)
-                dataset = as_iterator(train_dataset)
-            train_loop.first_batch = 0
-        if step_num > first_step:
-            self._call_what_waits_for_the_last_step(tally, state, eval_specs)
+                run.source = self._source_of(call.train_dataset)
+        if step_num > first_step or resumed is not None:
+            self._call_what_waits_for_the_last_step(call, state)
         return state, outputs
 
-    def _call_what_waits_for_the_last_step(self, tally, state, eval_specs) -> None:
+    def _end_that_is_reached(self, call: _Call, run: WholeRun, resumed: Resumed | None, step_num: int) -> str | None:
+        """Which end a run is at already, in words; None if there is something left to train."""
+        train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
+        if train_loop.steps_before and _is_end_of_loop(call, step_num):
+            return None
+        ends = {
+            "a run that was stopped there, as an evaluation or an action asked": resumed and resumed.has_stopped,
+            f"stop={call.stop!r}": call.stop is not None and call.stop.stops(train_loop.elapsed, train_loop.elapsed),
+            f"train_total_steps={call.total_steps}": call.total_steps is not None and step_num >= call.total_steps,
+            f"train_epochs={call.epochs}": call.epochs is not None and run.passes >= call.epochs,
+        }
+        return next((end for end, is_reached in ends.items() if is_reached), None)
+
+    def _call_what_waits_for_the_last_step(self, call: _Call, state: Any) -> None:
         """Calls the actions and evaluations whose schedule fires only now that the run is known to have ended."""
         train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
         elapsed = dataclasses.replace(train_loop.elapsed, is_last=True)
         train_loop.call_last_actions(state, comes_last=False)
-        self._evaluate_inside(tally, state, eval_specs, elapsed)
+        self._evaluate_inside(call, state, elapsed)
         for loop in self._eval_loops:
             if loop.run_info is not None and loop.run_info.elapsed is not None:
                 loop.call_last_actions(state, comes_last=False)
                 loop.call_last_actions(state, comes_last=True)
         train_loop.call_last_actions(state, comes_last=True)
+
+    # Going on ------------------------------------------------------------------------------------
+
+    def _resume(self, call: _Call, run: WholeRun) -> tuple[Any, int, Resumed | None]:
+        """Goes on from the newest checkpoint, or where the last call ended, or begins with the state as it is.
+
+        Returns the state, its step, and how far the run was where it is that of a checkpoint.
+        """
+        train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
+        state, resumed = call.state, None
+        if self._checkpoint_spec is not None:
+            state, resumed = self._restore(call, run, self._checkpoint_spec)
+        if resumed is not None:
+            self._passes = run.passes
+            step_num = resumed.elapsed.steps
+        else:
+            step_num = _step_num(state) if hasattr(state, "step") else train_loop.elapsed.steps
+            if step_num != train_loop.step_num:  # Else it goes on where the last call ended.
+                self._passes = 0
+                for loop in self._loops:
+                    loop.resume(Elapsed(step_num))
+            run.passes = self._passes
+            self._history.resume(step_num)
+        if call.loop_steps is not None and (resumed is None or not resumed.knows_position):
+            self._set_loop_counts(step_num // call.loop_steps, call.eval_specs)
+        _check_no_newer_checkpoints(train_loop, step_num)
+        return state, step_num, resumed
+
+    def _restore(self, call: _Call, run: WholeRun, spec: CheckpointSpec) -> tuple[Any, Resumed | None]:
+        """Restores the newest checkpoint that is whole; the state as it is where it is past that one."""
+        state, step_num = call.state, _step_num(call.state)
+        checkpoint.clear_leftovers(spec.checkpoint_dir)
+        saved = checkpoint.all_steps(spec.checkpoint_dir)
+        resumed = None
+        if saved and saved[-1] < step_num:
+            logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
+        elif not saved:
+            logging.info("No checkpoint found in %s", spec.checkpoint_dir)
+        else:
+            given = checks.adopt(call.state)
+            restored = checkpoint.restore_newest(spec.checkpoint_dir, given, transforms=spec.transforms)
+            assert restored is not None
+            state, saved_step = restored
+            resumed = run.load(spec.checkpoint_dir, saved_step, given)
+            logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
+        # Evaluators of this directory shall wait for what is trained now.
+        spec.stopped_file.unlink(missing_ok=True)
+        return state, resumed
+
+    def _open_train_data(self, call: _Call, run: WholeRun, resumed: Resumed | None) -> None:
+        """Has the run draw from its train data, from where it was when it was saved."""
+        if resumed is not None and resumed.knows_position and resumed.position is None and call.epochs is not None:
+            resumed = None  # It was between two passes.
+        # An epoch that is left half-way is gone on with in any case.
+        is_epoch = resumed is not None and call.epochs is not None
+        run.source = self._source_of(call.train_dataset)
+        if is_epoch:
+            run.source = PositionedIterator(run.source, skippable=True)
+        spec = self._checkpoint_spec
+        if resumed is None or spec is None or not spec.restore_data:
+            return
+        try:
+            if resumed.position is not None:
+                run.source.seek(resumed.position)
+            elif not resumed.knows_position and is_epoch and resumed.steps_in_loop:
+                run.source.skip(resumed.steps_in_loop)
+        except PositionUnknownError as error:
+            logging.warning("%s The run goes on with what the train dataset gives now.", error)
+        except ValueError as error:
+            error.add_note(
+                f"when the run in {spec.checkpoint_dir} was to go on at step {resumed.elapsed.steps}. To train on with "
+                "other data, from their start, write CheckpointSpec(..., restore_data=False)."
+            )
+            raise
+
+    def _end_pass(self, call: _Call, run: WholeRun, steps_run: int) -> None:
+        """Counts a pass over the train data; raises where it had no batch."""
+        if steps_run == 0 and run.source is not None and run.source.count == 0:
+            raise ValueError(
+                f"The train dataset {checks.describe(call.train_dataset)} gave no batch. Look at what its pipeline "
+                "filters out, and whether it starts anew each time it is iterated over."
+            )
+        run.passes += 1
+        self._passes, run.source = run.passes, None
 
     def _set_loop_counts(self, train_loops: int, eval_specs: Sequence[EvalSpec]) -> None:
         """Has intervals go on where an earlier run, in this process or another, left off."""
@@ -340,28 +481,26 @@ class OuterLoop:
             if spec.should_eval_fn is None and spec.schedule is None:
                 loop.loop_count = train_loops // (spec.eval_loop_interval or 1)
 
-    def _resume(self, train_loop: ActionLoop, state: Any, spec: CheckpointSpec) -> tuple[Any, Elapsed | None, int]:
-        """Restores the newest checkpoint, how far the run was then, and how many batches its loop had had.
+    def _catch_up(self, call: _Call, state: Any, resumed: Resumed) -> bool:
+        """Does what belongs to the step of a checkpoint, and did not come to it because the run was broken off.
 
-        None and 0 where there is nothing to restore.
+        Returns whether the run goes on.
         """
-        # Now rather than after hours of training, when STOPPED is written.
-        checkpoint.prepare_directory(spec.checkpoint_dir)
-        step_num, saved, elapsed, batches = _step_num(state), checkpoint.all_steps(spec.checkpoint_dir), None, 0
-        if saved and saved[-1] < step_num:
-            logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
-        else:
-            state = train_loop.step.restore_model(state, spec.checkpoint_dir, transforms=spec.transforms)
-            if saved:
-                metadata = checkpoint.metadata(spec.checkpoint_dir, saved[-1])
-                # Where a run was broken off, its last step may lack evaluations: all other saves come after them.
-                previous = Elapsed(**metadata["previous"]) if metadata.get("was_broken_off") else None
-                elapsed = Elapsed(**metadata.get("elapsed", {"steps": saved[-1]}), previous=previous)
-                batches = metadata.get("batches_in_loop", 0)
-                logging.info("Resumed at step %d from %s.", saved[-1], spec.checkpoint_dir)
-        # Evaluators of this directory shall wait for what is trained now.
-        spec.stopped_file.unlink(missing_ok=True)
-        return state, elapsed, batches
+        elapsed, train_loop = resumed.elapsed, self._train_loop
+        if not resumed.was_broken_off or elapsed.previous is None or train_loop is None:
+            return True
+        goes_on = not resumed.knows_position or train_loop.call_missed_actions(state, comes_last=False)
+        loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
+        elapsed = dataclasses.replace(elapsed, is_last=elapsed.steps == call.total_steps)
+        measured = {name for row in self._history.rows if row.elapsed.steps == elapsed.steps for name in row.logs}
+        context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
+        due = [
+            (loop, spec)
+            for loop, spec, name in zip(self._eval_loops, call.eval_specs, _names(call.eval_specs), strict=True)
+            if name not in measured and (spec.schedule or loop_has_ended) and _is_due(spec, context, elapsed)
+        ]
+        goes_on &= not _asks_to_stop(self._evaluate_all(call, state, due, elapsed))
+        return goes_on and (not resumed.knows_position or train_loop.call_missed_actions(state, comes_last=True))
 
     def _report_end_of_data(self, step_num: int, total_steps: int | None, is_empty: bool) -> None:
         if is_empty and total_steps is None:
@@ -378,53 +517,39 @@ class OuterLoop:
 
     # Evaluation ----------------------------------------------------------------------------------
 
-    def _evaluate(
-        self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], context: EvalContext, elapsed: Elapsed
-    ) -> metrics.LoopOutputs | None:
+    def _evaluate(self, call: _Call, state: Any, context: EvalContext, elapsed: Elapsed) -> metrics.LoopOutputs | None:
         """Runs the evaluations that are due at the end of a train loop; returns the outputs of the last of them."""
         is_due = lambda spec: _is_due(spec, context, elapsed)
-        due = [(loop, spec) for loop, spec in zip(self._eval_loops, eval_specs, strict=True) if is_due(spec)]
-        return self._evaluate_all(tally, state, due, elapsed)
+        due = [(loop, spec) for loop, spec in zip(self._eval_loops, call.eval_specs, strict=True) if is_due(spec)]
+        return self._evaluate_all(call, state, due, elapsed)
 
-    def _evaluate_after(self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], elapsed: Elapsed) -> bool:
+    def _evaluate_after(self, call: _Call, state: Any, elapsed: Elapsed) -> bool:
         """Evaluates what is due after a train loop; returns whether the run goes on."""
         context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
-        return not _asks_to_stop(self._evaluate(tally, state, eval_specs, context, elapsed))
+        goes_on = not _asks_to_stop(self._evaluate(call, state, context, elapsed))
+        if not goes_on:
+            self._train_loop.ask_to_stop()  # pyright: ignore[reportOptionalMemberAccess]
+        return goes_on
 
-    def _catch_up(self, tally, state, eval_specs, elapsed: Elapsed, batches_in_loop: int, total_steps) -> bool:
-        """Evaluates what is due at the step of a checkpoint and has no row, because the run ended in the evaluation.
-
-        Returns whether the run goes on.
-        """
-        if elapsed.previous is None:
-            return True
-        loop_has_ended = batches_in_loop == 0 and elapsed.loops > elapsed.previous.loops
-        elapsed = dataclasses.replace(elapsed, is_last=elapsed.steps == total_steps)
-        measured = {name for row in self._history.rows if row.elapsed.steps == elapsed.steps for name in row.logs}
-        context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
-        due = [
-            (loop, spec)
-            for loop, spec, name in zip(self._eval_loops, eval_specs, _names(eval_specs), strict=True)
-            if name not in measured and (spec.schedule or loop_has_ended) and _is_due(spec, context, elapsed)
-        ]
-        return not _asks_to_stop(self._evaluate_all(tally, state, due, elapsed))
-
-    def _evaluate_inside(self, tally: Tally, state: Any, eval_specs: Sequence[EvalSpec], elapsed: Elapsed) -> bool:
+    def _evaluate_inside(self, call: _Call, state: Any, elapsed: Elapsed) -> bool:
         """Evaluates what a schedule asks for inside a train loop; returns whether the run goes on."""
-        scheduled = [pair for pair in zip(self._eval_loops, eval_specs, strict=True) if pair[1].schedule is not None]
+        pairs = zip(self._eval_loops, call.eval_specs, strict=True)
+        scheduled = [pair for pair in pairs if pair[1].schedule is not None]
         context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
         due = [(loop, spec) for loop, spec in scheduled if _is_due(spec, context, elapsed)]
-        return not _asks_to_stop(self._evaluate_all(tally, state, due, elapsed))
+        return not _asks_to_stop(self._evaluate_all(call, state, due, elapsed))
 
-    def _evaluate_all(self, tally, state, due, elapsed: Elapsed) -> metrics.LoopOutputs | None:
-        last, stop = None, False
+    def _evaluate_all(self, call: _Call, state: Any, due, elapsed: Elapsed) -> metrics.LoopOutputs | None:
+        last, stop, tally = None, False, call.tally
         for loop, spec in due:
             if spec.schedule is not None and tally.evaluated_at.get(id(loop)) == elapsed.steps:
                 continue
+            if self._interrupt.requested:
+                break
             tally.evaluated_at[id(loop)] = elapsed.steps
             loop.run_info.elapsed = elapsed
             with self._counting_eval():
-                dataset = spec.dataset if spec.dataset_iterator is None else spec.dataset_iterator
+                dataset = spec.dataset if spec.dataset_iterator is None else self._source_of(spec.dataset_iterator)
                 _, last = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
                 self._check_evaluated(tally, spec, tally.count(loop))
                 if loop.was_interrupted:
@@ -462,7 +587,7 @@ class OuterLoop:
                 steps_run,
             )
 
-    def _evaluate_checkpoints(self, tally, state, spec: CheckpointSpec, eval_specs) -> metrics.LoopOutputs | None:
+    def _evaluate_checkpoints(self, call: _Call, spec: CheckpointSpec) -> metrics.LoopOutputs | None:
         """Evaluates each checkpoint as it appears, in the order of their steps."""
         stop_fn = spec.iterate_stop_fn or spec.stopped_file.exists
         step = self._eval_loops[0].step
@@ -474,7 +599,7 @@ class OuterLoop:
             for step_num in [found for found in checkpoint.all_steps(spec.checkpoint_dir) if found not in seen]:
                 seen.add(step_num)
                 try:
-                    restored = step.restore_model(state, spec.checkpoint_dir, step_num, spec.transforms)
+                    restored = step.restore_model(call.state, spec.checkpoint_dir, step_num, spec.transforms)
                 except Exception:
                     if step_num in checkpoint.all_steps(spec.checkpoint_dir):
                         raise
@@ -482,7 +607,7 @@ class OuterLoop:
                     continue
                 context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
                 saved = checkpoint.metadata(spec.checkpoint_dir, step_num).get("elapsed", {"steps": step_num})
-                outputs = self._evaluate(tally, restored, eval_specs, context, Elapsed(**saved)) or outputs
+                outputs = self._evaluate(call, restored, context, Elapsed(**saved)) or outputs
                 if _asks_to_stop(outputs) or self._interrupt.requested:
                     return outputs
             if no_more_will_come or self._interrupt.requested:
@@ -497,28 +622,27 @@ class OuterLoop:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _rescue_state(self, tally: Tally, save: bool) -> None:
+    def _rescue_state(self, call: _Call, save: bool) -> None:
         """Keeps, and saves, the state as of the last whole step before an exception."""
-        if self._train_loop is None or not tally.has_begun:
+        if self._train_loop is None or not call.tally.has_begun:
             return
-        state, step_num = tally.newest or (self._train_loop.rescued_state, self._train_loop.step_num)
+        state, step_num = call.tally.newest or (self._train_loop.rescued_state, self._train_loop.step_num)
         self._rescued_state = state
         if state is None:
             logging.error("The step that failed had consumed the state of step %d: it is lost.", step_num)
         elif save:
-            self._save_now(state, step_num)
+            self._save_now(call, state, step_num)
 
-    def _save_now(self, state: Any, step_num: int) -> None:
-        """Has the train loop's `CheckpointAction`s save a state for which their interval has not come."""
-        for action in _unique_actions(self._loops[:1]):
-            if isinstance(action, CheckpointAction) and step_num not in checkpoint.all_steps(action.directory):
-                try:
-                    train_loop = self._loops[0]
-                    metadata = {"elapsed": train_loop.elapsed.to_dict(), **train_loop.position, "was_broken_off": True}
-                    if action.save(step_num, state, None, metadata=metadata):
+    def _save_now(self, call: _Call, state: Any, step_num: int) -> None:
+        """Has the train loop's `CheckpointAction`s save a run whose interval has not come."""
+        for action in _checkpoint_actions(self._loops[0]):
+            try:
+                if step_num not in checkpoint.all_steps(action.directory):
+                    snapshot = call.whole_run.snapshot(was_broken_off=True)  # pyright: ignore
+                    if action.save(step_num, state, None, **snapshot):
                         logging.info("%r saves the state of step %d.", action, step_num)
-                except Exception:
-                    logging.exception("%r could not save the state of step %d.", action, step_num)
+            except Exception:
+                logging.exception("%r could not save the state of step %d.", action, step_num)
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
@@ -552,35 +676,25 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
     return state
 
 
-def _skip(dataset: Any, batches: int) -> None:
-    logging.info(
-        "Skipping the %d batches of this epoch that were trained on before; exact where they come in the same order.",
-        batches,
-    )
-    for _ in itertools.islice(dataset, batches):
-        pass
-
-
-def _check_epoch(train_loop: ActionLoop, train_dataset: Any, steps_run: int) -> None:
-    """Raises where an epoch had no batch, other than one that was resumed at its very end."""
-    if steps_run == 0 and train_loop.first_batch == 0:
-        raise ValueError(
-            f"The train dataset {checks.describe(train_dataset)} gave no batch. Look at what its pipeline filters out, "
-            "and whether it starts anew each time it is iterated over."
-        )
-    if steps_run == 0:
-        train_loop.loop_count += 1
+def _checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
+    return [action for action in _unique_actions([loop]) if isinstance(action, CheckpointAction)]
 
 
 def _check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
-    for action in _unique_actions([train_loop]):
-        found = checkpoint.all_steps(action.directory) if isinstance(action, CheckpointAction) else []
+    for action in _checkpoint_actions(train_loop):
+        found = checkpoint.all_steps(action.directory)
         if found and found[-1] > step_num:
             raise ValueError(
                 f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
                 f"the directory has checkpoints up to step {found[-1]}. Go on from them, with "
                 f"checkpoint_spec=CheckpointSpec({str(action.directory)!r}), or give another directory."
             )
+
+
+def _is_end_of_loop(call: _Call, step_num: int) -> bool:
+    """Whether a loop ends after this step in any case."""
+    is_multiple = call.loop_steps is not None and step_num % call.loop_steps == 0
+    return is_multiple or step_num == call.total_steps
 
 
 def _steps_of_next_loop(step_num: int, total_steps: int | None, loop_steps: int | None) -> int | None:

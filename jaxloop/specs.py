@@ -89,12 +89,15 @@ class CheckpointSpec:
       iterate_stop_fn: in continuous evaluation, says whether no more checkpoints will come; None for the presence of
         the file `STOPPED`, which training leaves in the directory when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
+      restore_data: whether a resumed run goes on in its train data where it was; False for other data, or for an
+        iterator that stands where it should.
     """
 
     checkpoint_dir: epath.PathLike
     iterate_interval_secs: float = 0
     iterate_stop_fn: Callable[[], bool] | None = None
     transforms: Any = None
+    restore_data: bool = True
 
     def __post_init__(self):
         if self.iterate_interval_secs < 0:

@@ -1,4 +1,9 @@
+import contextlib
 import math
+import pathlib
+import random
+import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +15,7 @@ from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 
-from jaxloop import checkpoint, examples, partition
+from jaxloop import checkpoint, examples, partition, seal
 from jaxloop.actions import CheckpointAction
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, every
@@ -134,7 +139,7 @@ def test_transforms_map_old_names_onto_new_ones(tmp_path):
     np.testing.assert_array_equal(restored.params["new"]["kernel"], original.params["old"]["kernel"])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 2), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (4, 2), (2, 8), (1, 4)])
 def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, data_parallel, assert_same, before, after):
     _, state, _ = examples.tiny_regression(partitioner=data_parallel(before))
     save(tmp_path, (3, state))
@@ -272,11 +277,10 @@ def test_what_is_noted_with_a_checkpoint_is_read_again(tmp_path, make):
 
 def test_the_action_notes_how_far_the_run_is(tmp_path):
     action = CheckpointAction(tmp_path, best="loss")
-    action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2), metadata={"more": [1]})
+    action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2))
     action.save(4, STATE, None, metadata={"more": [2]})
     action.close()
-    noted = checkpoint.metadata(tmp_path, 3)
-    assert Elapsed(**noted["elapsed"]) == Elapsed(3, 96, 1.5, 2) and noted["more"] == [1]
+    assert Elapsed(**checkpoint.metadata(tmp_path, 3)["elapsed"]) == Elapsed(3, 96, 1.5, 2)
     assert checkpoint.metadata(tmp_path, 4)["more"] == [2]
 
 
@@ -304,3 +308,439 @@ def test_metadata_of_no_checkpoint_are_an_error(tmp_path):
 def test_metadata_that_json_would_change_are_refused(tmp_path, metadata, message):
     with pytest.raises(TypeError, match=message):
         checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=metadata)
+
+
+# What else belongs to a run -----------------------------------------------------------------------------
+
+RUN = {"batches": 3, "names": ["a", None], "nested": {"x": [0.1, 1e300, True]}, "text": "long " * 300_000}
+
+
+def a_run(seed):
+    """The state, `run`, `trees` and metadata of a small run."""
+    rng = np.random.default_rng(seed)
+    state = {"w": jnp.asarray(rng.standard_normal([64, 8]), jnp.float32), "key": jax.random.key(seed)}
+    trees = {
+        "loop/0": {
+            "sum": rng.standard_normal(3),
+            "n": np.float32(seed),
+            "key": jax.random.key(seed + 1),
+            "none": None,
+            "empty": {},
+        },
+        "best": optax.adam(0.1).init({"w": jnp.asarray(rng.standard_normal([4, 2]), jnp.bfloat16)}),
+        "nothing": (),
+    }
+    return state, {"seed": seed, "list": list(range(50))}, trees, {"elapsed": seed}
+
+
+def save_runs(directory, *steps, **options):
+    writer = checkpoint.CheckpointWriter(directory, **options)
+    for step in steps:
+        state, run, trees, metadata = a_run(step)
+        writer.save(step, state, {"accuracy": step / 10}, metadata, run=run, trees=trees)
+    writer.close()
+
+
+def values(tree):
+    """The bits of a tree, typed keys as their data."""
+    as_numpy = lambda leaf: np.asarray(
+        jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and "key<" in str(leaf.dtype) else leaf
+    )
+    return jax.tree.map(as_numpy, tree)
+
+
+def assert_is_run(directory, step, state):
+    """That the state, and all that is read of the directory, is what was saved under the step."""
+    saved = a_run(step)
+    read = (
+        state,
+        checkpoint.run(directory, step),
+        checkpoint.trees(directory, step, a_run(0)[2]),
+        {"elapsed": checkpoint.metadata(directory, step)["elapsed"]},
+    )
+    assert jax.tree.structure(read) == jax.tree.structure(saved)
+    for one, two in zip(jax.tree.leaves(values(read)), jax.tree.leaves(values(saved)), strict=True):
+        assert one.dtype == two.dtype and one.tobytes() == two.tobytes()
+
+
+def test_a_run_comes_back_bit_by_bit(tmp_path):
+    save_runs(tmp_path, 3, 4)
+    for step in (3, 4):
+        assert_is_run(tmp_path, step, checkpoint.restore(tmp_path, step, a_run(0)[0]))
+    read = checkpoint.trees(tmp_path, 4, {"best": a_run(0)[2]["best"], "nothing": {}})
+    assert list(read) == ["best", "nothing"] and read["best"][0].mu["w"].dtype == jnp.bfloat16
+    assert type(checkpoint.trees(tmp_path, 3, {"loop/0": a_run(0)[2]["loop/0"]})["loop/0"]["sum"]) is np.ndarray
+
+
+def test_a_run_of_megabytes_comes_back_and_none_is_empty(tmp_path):
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(0, STATE, run=RUN)
+    writer.save(1, STATE)
+    writer.close()
+    assert checkpoint.run(tmp_path, 0) == RUN
+    assert checkpoint.run(tmp_path, 1) == {} and checkpoint.metadata(tmp_path, 1) == {}
+    assert checkpoint.trees(tmp_path, 1, {"a": {}, "b": None}) == {"a": {}, "b": None}
+    with pytest.raises(ValueError, match=r"a/x: \(none\) -> int32\[\]"):
+        checkpoint.trees(tmp_path, 1, {"a": {"x": jnp.int32(0)}})
+    with pytest.raises(FileNotFoundError, match="No checkpoint of step 2 in .*, which holds steps 0, 1"):
+        checkpoint.run(tmp_path, 2)
+
+
+def test_what_was_given_can_be_changed_and_donated_once_save_returns(tmp_path):
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    state, trees = (
+        {"w": jnp.full([500_000], 1.0)},
+        {"a": {"mine": np.full([500_000], 2.0), "jax": jnp.full([500_000], 3.0)}},
+    )
+    run = {"list": [1]}
+    writer.save(1, state, run=run, trees=trees)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
+    overwrite((state, trees["a"].pop("jax")))
+    trees["a"]["mine"][:] = 0
+    run["list"].append(2)
+    assert state["w"].is_deleted()
+    writer.close()
+    templates = {"a": {"mine": np.zeros([500_000]), "jax": jnp.zeros([500_000])}}
+    read = checkpoint.trees(tmp_path, 1, templates)["a"]
+    assert (read["mine"] == 2).all() and (read["jax"] == 3).all() and checkpoint.run(tmp_path, 1) == {"list": [1]}
+    assert (checkpoint.restore(tmp_path, 1, {"w": jnp.zeros([500_000])})["w"] == 1).all()
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (1, 4)])
+def test_trees_are_restored_onto_another_mesh(tmp_path, data_parallel, before, after):
+    def split(devices, values):
+        mesh = data_parallel(devices).mesh
+        return jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(1, STATE, trees={"sums": {"x": split(before, jnp.arange(16.0))}})
+    writer.close()
+    template = split(after, jnp.zeros([16]))
+    x = checkpoint.trees(tmp_path, 1, {"sums": {"x": template}})["sums"]["x"]
+    assert x.sharding == template.sharding and len(x.addressable_shards) == after
+    np.testing.assert_array_equal(x, jnp.arange(16.0))
+    shape = jax.ShapeDtypeStruct([16], x.dtype, sharding=template.sharding)  # Costs no memory.
+    assert checkpoint.trees(tmp_path, 1, {"sums": {"x": shape}})["sums"]["x"].sharding == x.sharding
+
+
+def test_other_templates_are_refused_leaf_by_leaf(tmp_path):
+    save_runs(tmp_path, 3)
+    wrong = {
+        "loop/0": {"sum": np.zeros(3, np.float32), "n": np.float32(0), "key": jax.random.key(0)},
+        "gone": {"x": np.zeros(1)},
+    }
+    with pytest.raises(ValueError, match="do not fit these templates") as caught:
+        checkpoint.trees(tmp_path, 3, wrong)
+    assert str(caught.value).splitlines()[1:3] == [
+        "  loop/0/sum: float64[3] -> float32[3]",
+        "  gone/x: (none) -> float64[1]",
+    ]
+
+
+def test_a_dtype_is_never_cast_silently(tmp_path):
+    save(tmp_path, (1, {"old": jnp.ones([2], jnp.float32)}))
+    transforms = {"new": orbax_checkpoint.Transform(original_key="old")}
+    assert checkpoint.restore(tmp_path, 1, {"new": jnp.zeros([2])}, transforms=transforms)["new"].dtype == jnp.float32
+    for wrong, text in [(jnp.zeros([2], jnp.bfloat16), r"bfloat16\[2\]"), (jnp.zeros([3]), r"float32\[3\]")]:
+        with pytest.raises(ValueError, match=rf"new: float32\[2\] -> {text}"):
+            checkpoint.restore(tmp_path, 1, {"new": wrong}, transforms=transforms)
+        with pytest.raises(ValueError, match=rf"old: float32\[2\] -> {text}"):
+            checkpoint.restore(tmp_path, 1, {"old": wrong})
+
+
+@pytest.mark.parametrize("make", MANAGERS.values(), ids=MANAGERS)
+def test_with_a_manager_the_state_is_saved_alone_and_that_is_said_once(tmp_path, make, logs):
+    with make(tmp_path) as manager:
+        writer = checkpoint.CheckpointWriter(manager)
+        for step in (1, 2):
+            writer.save(step, STATE, run={"a": 1}, trees={"b": {"c": np.ones(1)}})
+        writer.close()
+    said = [text for text in logs.messages if "saves the train state alone" in text]
+    assert len(said) == 1 and "With the directory in its place" in said[0]
+    assert checkpoint.run(tmp_path, 1) == {} and not (tmp_path / "1" / seal.NAME).exists()
+    assert checkpoint.restore_newest(tmp_path, STATE)[1] == 2
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_plain_manager_restores_what_a_writer_saved(tmp_path):
+    save_runs(tmp_path, 3, best=("accuracy", "max"))
+    with orbax_checkpoint.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [3]
+        for args in (orbax_checkpoint.args.PyTreeRestore(), None):
+            np.testing.assert_array_equal(manager.restore(3, args=args)["w"], a_run(3)[0]["w"])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"run": {"a": np.float32(1)}}, TypeError, r"run\['a'\] of a checkpoint must be a number"),
+        (
+            {"trees": {"a": {"b": 3}}},
+            TypeError,
+            "trees .* must hold JAX and NumPy arrays of numbers, and a/b is 3.*belong in `run`",
+        ),
+        ({"trees": {"a": {"b": np.array(["x"])}}}, TypeError, "a/b is array.*Numbers, strings"),
+        (
+            {"trees": {"a": {"x.y": np.ones(1), "x": {"y": np.ones(1)}}}},
+            ValueError,
+            r"leaves a/x/y and a/x\.y: one of them would be lost",
+        ),
+        ({"trees": {"a/b": np.ones(1), "a": {"b": np.ones(1)}}}, ValueError, "two leaves a/b and a/b"),
+    ],
+)
+def test_what_would_not_come_back_is_refused(tmp_path, given, error, message):
+    with pytest.raises(error, match=message):
+        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, **given)
+
+
+# Damage -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_runs(tmp_path_factory):
+    """A directory with the runs of the steps 1 and 2, to be copied."""
+    directory = tmp_path_factory.mktemp("runs")
+    save_runs(directory, 1, 2, best=("accuracy", "max"))
+    return directory
+
+
+@pytest.fixture
+def runs(saved_runs, tmp_path):
+    return pathlib.Path(shutil.copytree(saved_runs, tmp_path / "runs"))
+
+
+def flip_a_bit(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "deleted": lambda path, rng: path.unlink(),
+    "emptied": lambda path, rng: path.write_bytes(b""),
+    "truncated": lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)]),
+    "with a bit flipped": flip_a_bit,
+}
+# Orbax writes these, or a part of them, at the commit, after the seal. Nothing is read of that part.
+NOT_SEALED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_no_damage_is_silent_and_an_older_checkpoint_takes_its_place(saved_runs, tmp_path, warnings_logged, damage):
+    rng = random.Random(0)
+    files = sorted(path.relative_to(saved_runs) for path in (saved_runs / "2").rglob("*") if path.is_file())
+    template = a_run(0)[0]
+    for case, file in enumerate(
+        [*rng.sample(files, 10), pathlib.Path("2/SEAL"), pathlib.Path("2/_CHECKPOINT_METADATA")]
+    ):
+        directory = pathlib.Path(shutil.copytree(saved_runs, tmp_path / str(case)))
+        before = (directory / file).read_bytes()
+        damage(directory / file, rng)
+        assert not (directory / file).exists() or (directory / file).read_bytes() != before  # The fault fired.
+        state, step = checkpoint.restore_newest(directory, template)
+        assert_is_run(directory, step, state)
+        if step == 1:
+            (warning,) = warnings_logged()[-1:]
+            assert str(file.relative_to("2")) in warning and "Step 1 was restored instead" in warning
+            assert checkpoint.all_steps(directory) == [1] and [p.name for p in (directory / "damaged").iterdir()] == [
+                "2"
+            ]
+        else:
+            assert file.parts[1] in NOT_SEALED
+    assert len(warnings_logged()) >= 10
+
+
+def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(runs):
+    for name in ("2", "2-2", "2-3"):
+        flip_a_bit(runs / "2" / "run" / "metadata", random.Random(0))
+        state, step = checkpoint.restore_newest(runs, a_run(0)[0])
+        assert step == 1 and (runs / "damaged" / name / "default").exists()
+        save_runs(runs, 2, best=("accuracy", "max"))
+        assert checkpoint.all_steps(runs) == [1, 2] and checkpoint.best_step(runs) == 2
+    state, step = checkpoint.restore_newest(runs, a_run(0)[0])
+    assert_is_run(runs, 2, state)
+    with orbax_checkpoint.CheckpointManager(runs) as manager:
+        assert manager.all_steps() == [1, 2]
+
+
+def test_a_checkpoint_that_lost_all_of_its_files_is_damaged(runs):
+    shutil.rmtree(runs / "2")
+    (runs / "2").mkdir()
+    assert checkpoint.restore_newest(runs, a_run(0)[0])[1] == 1
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_lists_the_files(runs, saved_runs):
+    template = a_run(0)[0]
+    (runs / "2" / "default" / "_METADATA").unlink()
+    flip_a_bit(runs / "2" / "trees" / "manifest.ocdbt", random.Random(0))
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.restore(runs, 2, template)
+    assert caught.value.steps == (2,) and caught.value.directory == runs
+    lines = str(caught.value).splitlines()
+    assert f"The checkpoint {runs}/2 is damaged:" == lines[0] and "  default/_METADATA is missing" in lines
+    assert any(line.startswith("  trees/manifest.ocdbt is changed") for line in lines)
+    assert "restore_newest restores the newest that is whole" in lines[-1]
+    with pytest.raises(checkpoint.CheckpointError, match="trees/manifest"):
+        checkpoint.trees(runs, 2, a_run(0)[2])
+    assert checkpoint.run(runs, 2) == a_run(2)[1]  # The item is whole.
+    assert (template["w"] == a_run(0)[0]["w"]).all()
+    assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves.
+
+
+def test_where_all_are_damaged_nothing_is_restored_or_moved(runs):
+    for step in (1, 2):
+        (runs / str(step) / "run" / "metadata").write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="All checkpoints in .* are damaged") as caught:
+        checkpoint.restore_newest(runs, a_run(0)[0])
+    assert caught.value.steps == (2, 1) and str(caught.value).count("run/metadata has 0 bytes") == 2
+    assert checkpoint.all_steps(runs) == [1, 2]
+
+
+def test_a_checkpoint_of_another_model_is_not_damaged(runs):
+    with pytest.raises(ValueError, match=r"w: float32\[64, 8\] -> float32\[4\]"):
+        checkpoint.restore_newest(runs, {"w": jnp.zeros([4]), "key": jax.random.key(0)})
+    assert checkpoint.all_steps(runs) == [1, 2] and checkpoint.restore_newest(runs, a_run(0)[0])[1] == 2
+    assert checkpoint.restore_newest(runs / "nowhere", STATE) is None
+
+
+def test_damaged_metadata_and_metrics_are_errors(runs):
+    path = runs / "2" / "_CHECKPOINT_METADATA"
+    path.write_text(path.read_text().replace('"elapsed": 2', '"elapsed": 3'))
+    with pytest.raises(
+        checkpoint.CheckpointError, match="_CHECKPOINT_METADATA is changed: custom_metadata is not what"
+    ):
+        checkpoint.metadata(runs, 2)
+    (runs / "1" / "metrics" / "metrics").write_text("{")
+    with pytest.raises(checkpoint.CheckpointError, match="metrics/metrics has 1 bytes"):
+        checkpoint.best_step(runs, ("accuracy", "max"))
+
+
+def test_a_checkpoint_that_can_not_be_the_best_any_more_does_not_stop_a_run(runs, warnings_logged):
+    shutil.rmtree(runs / "1" / "metrics")  # As where its deletion was killed half-way.
+    save_runs(runs, 3, best=("accuracy", "max"), keep=1)
+    assert checkpoint.all_steps(runs) == [3] and checkpoint.best_step(runs) == 3
+    assert len(warnings_logged()) == 1 and "damaged/1. It can't be the best any more" in warnings_logged()[0]
+
+
+def test_unsealed_files_that_orbax_can_not_read_are_errors_with_its_own(tmp_path):
+    for step in (1, 2):
+        save(orbax_checkpoint.CheckpointManager(tmp_path), (step, STATE))
+    (tmp_path / "2" / "default" / "manifest.ocdbt").write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="default can't be read") as caught:
+        checkpoint.restore(tmp_path, 2, STATE)
+    assert caught.value.__cause__ is not None
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text("{")
+    with pytest.raises(checkpoint.CheckpointError, match="_CHECKPOINT_METADATA can't be read"):
+        checkpoint.metadata(tmp_path, 2)
+    assert checkpoint.restore_newest(tmp_path, STATE)[1] == 1
+
+
+def test_what_fails_with_a_whole_checkpoint_is_no_damage(runs):
+    bad = {"w": orbax_checkpoint.Transform(value_fn=lambda value: 1 / 0), "key": orbax_checkpoint.Transform()}
+    with pytest.raises(ZeroDivisionError) as caught:
+        checkpoint.restore_newest(runs, a_run(0)[0], transforms=bad)
+    assert "whose files are as they were saved" in caught.value.__notes__[0]
+    assert checkpoint.all_steps(runs) == [1, 2]
+
+
+# Saves that fail --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Lets the system refuse to write longer files, as a full disk or a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+LARGE = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(50_000), jnp.float32)}
+SMALL = {"w": jnp.zeros([50_000])}
+TOO_MUCH = {
+    "state": {"state": LARGE},
+    "run": {"state": SMALL, "run": {"text": "long " * 40_000}},
+    "trees": {"state": SMALL, "trees": {"a": LARGE}},
+    "metadata": {"state": SMALL, "metadata": {"text": "long " * 40_000}},
+}
+
+
+@pytest.mark.parametrize(
+    ("kept", "surfaces_in"),
+    [*[(kept, "wait") for kept in TOO_MUCH.values()], (TOO_MUCH["state"], "close"), (TOO_MUCH["state"], "save")],
+    ids=[*TOO_MUCH, "said by close", "said by the next save"],
+)
+def test_a_save_that_fails_is_said_once_and_can_be_made_again(tmp_path, kept, surfaces_in):
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(1, SMALL)
+    writer.wait()
+    with files_of_at_most(100_000), pytest.raises(checkpoint.CheckpointError) as caught:
+        writer.save(2, **kept)
+        writer.save(3, SMALL) if surfaces_in == "save" else getattr(writer, surfaces_in)()
+    assert caught.value.steps == (2,) and caught.value.directory == tmp_path
+    assert "Saving the checkpoint of step 2" in str(caught.value) and "File too large" in str(caught.value)
+    assert "Complete checkpoints there: 1." in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]  # No leftovers.
+    writer.wait()
+    assert writer.save(2, **kept)
+    writer.close()
+    assert checkpoint.all_steps(tmp_path) == [1, 2] and seal.problems(tmp_path / "2") == []
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], kept["state"]["w"])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_of_a_manager_that_fails_is_named_too(tmp_path, asynchronous):
+    options = orbax_checkpoint.CheckpointManagerOptions(enable_async_checkpointing=asynchronous)
+    writer = checkpoint.CheckpointWriter(orbax_checkpoint.CheckpointManager(tmp_path, options=options))
+    with files_of_at_most(100_000), pytest.raises(checkpoint.CheckpointError, match="File too large") as caught:
+        writer.save(2, LARGE)
+        writer.wait()
+    assert caught.value.steps == (2,)
+    writer.save(2, LARGE)
+    writer.close()
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, 2, SMALL)["w"], LARGE["w"])
+
+
+def test_a_save_that_can_not_be_sealed_is_none(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("The disk is gone.")
+
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(seal, "write", fail)
+        writer.save(1, STATE)
+        with pytest.raises(checkpoint.CheckpointError, match="The disk is gone"):
+            writer.close()
+    assert list(tmp_path.iterdir()) == []
+    writer.save(1, STATE)
+    writer.close()
+    assert checkpoint.all_steps(tmp_path) == [1]
+
+
+def test_a_directory_that_can_not_be_written_is_an_error_with_the_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        checkpoint.CheckpointError, match="Saving the checkpoint of step 5 .*Can't write to the directory"
+    ):
+        checkpoint.CheckpointWriter(tmp_path / "file").save(5, STATE)
+
+
+def test_what_killed_saves_left_is_cleared(runs, logs):
+    def stop():
+        raise SystemExit  # As late as can be: all is written, and only the commit is left.
+
+    options = orbax_checkpoint.options.AsyncOptions(post_finalization_callback=stop)
+    options = orbax_checkpoint.CheckpointManagerOptions(async_options=options)
+    manager = orbax_checkpoint.CheckpointManager(runs, options=options)
+    manager.save(3, args=orbax_checkpoint.args.PyTreeSave(STATE))
+    with pytest.raises(SystemExit):
+        manager.wait_until_finished()
+    manager.close()
+    left = [path.name for path in runs.iterdir() if not path.name.isdigit()]
+    assert len(left) == 1 and checkpoint.all_steps(runs) == [1, 2]
+    assert checkpoint.clear_leftovers(runs) == left and left[0] in logs.messages[-1]
+    assert checkpoint.clear_leftovers(runs) == [] == checkpoint.clear_leftovers(runs / "nowhere")
+    assert sorted(path.name for path in runs.iterdir()) == ["1", "2"]
+    assert checkpoint.restore_newest(runs, a_run(0)[0])[1] == 2

@@ -142,8 +142,13 @@ def test_grain_datasets_are_run_through_and_keep_their_position():
         assert next(iterator).tolist() == [0, 1, 2, 3]
 
 
-def test_only_an_iterator_that_knows_its_position_can_tell_it():
-    assert not hasattr(data.batches(BATCHES), "get_state")
+def test_batches_know_their_position():
+    iterator = data.batches(BATCHES)
+    next(iterator)
+    saved = iterator.get_state()
+    again = data.batches(BATCHES)
+    again.set_state(saved)
+    assert_equal(list(again), BATCHES[1:])
 
 
 @pytest.mark.parametrize(

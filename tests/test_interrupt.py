@@ -1,58 +1,315 @@
+import faulthandler
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
+import jaxloop.interrupt
 from jaxloop.interrupt import Interruptible
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+def handlers():
+    return [signal.getsignal(signum) for signum in SIGNALS]
+
+
+def press_ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def handle():
+    """Installs a handler of the program, until the end of the test."""
+    before = handlers()
+    yield signal.signal
+    for signum, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(signum, handler)
 
 
 def test_the_first_ctrl_c_is_noted_and_the_second_raises():
     with Interruptible() as interrupt:
-        assert not interrupt.requested
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
+        assert not interrupt.requested and interrupt.signal_name is None
+        press_ctrl_c()
+        assert interrupt.requested and interrupt.signal_name == "Ctrl-C"
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            press_ctrl_c()
+    assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
 
 
 def test_nested_ones_share_the_answer():
     with Interruptible() as outer:
         with Interruptible() as inner:
-            signal.raise_signal(signal.SIGINT)
+            press_ctrl_c()
             assert inner.requested
         assert outer.requested
         with Interruptible() as second:
-            assert second.requested
+            assert second.requested and second.signal_name == "Ctrl-C"
 
 
 def test_a_new_one_starts_afresh():
     interrupt = Interruptible()
     with interrupt:
-        signal.raise_signal(signal.SIGINT)
+        press_ctrl_c()
+    assert interrupt.requested
     with interrupt:
         assert not interrupt.requested
 
 
-def test_a_handler_of_the_program_is_left_alone():
-    calls = []
-    before = signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+@pytest.mark.parametrize(("seconds", "raises"), [(1.9, True), (2.1, False)])
+def test_ctrl_c_soon_after_one_that_an_earlier_run_took_raises(seconds, raises):
+    now = [0.0]
+    interrupt = Interruptible(clock=lambda: now[0])
+    with interrupt:
+        press_ctrl_c()
+    now[0] += seconds
     try:
-        with Interruptible() as interrupt:
-            signal.raise_signal(signal.SIGINT)
-        assert calls == [1] and not interrupt.requested
-    finally:
-        signal.signal(signal.SIGINT, before)
+        with interrupt:
+            press_ctrl_c()
+            assert interrupt.requested and not raises
+    except KeyboardInterrupt:
+        assert raises
+    assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
+
+
+def test_after_sigterm_the_outermost_one_exits_with_143_and_no_other(warnings_logged):
+    reached = []
+    with pytest.raises(SystemExit) as exit_, Interruptible() as outer:
+        with Interruptible() as inner:
+            terminate()
+            assert inner.requested and inner.signal_name == "SIGTERM"
+        reached.append(outer.signal_name)
+    assert exit_.value.code == 143 and reached == ["SIGTERM"]
+    assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
+    assert warnings_logged() == [
+        "SIGTERM: the run ends after this step, saves and exits with 143. A second one ends it at once."
+    ]
+
+
+def test_sigterm_repeated_within_the_blink_of_an_eye_is_one():
+    with pytest.raises(SystemExit), Interruptible(clock=lambda: 0.0):
+        terminate()
+        terminate()
+
+
+def test_sigterm_in_a_run_soon_after_ctrl_c_in_the_one_before_is_the_first():
+    interrupt = Interruptible()
+    with interrupt:
+        press_ctrl_c()
+    with pytest.raises(SystemExit), interrupt:
+        terminate()
+
+
+def test_an_exception_goes_on_with_a_note_of_sigterm():
+    with pytest.raises(OSError, match="the disk is full") as error, Interruptible():
+        terminate()
+        raise OSError("the disk is full")
+    assert error.value.__notes__ == ["SIGTERM had come: without this error the process would have exited with 143"]
+
+
+@pytest.mark.parametrize("handler", [lambda *_: None, signal.SIG_IGN], ids=["handled", "ignored"])
+@pytest.mark.parametrize(("own", "ours"), [SIGNALS, SIGNALS[::-1]], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_that_the_program_handles_itself_is_left_alone_and_the_other_is_not(own, ours, handler, handle):
+    handle(own, handler)
+    before = handlers()
+    seen = []
+    try:
+        with Interruptible() as outer, Interruptible() as inner:
+            signal.raise_signal(own)
+            seen.append(outer.requested)
+            signal.raise_signal(ours)
+            seen.append(inner.requested)
+    except SystemExit:
+        assert ours == signal.SIGTERM
+    assert seen == [False, True] and handlers() == before
+
+
+def test_a_handler_installed_meanwhile_stays(handle):
+    handler = lambda *_: None
+    with Interruptible():
+        handle(signal.SIGTERM, handler)
+    assert handlers() == [signal.default_int_handler, handler]
+
+
+def test_a_handler_that_somebody_puts_back_late_does_what_there_was_before(handle):
+    with Interruptible():
+        ours = handle(signal.SIGINT, signal.default_int_handler)
+    handle(signal.SIGINT, ours)
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+
+
+def test_a_handler_of_native_code_is_put_back(tmp_path):
+    with open(tmp_path / "trace", "w+") as file:
+        faulthandler.register(signal.SIGTERM, file)
+        try:
+            with pytest.raises(SystemExit), Interruptible():
+                terminate()
+            assert not file.read()
+            terminate()
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+        file.seek(0)
+        assert "most recent call first" in file.read()
 
 
 def test_other_threads_install_nothing():
-    handlers = []
+    before, seen = handlers(), []
 
     def work():
-        with Interruptible():
-            handlers.append(signal.getsignal(signal.SIGINT))
+        with Interruptible() as interrupt:
+            seen.append((handlers(), interrupt.requested))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert handlers == [signal.default_int_handler]
+    assert seen == [(before, False)]
+
+
+def test_a_run_in_another_thread_shares_the_answer_of_the_main_one_and_does_not_exit():
+    ended = []
+
+    def work():
+        with Interruptible() as inner:
+            ended.append(inner.signal_name)
+        ended.append("quietly")
+
+    with pytest.raises(SystemExit), Interruptible():
+        terminate()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert ended == ["SIGTERM", "quietly"]
+
+
+# The whole process ------------------------------------------------------------------------------------
+
+# Loads the module alone: jaxloop takes seconds.
+LOAD = """
+import importlib.util, os, signal, sys, time
+
+spec = importlib.util.spec_from_file_location("interrupt", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+say = lambda *words: print(*words, flush=True)
+"""
+
+RUN = """
+try:
+    with module.Interruptible() as outer:
+        with module.Interruptible() as interrupt:
+            try:
+                say("working")
+                while not interrupt.requested:
+                    time.sleep(0.01)
+                say("asked")
+                if sys.argv[2] == "slowly":
+                    time.sleep(30)
+            finally:
+                say("saved")
+    say("returned")
+finally:
+    say("closed")
+"""
+
+
+@pytest.fixture
+def start():
+    """Starts the program, and sends it signals: each when it has said the word before."""
+    processes = []
+
+    def run(how, *signals):
+        command = [sys.executable, "-c", LOAD + RUN, jaxloop.interrupt.__file__, how]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        said = []
+        for signum in signals:
+            said.append(process.stdout.readline().strip())
+            if len(said) > 1:
+                time.sleep(0.15)  # Not the same one, sent twice.
+            process.send_signal(signum)
+        rest, errors = process.communicate(timeout=20)
+        return process.returncode, [*said, *rest.split()], errors
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "signals", "code", "words"),
+    [
+        ("at once", [signal.SIGTERM], 143, "working asked saved closed"),
+        ("at once", [signal.SIGINT], 0, "working asked saved returned closed"),
+        # Killed by the signal, which a shell shows as 128 + its number; no cleanup can delay it.
+        ("slowly", [signal.SIGTERM, signal.SIGTERM], -15, "working asked"),
+        ("slowly", [signal.SIGINT, signal.SIGTERM], -15, "working asked"),
+        ("slowly", [signal.SIGTERM, signal.SIGINT], -2, "working asked"),
+    ],
+    ids=["SIGTERM", "Ctrl-C", "SIGTERM twice", "Ctrl-C and SIGTERM", "SIGTERM and Ctrl-C"],
+)
+def test_how_a_process_ends(how, signals, code, words, start):
+    returncode, said, errors = start(how, *signals)
+    assert (returncode, said) == (code, words.split()), errors
+
+
+def test_a_process_ends_by_the_second_ctrl_c_after_its_cleanup(start):
+    returncode, said, errors = start("slowly", signal.SIGINT, signal.SIGINT)
+    assert returncode == -2 and said == ["working", "asked", "saved", "closed"]
+    assert errors.endswith("KeyboardInterrupt\n")
+
+
+FORK = """
+with module.Interruptible() as interrupt:
+    reader, writer = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.write(writer, b"!")
+        time.sleep(20)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(worker, signal.SIGTERM)
+    say(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), interrupt.requested)
+"""
+
+
+def test_a_worker_forked_during_a_run_can_be_terminated():
+    command = [sys.executable, "-c", LOAD + FORK, jaxloop.interrupt.__file__]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=25)
+    assert run.stdout == "-15 False\n", run.stderr
+
+
+WRITE = """
+import threading
+
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+main = threading.get_ident()
+
+def press_ctrl_c_while_the_pipe_is_full():
+    time.sleep(0.2)
+    signal.pthread_kill(main, signal.SIGINT)
+    time.sleep(0.1)
+    while os.read(reader, 2**20):
+        pass
+
+threading.Thread(target=press_ctrl_c_while_the_pipe_is_full, daemon=True).start()
+with module.Interruptible() as interrupt:
+    sys.stderr.write("x" * 2**20)
+    say(interrupt.requested)
+"""
+
+
+def test_a_signal_amid_a_write_to_the_stream_of_the_log_breaks_nothing_off(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command = [sys.executable, "-c", LOAD + WRITE, jaxloop.interrupt.__file__]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=25)
+    assert run.stdout == "True\n"

@@ -62,15 +62,22 @@ class Action(abc.ABC):
           **kwargs: `step_num`, the number of completed updates; `elapsed`, how far the run is (an `Elapsed`); from a
             loop also `history`, what was measured so far (a `History`, or None), `total_steps`, how many updates the
             run shall have in all (None if nobody knows), `spent`, the `Spent` seconds since its last call, and
-            `metadata`, what a checkpoint shall note. More names may come.
+            `snapshot`, a function that returns what a checkpoint keeps beside the state. More names may come.
         """
 
     def finish(self, state: Any) -> Any:
         """Called once when a run has ended well, before `close`; returns the state that the run shall return."""
         return state
 
+    kept_state: Any = None
+    """A train state that it keeps from call to call, such as the best one; a checkpoint keeps it too, and sets it in a
+    run that goes on from there."""
+
     def state_dict(self) -> Mapping[str, Any]:
-        """What it remembers from call to call, as numbers, strings, lists and dicts: it is part of the run."""
+        """What it remembers from call to call, as `jaxloop.encoding` takes it: numbers, strings, arrays, lists, dicts.
+
+        It is part of the run, and so of a checkpoint.
+        """
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

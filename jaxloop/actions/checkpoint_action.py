@@ -1,7 +1,7 @@
-"""Saving the train state."""
+"""Saving the run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
@@ -15,7 +15,7 @@ from jaxloop.schedules import Elapsed, Schedule
 
 
 class CheckpointAction(Action):
-    """Saves the train state under its step, after the evaluations of that step.
+    """Saves the run under its step, after the evaluations of that step: the train state, and what it takes to go on.
 
     >>> import tempfile
     >>> from jaxloop import examples
@@ -91,7 +91,7 @@ class CheckpointAction(Action):
         step_num: int,
         elapsed: Elapsed | None = None,
         history: History | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        snapshot: Callable[[], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         elapsed = Elapsed(step_num) if elapsed is None else elapsed
@@ -99,8 +99,8 @@ class CheckpointAction(Action):
         if self._monitor is not None:
             value = self._monitor.measured(outputs, history, elapsed)
             values = {} if value is None or not math.isfinite(value) else {self._monitor.name: value}
-        metadata = {"elapsed": elapsed.to_dict(), **(metadata or {})}
-        if self.save(step_num, state, outputs, metrics=values or None, metadata=metadata):
+        kept = {"metadata": {"elapsed": elapsed.to_dict()}} if snapshot is None else snapshot()
+        if self.save(step_num, state, outputs, metrics=values or None, **kept):
             self._saves += 1
             self._saves_measured += bool(values)
 
@@ -112,6 +112,8 @@ class CheckpointAction(Action):
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
+        trees: Mapping[str, Any] | None = None,
     ) -> bool:
         """Saves a state now, asynchronously. The state stays usable: it is copied before this returns.
 
@@ -123,11 +125,13 @@ class CheckpointAction(Action):
           outputs: not saved.
           metrics: how good the state is: with `best`, a dict with that metric.
           metadata: what is to be noted with it, as numbers, strings, lists and dicts; `checkpoint.metadata` reads it.
+          run: more of the same kind, of any length; `checkpoint.run` reads it. With a directory only, as is `trees`.
+          trees: more trees of arrays, by name; `checkpoint.trees` reads them.
 
         Returns:
           Whether a save began: not for a step that is there already, nor where the manager's own policy says no.
         """
-        return self._writer.save(step, state, metrics, metadata)
+        return self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
 
     def flush(self) -> None:
         self._writer.wait()

@@ -66,7 +66,7 @@ class EarlyStoppingAction(Action):
 
     def _begin_anew(self) -> None:
         self._best: tuple[float, Elapsed] | None = None
-        self._best_state: Any = None
+        self.kept_state = None
         self._patient_since: Elapsed | None = None  # Where the patience began to run.
         self._waits = 0  # Measurements since then.
         self._seen_at: Elapsed | None = None
@@ -127,8 +127,8 @@ class EarlyStoppingAction(Action):
         if self._monitor.improves(value, self.best, self._min_delta):
             self._best = (value, now)
             if self._restore_best:
-                self._best_state = None  # Let go of the one before, so that there are never three.
-                self._best_state = jax.tree.map(_copy, state)
+                self.kept_state = None  # Let go of the one before, so that there are never three.
+                self.kept_state = jax.tree.map(_copy, state)
             if self._baseline is None or self._monitor.improves(value, self._baseline, self._min_delta):
                 self._patient_since, self._waits = now, 0
         gone = getattr(now, self._unit) - getattr(self._patient_since, self._unit) if self._unit else self._waits
@@ -149,7 +149,7 @@ class EarlyStoppingAction(Action):
     def finish(self, state: Any) -> Any:
         self._warn_if_blind()
         self._is_over = True
-        best_state, self._best_state = self._best_state, None
+        best_state, self.kept_state = self.kept_state, None
         if not self._restore_best or self._best is None:
             return state
         if best_state is None:
@@ -177,7 +177,7 @@ class EarlyStoppingAction(Action):
 
     def close(self) -> None:
         super().close()
-        self._best_state = None
+        self.kept_state = None
 
     def state_dict(self) -> Mapping[str, Any]:
         dicts = {"best_elapsed": self.best_elapsed, "patient_since": self._patient_since, "seen_at": self._seen_at}

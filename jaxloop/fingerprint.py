@@ -1,0 +1,127 @@
+"""What identifies a dataset, the same in each process that builds it: for a position to be used in no other one."""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxloop import checks, types
+
+# What of a pipeline's parts must stay the same: by these names, or with an underscore before. Neither paths, which may
+# move, nor what only makes it faster.
+_PARAMETERS = """
+batch_size drop_remainder drop_last seed seed2 seed_rng_seed reshuffle_each_epoch reshuffle_each_iteration window_size
+buffer_size num_epochs cycle_length num_records num_batches shuffle shard_index shard_count num_workers
+""".split()
+# Of these libraries only: elsewhere, `step` may well count.
+_PARAMETERS_OF_LIBRARIES = "start stop step".split()
+_LIBRARIES = ("grain", "tensorflow")
+_PARTS = """
+_inputs _parents _datasets _parent _map_parent _data_loader _sampler sampler _operations _multiprocessing_options
+_shard_options shard_options _data_source _source dataset
+""".split()
+_NO_PARTS = (str, bytes, int, FunctionType, MethodType)
+_MAX_PARTS = 200
+
+
+def describe_source(dataset: Any) -> list[str]:
+    """What identifies a pipeline, the same in each process that builds it: a line for each of its parts.
+
+    >>> describe_source([{"x": 1}, {"x": 2}])
+    ['list of 2']
+    """
+    parts = itertools.islice(_parts(dataset, {}), _MAX_PARTS)
+    return [f"{'  ' * depth}{_describe_part(part)}" for depth, part in parts]
+
+
+def _parts(part: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
+    seen[id(part)] = part  # Held, for its id is no other's then.
+    yield depth, part
+    for name in _PARTS:
+        found = _attribute(part, name)
+        found = _attempt(found) if name == "_inputs" and callable(found) else found
+        for each in found if isinstance(found, list | tuple) and name not in ("_data_source", "_source") else [found]:
+            if each is not None and not isinstance(each, _NO_PARTS) and id(each) not in seen:
+                yield from _parts(each, seen, depth + 1)
+
+
+def _describe_part(part: Any) -> str:
+    is_of_library = type(part).__module__.partition(".")[0] in _LIBRARIES
+    names = _PARAMETERS + _PARAMETERS_OF_LIBRARIES if is_of_library else _PARAMETERS
+    values = {name: _parameter(part, name) for name in names}
+    shown = [f"{name}={value!r}" for name, value in values.items() if value is not None]
+    transform = _attribute(part, "transform_name") or _attribute(part, "_transform_name")
+    if isinstance(transform, str):
+        shown.append(transform.partition(" @ ")[0])  # Then come the file and the line, which an edit moves.
+    if hasattr(type(part), "element_spec"):
+        shown.append(str(_attempt(lambda: part.element_spec)))
+    text = type(part).__name__ + (f"({', '.join(shown)})" if shown else "")
+    length = _attempt(lambda: len(part))
+    return re.sub(r" at 0x[0-9a-f]+", "", text if length is None else f"{text} of {length}")
+
+
+def _parameter(part: Any, name: str) -> bool | int | None:
+    value = _attribute(part, name)
+    value = _attribute(part, f"_{name}") if value is None or callable(value) else value
+    if hasattr(value, "numpy") and not np.ndim(value):  # An eager tf.Tensor.
+        value = _attempt(lambda: value.numpy().item())
+    return value if isinstance(value, bool | int) else None
+
+
+def _attribute(part: Any, name: str) -> Any:
+    return _attempt(lambda: getattr(part, name, None))
+
+
+def _attempt(ask: Callable[[], Any]) -> Any:
+    """What a part of someone else's pipeline says of itself; None where it has nothing to say."""
+    try:
+        return ask()
+    except Exception:
+        return None
+
+
+def describe_batch(batch: types.Batch) -> list[str]:
+    """The leaves of a batch, a line each.
+
+    >>> describe_batch({"x": np.zeros([2, 3], np.float32), "name": "a"})
+    ["batch['name']: str", "batch['x']: float32[2, 3]"]
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return [f"{checks.batch_leaf_name(path)}: {_describe_leaf(leaf)}" for path, leaf in leaves]
+
+
+def _describe_leaf(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        return type(leaf).__name__
+    return f"{getattr(dtype, 'name', dtype)}{list(leaf.shape)}"
+
+
+def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -> None:
+    """Raises a `ValueError` that shows both sides where two descriptions differ.
+
+    Args:
+      saved: that of an earlier run; None where it had none.
+      now: that of this one.
+      sizes: whether the sizes of arrays must be the same: those of a batch may not, the last one may be short.
+    """
+    if saved is None:
+        return
+    if not sizes:
+        saved, now = ([re.sub(r"\d+(?=[],])", "_", line) for line in lines] for lines in (saved, now))
+    unlike = [(one, two) for one, two in itertools.zip_longest(saved, now, fillvalue="(none)") if one != two]
+    if not unlike:
+        return
+    lines = [f"  {one.strip()} -> {two.strip()}" for one, two in unlike[:12]]
+    if len(unlike) > len(lines):
+        lines.append(f"  ... and {len(unlike) - len(lines)} more")
+    raise ValueError(
+        "The position in the data was saved from another dataset than this one. What differs (saved -> now):\n"
+        + "\n".join(lines)
+        + "\nBuild the dataset as it was (batch size, seed, length, transformations), or start a new run in another "
+        "directory."
+    )

@@ -1,0 +1,220 @@
+"""The whole run: what a checkpoint keeps beside the train state, and how a run goes on from there."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop import checkpoint, encoding, metrics
+from jaxloop.history import History
+from jaxloop.position import DatasetPosition, PositionedIterator
+from jaxloop.schedules import Elapsed
+
+_POSITION_ARRAYS = "data"
+"""The tree with the long byte strings of a position in the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """How far a run was when its checkpoint was saved.
+
+    Attributes:
+      elapsed: after the last completed step; `previous` is the one before.
+      was_broken_off: whether a signal or an exception may have kept it from all that belongs to that step.
+      has_stopped: whether somebody had asked it to stop there.
+      steps_in_loop: how many steps of the loop under way it had done.
+      position: where in the data it was; None for the start of the next pass, or where nothing is known.
+      knows_position: whether the checkpoint says where in the data it was.
+    """
+
+    elapsed: Elapsed
+    was_broken_off: bool = False
+    has_stopped: bool = False
+    steps_in_loop: int = 0
+    position: DatasetPosition | None = None
+    knows_position: bool = False
+
+
+class Part(Protocol):
+    """A part of a run that remembers something: a loop with its actions, say."""
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What it remembers: as JSON can hold it, and states by name."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+        """Takes that over."""
+        ...
+
+    def resume(self, elapsed: Elapsed) -> None:
+        """Goes on from here without it."""
+        ...
+
+
+class MainPart(Part, Protocol):
+    """The part that trains.
+
+    What it remembers has `elapsed`, `previous` (a step before), `steps_in_loop` and `has_stopped` in it.
+    """
+
+    steps_before: int
+
+    @property
+    def batches_consumed(self) -> int:
+        """How many batches the source had given when the last whole step was done."""
+        ...
+
+
+class WholeRun:
+    """What there is to a run beside its train state: loops, actions, positions in the data, the history.
+
+    Args:
+      main: the part that trains.
+      others: other parts by name.
+      eval_sources: what evaluations draw from, where they go on from one to the next.
+      history: what was measured.
+      keys: the PRNG keys, which a later run must have too.
+
+    Attributes:
+      source: the pass over the train data under way; None between two.
+      passes: how many passes over the train data have ended.
+    """
+
+    def __init__(
+        self,
+        main: MainPart,
+        others: Mapping[str, Part],
+        eval_sources: Mapping[str, PositionedIterator],
+        history: History,
+        keys: Any = None,
+    ):
+        self._main, self._parts = main, {"train": main, **others}
+        self._eval_sources, self._history = eval_sources, history
+        is_typed = lambda key: jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+        data = jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys)
+        self._keys = encoding.encode(metrics.fetch(data))
+        self.source: PositionedIterator | None = None
+        self.passes = 0
+
+    def snapshot(self, *, was_broken_off: bool = False) -> dict[str, Any]:
+        """What a checkpoint of this moment keeps, as `CheckpointAction.save` takes it.
+
+        Args:
+          was_broken_off: whether this step may lack some of what belongs to it.
+        """
+        self._history.flush()  # The rows up to here are part of it.
+        states, trees = {}, {}
+        for name, part in self._parts.items():
+            states[name], kept = part.state_dict()
+            trees.update({f"{name}.{key}": tree for key, tree in kept.items()})
+        arrays: dict[str, np.ndarray] = {}
+        consumed = self._main.batches_consumed
+        train = states["train"]
+        return {
+            "metadata": {
+                "elapsed": train["elapsed"],
+                "previous": train["previous"],
+                "batches_in_loop": train["steps_in_loop"],
+                "was_broken_off": was_broken_off,
+            },
+            "run": {
+                "jaxloop": _version(),
+                "keys": self._keys,
+                "passes": self.passes,
+                "data": self.source and _position_of(self.source, consumed, arrays),
+                "data_sizes": {name: array.size for name, array in arrays.items()},
+                "eval_data": {name: _position_of(each, each.count) for name, each in self._eval_sources.items()},
+                "history_rows": len(self._history),
+                "parts": states,
+                "kept_states": sorted(trees),
+            },
+            "trees": trees | ({_POSITION_ARRAYS: arrays} if arrays else {}),
+        }
+
+    def load(self, directory: epath.PathLike, step: int, state: Any) -> Resumed:
+        """Has all parts go on from the checkpoint of a step.
+
+        Args:
+          directory: of the checkpoints.
+          step: of the checkpoint.
+          state: a train state; those that actions keep are laid out as it is.
+
+        Returns:
+          How far the run was; its `position` is for the caller to seek, as `source`.
+
+        Raises:
+          CheckpointError: the checkpoint is damaged.
+          ValueError: it is of a run with other PRNG keys.
+        """
+        noted, run = checkpoint.metadata(directory, step), checkpoint.run(directory, step)
+        previous = Elapsed(**noted["previous"]) if "previous" in noted else None
+        elapsed = Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
+        was_broken_off, steps_in_loop = noted.get("was_broken_off", False), noted.get("batches_in_loop", 0)
+        if not run:
+            for part in self._parts.values():
+                part.resume(elapsed)
+            self._main.steps_before = steps_in_loop
+            self._history.resume(step)
+            self.passes = elapsed.loops
+            return Resumed(elapsed, was_broken_off, steps_in_loop=steps_in_loop)
+        self._check_is_this_run(run, directory, step)
+        kept = checkpoint.trees(directory, step, dict.fromkeys(run["kept_states"], state))
+        for name, part in self._parts.items():
+            if name not in run["parts"]:
+                logging.warning("The checkpoint of step %d has no evaluation named %r: it begins anew.", step, name)
+                part.resume(elapsed)
+                continue
+            prefix = f"{name}."
+            states = {key.removeprefix(prefix): tree for key, tree in kept.items() if key.startswith(prefix)}
+            part.load_state_dict(run["parts"][name], states)
+        for name, source in self._eval_sources.items():
+            if run["eval_data"].get(name):
+                source.seek(DatasetPosition.from_dict(run["eval_data"][name]))
+        self._history.resume(step, run["history_rows"])
+        self.passes = run["passes"]
+        return Resumed(
+            elapsed,
+            was_broken_off,
+            run["parts"]["train"]["has_stopped"],
+            steps_in_loop,
+            self._read_position(directory, step, run),
+            knows_position=True,
+        )
+
+    def _read_position(self, directory: epath.PathLike, step: int, run: Mapping[str, Any]) -> DatasetPosition | None:
+        if run["data"] is None:
+            return None
+        arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
+        if arrays:
+            arrays = checkpoint.trees(directory, step, {_POSITION_ARRAYS: arrays})[_POSITION_ARRAYS]
+        return DatasetPosition.from_dict(run["data"], arrays)
+
+    def _check_is_this_run(self, run: Mapping[str, Any], directory: epath.PathLike, step: int) -> None:
+        if run["jaxloop"] != _version():
+            logging.info(
+                "The checkpoint of step %d was saved by jaxloop %s; this is %s.", step, run["jaxloop"], _version()
+            )
+        if run["keys"] != self._keys:
+            raise ValueError(
+                f"The checkpoints in {directory} are of a run with other PRNG keys (base_prng) than this one, so it "
+                "could not go on as it was. Give the step the same keys, made from the same seed, or give another "
+                "directory."
+            )
+
+
+def _position_of(source: PositionedIterator, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
+    try:
+        return source.position(count).to_dict(arrays)
+    except Exception:  # The run may be ending because the data are what fails.
+        logging.exception("The position in %r could not be read: a resumed run can't go there.", source)
+        return None
+
+
+def _version() -> str:
+    import jaxloop
+
+    return jaxloop.__version__

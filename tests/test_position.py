@@ -1,0 +1,518 @@
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxloop import data, position
+from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError, skippable
+
+LENGTH = 12
+BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH)]
+
+
+class Counter:
+    """An iterator with a state of its own, of the kinds that JSON lacks."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.number == LENGTH:
+            raise StopIteration
+        self.number += 1
+        return BATCHES[self.number - 1]
+
+
+class WithState(Counter):
+    def get_state(self):
+        return {"number": np.int64(self.number), "more": (b"\xff", float("inf"), np.arange(3))}
+
+    def set_state(self, state):
+        assert state["more"][:2] == (b"\xff", float("inf")) and state["more"][2].tolist() == [0, 1, 2]
+        self.number = int(state["number"])
+
+
+class WithStateDict(Counter):
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state_dict):
+        self.number = state_dict["number"]
+
+
+class StatefulLoader:
+    """As torchdata's: the loader tells the state, and its next iterator begins where it was told to."""
+
+    def __init__(self):
+        self.next_number = 0
+        self.iterator = None
+
+    def __iter__(self):
+        self.iterator = Counter()
+        self.iterator.number, self.next_number = self.next_number, 0
+        return iter(self.iterator.__next__, None)  # Which has no state.
+
+    def state_dict(self):
+        return {"number": self.iterator.number}
+
+    def load_state_dict(self, state_dict):
+        self.next_number = state_dict["number"]
+
+
+def generate():
+    yield from BATCHES
+
+
+def grain_map(seed=3, batch_size=4, length=48):
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source(np.arange(length)).shuffle(seed=seed)
+    return source.map(lambda number: {"x": number}).batch(batch_size)
+
+
+def grain_iter():
+    grain = pytest.importorskip("grain")
+    dataset = grain_map().to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    shuffled = grain.experimental.WindowShuffleIterDataset(dataset, window_size=3, seed=1)
+    return grain.experimental.ThreadPrefetchIterDataset(shuffled, prefetch_buffer_size=2)
+
+
+def grain_loader():
+    grain = pytest.importorskip("grain")
+    return grain.DataLoader(
+        data_source=[{"x": number} for number in range(48)],
+        sampler=grain.samplers.IndexSampler(48, grain.sharding.NoSharding(), shuffle=True, seed=3, num_epochs=1),
+        operations=[grain.transforms.Batch(4)],
+        worker_count=0,
+    )
+
+
+def tf_data(seed=1, batch_size=4, length=48):
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.from_tensor_slices({"x": np.arange(length)})
+    return dataset.shuffle(20, seed=seed, reshuffle_each_iteration=False).batch(batch_size).prefetch(2)
+
+
+def tfds_numpy():
+    return pytest.importorskip("tensorflow_datasets").as_numpy(tf_data())
+
+
+SOURCES = {
+    "list": (lambda: BATCHES, "sequence"),
+    "tuple iterator": (lambda: iter(tuple(BATCHES)), "sequence"),
+    "range": (lambda: range(LENGTH), "sequence"),
+    "index": (lambda: data.from_index(lambda number: BATCHES[number], LENGTH), "index"),
+    "get_state": (WithState, "state"),
+    "state_dict": (WithStateDict, "state_dict"),
+    "stateful loader": (StatefulLoader, "state_dict"),
+    "generator": (lambda: skippable(generate()), "skip"),
+    "generator function": (lambda: skippable(generate), "skip"),
+    "passes": (lambda: data.Passes(skippable(generate)), "skip"),
+    "grain map": (grain_map, "state"),
+    "grain iter": (grain_iter, "state"),
+    "grain loader": (grain_loader, "state"),
+    "tf.data": (tf_data, "tf.data"),
+    "tf.data iterator": (lambda: tf_data().as_numpy_iterator(), "tf.data"),
+    "tf.data batches": (lambda: data.batches(tf_data()), "tf.data"),
+    "tfds.as_numpy": (lambda: skippable(tfds_numpy()), "skip"),
+}
+
+
+def values(iterator, number=None):
+    """What is left of it, in numbers; at most so many batches."""
+    rest = itertools.islice(iterator, number)
+    return [np.asarray(batch["x"] if isinstance(batch, dict) else batch).tolist() for batch in rest]
+
+
+def through_json(saved):
+    return DatasetPosition.from_dict(json.loads(json.dumps(saved.to_dict(), allow_nan=False)))
+
+
+SLOW = {"grain iter", "grain loader", "tf.data iterator", "tf.data batches", "tfds.as_numpy"}
+CASES = [(name, prefetch) for name in SOURCES for prefetch in ((0,) if name in SLOW else (0, 1, 2))]
+
+
+def opened(name, prefetch=0):
+    make, _ = SOURCES[name]
+    if prefetch and name == "passes":
+        return PositionedIterator(iter(make()), prefetch=prefetch)
+    return PositionedIterator(data.prefetch(make(), prefetch) if prefetch else make())
+
+
+@pytest.mark.parametrize(("name", "prefetch"), CASES)
+def test_the_rest_is_the_rest_from_every_position(name, prefetch):
+    make, kind = SOURCES[name]
+    iterator = opened(name, prefetch)
+    positions, everything = [iterator.position()], []
+    for number in range(LENGTH):
+        everything += values(iterator, 1)
+        assert iterator.count == number + 1
+        positions.append(iterator.position())
+    assert values(iterator) == [] and len(everything) == LENGTH
+    for count, saved in enumerate(map(through_json, positions)):
+        assert (saved.count, saved.kind) == (count, kind)
+        again = opened(name, prefetch)
+        again.seek(saved)
+        assert again.count == count
+        assert values(again) == everything[count:] and again.count == LENGTH
+        if not data.is_one_pass(make()) and kind != "skip" and count == 5:
+            again.seek(saved)  # In an iterator that is at its end, too.
+            assert values(again) == everything[count:]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_consumer_that_draws_ahead_is_told_the_position_of_what_it_used(name):
+    iterator, positions, everything = opened(name), [], []
+    for count in range(LENGTH):
+        iterator.mark()
+        everything += values(iterator, 1)  # Not used.
+        positions.append(through_json(iterator.position(count)))
+    for count in (0, 5, LENGTH - 1) if name in SLOW else range(LENGTH):
+        again = opened(name)
+        again.seek(positions[count])
+        assert values(again) == everything[count:]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", ["list", "index", "get_state", "generator", "grain iter", "tf.data"])
+def test_a_run_may_be_taken_up_again_and_again(name, prefetch):
+    make, _ = SOURCES[name]
+    everything, found, saved = values(PositionedIterator(make())), [], None
+    for number in (1, 2, 4, LENGTH):
+        iterator = iter(data.prefetch(make(), prefetch))
+        if saved is not None:
+            iterator.seek(saved)
+        found += values(iterator, number)
+        saved = through_json(iterator.position())
+    assert found == everything
+
+
+def test_batches_since_a_mark_are_drawn_again():
+    iterator = PositionedIterator(WithState())
+    values(iterator, 3)
+    iterator.mark()
+    values(iterator, 4)
+    saved = iterator.position(5)
+    assert (saved.count, saved.skip) == (5, 2)
+    with pytest.raises(ValueError, match="A position is told for 0 to 7 batches.*got count=8"):
+        iterator.position(8)
+
+
+def test_a_peek_leaves_the_position():
+    for name in ("list", "get_state", "passes", "grain map", "tf.data"):
+        make, _ = SOURCES[name]
+        everything = values(PositionedIterator(make()))
+        for count in (0, 3):
+            iterator = data.batches(make())
+            values(iterator, count)
+            iterator.peek()
+            saved = through_json(iterator.position())
+            assert saved.count == count and values(iterator) == everything[count:]
+            again = data.batches(make())
+            again.peek()  # As `fit` does before it goes to a position.
+            again.seek(saved)
+            assert values(again) == everything[count:]
+
+
+def test_two_names_of_an_iterator_have_one_position():
+    first = data.batches(BATCHES)
+    second = PositionedIterator(first)
+    next(first), next(second)
+    assert first.count == second.count == 2 and values(second, 1) == [BATCHES[2]["x"].tolist()]
+    with pytest.raises(ValueError, match="prefetch=2 takes data from which nothing was drawn"):
+        PositionedIterator(first, prefetch=2)
+
+
+def test_the_files_of_tf_data_stay_beside_the_json():
+    iterator = PositionedIterator(tf_data())
+    values(iterator, 2)
+    saved, arrays = iterator.position(), {}
+    text = json.dumps(saved.to_dict(arrays))
+    assert len(text) < 2000 and [array.dtype for array in arrays.values()] == [np.uint8]
+    again = PositionedIterator(tf_data())
+    again.seek(DatasetPosition.from_dict(json.loads(text), arrays))
+    assert values(again) == values(iterator)
+    with pytest.raises(ValueError, match="The array 'bytes_0' of a position in the data is missing"):
+        DatasetPosition.from_dict(json.loads(text))
+
+
+def test_the_state_of_a_torch_loader_holds_tensors(monkeypatch):
+    class Tensor:
+        __module__ = "torch"
+
+        def __init__(self, array):
+            self.array = array
+
+        def cpu(self):
+            return self
+
+        def numpy(self):
+            return self.array
+
+    class Loader(WithStateDict):
+        def state_dict(self):
+            return {"number": self.number, "generator": Tensor(np.arange(5, dtype=np.uint8))}
+
+        def load_state_dict(self, state_dict):
+            assert isinstance(state_dict["generator"], Tensor) and state_dict["generator"].array.sum() == 10
+            self.number = state_dict["number"]
+
+    monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))
+    sys.modules["torch"].from_numpy = Tensor
+    iterator = PositionedIterator(Loader())
+    values(iterator, 2)
+    again = PositionedIterator(Loader())
+    again.seek(through_json(iterator.position()))
+    assert values(again, 1) == [BATCHES[2]["x"].tolist()]
+
+
+# What can't say where it is --------------------------------------------------------------------------
+
+
+def tf_generator():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_generator(generate, output_signature={"x": tf.TensorSpec((2, 3), tf.float32)})
+
+
+class WithClass(WithState):
+    def get_state(self):
+        return {"class": WithClass}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (generate, "a generator can't say where it is. Give a list, .*from_index.*, or, .*skippable"),
+        (tfds_numpy, r"a _IterableDataset can't say where it is. Give the tf.data.Dataset itself.*skippable"),
+        (tf_generator, r"its state can't be saved \(FailedPreconditionError: PyFunc is stateful.\).*skippable"),
+        (WithClass, r"its state can't be saved \(TypeError: value\['class'\].*skippable"),
+    ],
+)
+def test_what_can_not_say_where_it_is_says_what_to_do(make, message):
+    everything = values(PositionedIterator(make()))
+    iterator = PositionedIterator(make())
+    start = through_json(iterator.position())
+    values(iterator, 5)
+    saved = through_json(iterator.position())
+    assert (saved.kind, iterator.kind) == ("unknown", "unknown")
+    again = PositionedIterator(make())
+    with pytest.raises(PositionUnknownError, match=f"The position after 5 batches of .* can't be restored: {message}"):
+        again.seek(saved)
+    assert again.problem is not None and again.problem == iterator.problem
+    again = PositionedIterator(skippable(make()))
+    again.seek(saved)
+    assert values(again) == everything[5:] and again.problem is None
+    again = PositionedIterator(make())
+    again.seek(start)  # Nothing is to be skipped.
+    assert values(again) == everything
+
+
+def test_without_a_mark_tf_data_are_not_known_to_come_in_the_same_order():
+    iterator = PositionedIterator(tf_data())
+    values(iterator, 5)
+    saved = iterator.position(3)
+    assert saved.kind == "unknown"
+    with pytest.raises(PositionUnknownError, match="no mark was made before. Call mark"):
+        PositionedIterator(tf_data()).seek(saved)
+
+
+def test_what_is_skipped_is_said_in_the_log(logs):
+    iterator = PositionedIterator(skippable(generate))
+    values(iterator, 5)
+    PositionedIterator(skippable(generate)).seek(iterator.position())
+    assert "Skipped 5 batches of a generator in 0.0 s." in logs.text
+
+
+def test_batches_of_one_plain_dataset_may_be_skipped_in_another():
+    iterator = PositionedIterator(generate())
+    values(iterator, 5)
+    again = PositionedIterator(skippable(BATCHES))
+    again.seek(iterator.position())
+    assert values(again) == values(iterator)
+    with pytest.raises(PositionUnknownError):
+        PositionedIterator(BATCHES).seek(iterator.position())
+
+
+def test_an_iterator_does_not_go_back():
+    iterator = PositionedIterator(skippable(generate()))
+    values(iterator, 5)
+    with pytest.raises(PositionUnknownError, match="after 5 batches.* has been drawn from, and can't go back"):
+        iterator.seek(iterator.position())
+
+
+def test_a_dataset_that_ends_before_the_position_says_so():
+    iterator = PositionedIterator(skippable(generate))
+    values(iterator, 5)
+    with pytest.raises(
+        ValueError, match="The dataset, a generator, ended after 3 batches, before the position after 5"
+    ):
+        PositionedIterator(skippable(batch for batch in BATCHES[:3])).seek(iterator.position())
+
+
+# Another dataset -------------------------------------------------------------------------------------
+
+
+def ones(size, dtype=np.float32):
+    return {"x": np.ones(size, dtype)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (BATCHES, BATCHES[:11], "list of 12 -> list of 11"),
+        (BATCHES, tuple(BATCHES), "list of 12 -> tuple of 12"),
+        ([ones(2)] * 9, [ones(4)] * 9, r"batch\['x'\]: float32\[2\] -> batch\['x'\]: float32\[4\]"),
+        ([ones(2)] * 9, [ones(2, np.int32)] * 9, r"float32\[2\] -> .*int32\[2\]"),
+        ([ones(2)] * 9, [{"y": np.ones(2)}] * 9, r"batch\['x'\].* -> batch\['y'\]"),
+        (data.from_index(lambda i: ones(2)), data.from_index(lambda i: ones(4)), r"float32\[2\] -> .*float32\[4\]"),
+        (data.from_index(ones, 9), data.from_index(ones, 8), "num_batches=9.* -> .*num_batches=8"),
+        (skippable([ones(2)] * 9), skippable(lambda: iter([ones(2)] * 9)), "list of 9 -> list_iterator"),
+        (skippable(ones(2) for _ in "abcdef"), skippable([ones(4)] * 9), r"float32\[2\] -> .*float32\[4\]"),
+        (WithState, lambda: skippable(WithStateDict()), "WithState -> WithStateDict"),
+        (skippable(lambda: (ones(2) for _ in "abcdef")), skippable(lambda: (ones(4) for _ in "abcdef")), r"\[2\] -> "),
+        (grain_map, lambda: grain_map(seed=4), "seed=3.* -> .*seed=4"),
+        (grain_map, lambda: grain_map(batch_size=6), "batch_size=4.* -> .*batch_size=6"),
+        (grain_map, lambda: grain_map(length=40), "of 48 -> .*of 40"),
+        (grain_map, lambda: grain_map().to_iter_dataset(), "BatchMapDataset.* -> PrefetchIterDataset"),
+        (tf_data, lambda: tf_data(batch_size=6), "batch_size=4.* -> .*batch_size=6"),
+        (tf_data, lambda: tf_data(seed=2), "seed2=1.* -> .*seed2=2"),
+        (tf_data, lambda: tf_data(length=40), "of 12 -> .*of 10"),
+    ],
+)
+def test_a_position_in_another_dataset_is_refused(before, now, message):
+    before, now = (make() if callable(make) else make for make in (before, now))
+    iterator = PositionedIterator(before)
+    values(iterator, 3)
+    with pytest.raises(ValueError, match=f"(?s)saved from another dataset than this one.*{message}.*Build the dataset"):
+        PositionedIterator(now).seek(through_json(iterator.position()))
+
+
+def test_a_short_last_batch_is_no_other_dataset():
+    batches = [ones(4), ones(4), ones(1)]
+    iterator, again = PositionedIterator(batches), PositionedIterator(batches)
+    values(iterator, 2)
+    again.seek(iterator.position())
+    values(again, 1)
+    third = PositionedIterator(batches)
+    third.seek(again.position())
+    assert values(third) == []
+
+
+PROGRAM = """
+import json
+from jaxloop.position import PositionedIterator
+from tests.test_position import SOURCES
+print(json.dumps({name: PositionedIterator(SOURCES[name][0]()).position().fingerprint for name in %r}))
+waiting = PositionedIterator(range(100), prefetch=2)
+next(waiting)
+"""
+
+
+def test_another_process_finds_the_same_fingerprints():
+    names = [name for name in SOURCES if not name.startswith("tf")]
+    run = subprocess.run([sys.executable, "-c", PROGRAM % names], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr  # A thread that waits does not keep the program from its end.
+    fingerprints = {name: PositionedIterator(SOURCES[name][0]()).position().fingerprint for name in names}
+    assert json.loads(run.stdout) == json.loads(json.dumps(fingerprints))
+    assert " at 0x" not in run.stdout and "/" not in run.stdout
+
+
+# Drawing ahead ---------------------------------------------------------------------------------------
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jaxloop-prefetch" and thread.is_alive()]
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_no_more_than_size_batches_are_drawn_ahead(size):
+    drawn = []
+    iterator = iter(data.prefetch((drawn.append(number) or number for number in range(LENGTH)), size))
+    assert drawn == [] and not prefetch_threads()
+    next(iterator)
+    assert eventually(lambda: len(drawn) == 1 + size)
+    time.sleep(0.01)
+    assert len(drawn) == 1 + size and len(prefetch_threads()) == (size > 0)
+    assert list(iterator) == list(range(1, LENGTH))
+    assert eventually(lambda: not prefetch_threads())
+
+
+def test_errors_come_where_their_batches_would_have():
+    def failing():
+        yield 0
+        yield 1
+        raise KeyError("broken")
+
+    iterator = iter(data.prefetch(failing(), 2))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(KeyError, match="broken") as error:
+        next(iterator)
+    assert error.traceback[-1].name == "failing"
+    assert list(iterator) == [] and eventually(lambda: not prefetch_threads())
+
+
+def test_the_thread_ends_when_nobody_needs_it():
+    endless = data.prefetch(data.from_index(lambda number: number), 2)
+    iterator = iter(endless)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2] and prefetch_threads()
+    iterator.close()
+    assert not prefetch_threads() and list(iterator) == []
+    for iterator in endless:
+        if iterator == 3:
+            break
+    gc.collect()
+    assert eventually(lambda: not prefetch_threads())
+
+
+# Bad inputs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take", [PositionedIterator, skippable, lambda given: data.prefetch(given, 2)])
+@pytest.mark.parametrize("given", ["/data/train", None, 3, BATCHES[0], np.ones(3)])
+def test_what_is_no_dataset_is_refused(take, given):
+    with pytest.raises(TypeError, match="A dataset is an iterator of batches, or an iterable, got"):
+        take(given)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: data.from_index([1, 2]), TypeError, "from_index takes a function of the batch's number, got list"),
+        (lambda: data.from_index(ones, 0), ValueError, "num_batches.* must be a positive int or None, got 0"),
+        (lambda: len(data.from_index(ones)), TypeError, "has no length"),
+        (lambda: data.prefetch(BATCHES, -1), ValueError, "0 for none, got -1"),
+        (lambda: data.prefetch(BATCHES, 1.5), TypeError, "0 for none, got 1.5"),
+        (lambda: data.prefetch(BATCHES, True), TypeError, "0 for none, got True"),
+        (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset has no batch"),
+        (lambda: DatasetPosition("here", 1), ValueError, "must be one of state, .*got 'here'"),
+        (lambda: DatasetPosition("skip", 1, None, 2), ValueError, "0 <= skip <= count, got skip=2, count=1"),
+        (lambda: DatasetPosition.from_dict({"next_index": 1}), ValueError, r"to_dict wrote.*got \['next_index'\]"),
+        (lambda: DatasetPosition.from_dict([]), ValueError, "to_dict wrote.*got list"),
+    ],
+)
+def test_bad_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_options_are_joined():
+    joined = data.prefetch(skippable(BATCHES), 2)
+    assert (joined.prefetch, joined.skippable, len(joined)) == (2, True, LENGTH)
+    assert position.skippable(data.prefetch(BATCHES, 2)) == joined
+    assert not data.is_one_pass(joined) and data.is_one_pass(data.prefetch(skippable(generate()), 2))
+    assert values(joined) == values(joined) == values(BATCHES)

@@ -1,0 +1,97 @@
+import json
+import random
+import re
+
+import pytest
+
+from jaxloop import seal
+
+# A file that is rewritten after the seal, of which only this is sealed.
+ABOUT = {"author": {"name": "me", "likes": [1, 2.5, None]}}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Three files of random bytes, one of them empty, and one of JSON."""
+    for index, size in enumerate([1000, 0, 5_000_000]):  # The last is read in two pieces.
+        path = tmp_path / f"{index}" / "deeper" / f"file{index}"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(random.Random(index).randbytes(size))
+    (tmp_path / "about.json").write_text("{}")
+    seal.write(tmp_path, {"about.json": ABOUT})
+    (tmp_path / "about.json").write_text(json.dumps({"time": 3, **ABOUT}, indent=1))
+    return tmp_path
+
+
+def test_what_was_not_changed_has_no_problems(directory):
+    (directory / "later").write_text("This came after the seal.")
+    assert seal.is_sealed(directory) and seal.problems(directory) == []
+    seal.write(directory)  # Not the old seal.
+    assert seal.problems(directory) == []
+
+
+def test_no_seal_is_told_apart_from_a_broken_one(directory):
+    (directory / seal.NAME).write_text("")
+    assert seal.is_sealed(directory) and seal.problems(directory)
+    (directory / seal.NAME).unlink()
+    assert not seal.is_sealed(directory)
+    assert seal.problems(directory) == ["SEAL, the file with the checksums, is missing"]
+
+
+def flip_a_bit(path, bit=None):
+    data = bytearray(path.read_bytes())
+    bit = len(data) * 4 if bit is None else bit
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("0/deeper/file0", lambda path: path.unlink(), r"^0/deeper/file0 is missing$"),
+        (
+            "0/deeper/file0",
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            "has 999 bytes, and 1000 were sealed",
+        ),
+        ("0/deeper/file0", lambda path: path.write_bytes(b""), "has 0 bytes, and 1000"),
+        ("1/deeper/file1", lambda path: path.write_bytes(b"?"), "has 1 bytes, and 0 were sealed"),
+        ("2/deeper/file2", flip_a_bit, "is changed: its CRC-32 is [0-9a-f]{8}, and [0-9a-f]{8} was sealed"),
+        ("0/deeper/file0", lambda path: [path.unlink(), path.mkdir()], "(has|can't be read)"),
+        ("about.json", lambda path: path.unlink(), "about.json is missing"),
+        ("about.json", lambda path: path.write_text(path.read_text()[:-3]), "about.json is changed: it is no JSON"),
+        ("about.json", lambda path: path.write_text("3"), "about.json is changed: it is no JSON object"),
+        ("about.json", lambda path: path.write_text('{"time": 3}'), "about.json is changed: author is not what was"),
+        ("about.json", lambda path: path.write_text(path.read_text().replace("2.5", "2.4")), "author is not what was"),
+        (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, is changed"),
+        (seal.NAME, lambda path: path.write_text(path.read_text().replace("1000", "1001")), "SEAL.* is changed"),
+        (seal.NAME, lambda path: [path.unlink(), path.mkdir()], "SEAL.* can't be read"),
+    ],
+)
+def test_each_damage_is_one_problem_with_the_name_of_the_file(directory, name, damage, problem):
+    damage(directory / name)
+    (found,) = seal.problems(directory)
+    assert re.search(problem, found)
+
+
+def test_each_bit_of_a_seal_counts(tmp_path):
+    (tmp_path / "file").write_text("content")
+    seal.write(tmp_path, {"about.json": ABOUT})
+    path = tmp_path / seal.NAME
+    text = path.read_bytes()
+    for bit in range(len(text) * 8):
+        flip_a_bit(path, bit)
+        assert len(seal.problems(tmp_path, "nothing")) == 1, bit
+        path.write_bytes(text)
+    assert seal.problems(tmp_path, "file") == []
+
+
+def test_a_part_can_be_looked_at_alone(directory):
+    flip_a_bit(directory / "0/deeper/file0")
+    flip_a_bit(directory / "2/deeper/file2")
+    assert len(seal.problems(directory)) == 2
+    assert [problem.split()[0] for problem in seal.problems(directory, "2")] == ["2/deeper/file2"]
+    assert len(seal.problems(directory, "0/deeper/file0")) == 1
+    assert seal.problems(directory, "1") == seal.problems(directory, "about.json") == []
+    (directory / seal.NAME).unlink()
+    assert len(seal.problems(directory, "1")) == 1  # The seal is looked at always.
