@@ -47,7 +47,7 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint as checkpoints
-from jaxloop import checks, interrupt, metrics, partition, timing, types
+from jaxloop import checks, encoding, interrupt, metrics, partition, timing, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
@@ -57,6 +57,7 @@ from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_st
 from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.loop import elapse as elapse
+from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed as Elapsed
 from jaxloop.schedules import Schedule
 from jaxloop.schedules import after as after
@@ -67,6 +68,7 @@ from jaxloop.schedules import first as first
 from jaxloop.schedules import last as last
 from jaxloop.schedules import never as never
 from jaxloop.step import Step
+from jaxloop.whole_run import WholeRun
 
 # Logs ------------------------------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class LoopState:
       batch: the batch of this step.
       logs: what the callbacks of this step have reported so far.
       outputs: what they have returned as outputs, by name.
-      metadata: yours, for as long as the loop runs.
+      metadata: yours, for as long as the loop runs; checkpoints keep it, so that `jaxloop.encoding` must take it.
       stop_iteration: set it to True, and the loop ends after this step.
       total_steps: how many steps the loop shall come to, where `stop` says that.
     """
@@ -301,6 +303,8 @@ class LoopState:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop_iteration: bool = False
     total_steps: int | None = None
+    # What a checkpoint keeps beside the state.
+    _snapshot: Callable[[], dict[str, Any]] | None = dataclasses.field(default=None, init=False, repr=False)
     # Which of the logs the history has already, by path.
     _in_history: set[str] = dataclasses.field(default_factory=set, init=False, repr=False)
     _means: _Means = dataclasses.field(default_factory=_Means, init=False, repr=False)
@@ -335,7 +339,7 @@ def loop(
     elapsed: Elapsed | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
-    """For each batch, calls the callbacks whose schedule fires, in the order in which they stand.
+    """For each batch, calls the callbacks whose schedule fires, in the order in which they stand, checkpoints last.
 
     A callback is a function of none to four of `(state, batch, elapsed, loop_state)`, by position; arguments with a
     default are its own. It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, with None for what it
@@ -344,7 +348,12 @@ def loop(
     `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step make one row of the history. Nothing waits for the devices, unless a callback reads a value.
-    Ctrl-C ends the loop after the step in flight, and what is there is returned.
+    Ctrl-C ends the loop after the step in flight: it is saved where the tasks have a checkpoint, and what is there is
+    returned. SIGTERM does the same, and exits with 143.
+
+    With a `checkpoint(directory, resume=True)` among the tasks, the loop goes on from the newest checkpoint: with its
+    state, its position in the data, the rows of its history, and what the tools and `LoopState.metadata` remember. So
+    do objects with `__loop_callback__` that have `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: any pytree. Callbacks that take it over (`train_step` donates it) leave you the one that is returned.
@@ -365,15 +374,18 @@ def loop(
       Whatever a callback or the dataset raises, with a note of where and at which step. Checkpoints under way are
         committed first.
     """
-    start = elapsed or Elapsed()
-    stopwatch = timing.Stopwatch(clock)
-    batches = elapse(dataset, stop=stop, start=start, stopwatch=stopwatch)
-    loop_state = LoopState(state, History() if history is None else history, start, total_steps=_steps_of(stop, start))
+    stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
+    history = _history_for(tasks) if history is None else history
+    loop_state = LoopState(state, history, elapsed or Elapsed())
     entries = _compile(tasks, loop_state)
     callbacks = list({id(each): each for entry in entries for each in entry.callbacks}.values())
     checks.check_alive(state, "jf.loop")
 
     with interrupt.Interruptible() as interruptible, _closing(callbacks, loop_state), stopwatch.counting("rest"):
+        dataset = _keep_all(loop_state, callbacks, dataset)
+        start = loop_state.elapsed
+        loop_state.total_steps = _steps_of(stop, start)
+        batches = elapse(dataset, stop=stop, start=start, stopwatch=stopwatch)
         _call([entry for entry in entries if entry.when is on_start], loop_state, stopwatch)
         due: list[_Entry] = []
         for now, batch in () if loop_state.stop_iteration else batches:
@@ -383,7 +395,10 @@ def loop(
             _call(due, loop_state, stopwatch)
             if loop_state.stop_iteration or interruptible.requested:
                 break
-        if loop_state.elapsed is not start and not interruptible.requested:
+        if interruptible.requested:
+            for callback in callbacks:
+                callback.save(loop_state)
+        elif loop_state.elapsed is not start:
             # Where the data has ended, say, only now it is known that this was the last step.
             now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
             _call([entry.without(due) for entry in entries if entry.when(now)], loop_state, stopwatch)
@@ -394,6 +409,86 @@ def loop(
     return loop_state.state, loop_state.history, loop_state.elapsed.without_previous()
 
 
+def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
+    """A new history, beside the checkpoints that the loop goes on from."""
+    for _, callbacks in tasks:
+        for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+            if isinstance(callback, _Checkpoint) and callback.resume:
+                return History(callback.action.directory / "history.jsonl")
+    return History()
+
+
+def _keep_all(loop_state: LoopState, callbacks: Sequence["_Callback"], dataset: Any) -> Any:
+    """Has checkpoints keep the whole of the loop, and goes on from one where a task asks for that.
+
+    Returns the dataset, at its position.
+    """
+    if not any(callback.saves for callback in callbacks):
+        return dataset
+    source = PositionedIterator(dataset)
+    part = _LoopPart(loop_state, callbacks, source)
+    run = WholeRun(part, {}, {}, loop_state.history)
+    run.source, loop_state._snapshot = source, run.snapshot
+    for tool in [callback.of for callback in callbacks if isinstance(callback.of, _Checkpoint) and callback.of.resume]:
+        directory = tool.action.directory
+        checkpoints.clear_leftovers(directory)
+        given = checks.adopt(loop_state.state)
+        restored = checkpoints.restore_newest(directory, given)
+        if restored is None:
+            logging.info("No checkpoint found in %s", directory)
+            loop_state.history.resume(loop_state.elapsed.steps)
+            continue
+        loop_state.state, step = restored
+        resumed = run.load(directory, step, given)
+        loop_state.elapsed = resumed.elapsed
+        if resumed.position is not None:
+            try:
+                source.seek(resumed.position)
+            except PositionUnknownError as error:
+                logging.warning("%s The loop goes on with what the dataset gives now.", error)
+        logging.info("Resumed at step %d from %s.", step, directory)
+    return source
+
+
+class _LoopPart:
+    """What a checkpoint keeps of a loop and its callbacks."""
+
+    steps_before = 0
+
+    def __init__(self, loop_state: LoopState, callbacks: Sequence["_Callback"], source: PositionedIterator):
+        self._loop_state, self._callbacks, self._source = loop_state, callbacks, source
+
+    @property
+    def batches_consumed(self) -> int:
+        return self._source.count
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        now = self._loop_state.elapsed
+        kept = {str(index): callback.kept_state for index, callback in enumerate(self._callbacks)}
+        return {
+            "elapsed": now.to_dict(),
+            "previous": (now.previous or now).to_dict(),
+            "steps_in_loop": 0,
+            "has_stopped": self._loop_state.stop_iteration,
+            "metadata": encoding.encode(self._loop_state.metadata),
+            "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self._callbacks],
+        }, {name: state for name, state in kept.items() if state is not None}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+        self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
+        self._loop_state.stop_iteration = state_dict["has_stopped"]
+        if [callback.kind for callback in self._callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
+            logging.warning("The tasks are not those of the checkpoint: what they remember begins anew.")
+            return
+        for index, (callback, (_, kept)) in enumerate(zip(self._callbacks, state_dict["callbacks"], strict=True)):
+            callback.load_state_dict(encoding.decode(kept))
+            if str(index) in kept_states:
+                callback.kept_state = kept_states[str(index)]
+
+    def resume(self, elapsed: Elapsed) -> None:
+        pass
+
+
 def _steps_of(stop: Any, start: Elapsed) -> int | None:
     """How many steps a run shall come to, if its stop says so."""
     if isinstance(stop, Schedule):
@@ -402,7 +497,8 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
 
 
 def _call(entries: Iterable["_Entry"], loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
-    for callback in (each for entry in entries for each in entry.callbacks):
+    called = [each for entry in entries for each in entry.callbacks]
+    for callback in sorted(called, key=lambda callback: callback.saves):
         try:
             if callback.time_goes_to == "rest":  # As it does already.
                 callback(loop_state)
@@ -535,6 +631,8 @@ class _Callback(abc.ABC):
         self.name = name_of(of)
         self.time_goes_to = getattr(of, "time_goes_to", "rest")
         self.was_called = self.has_reported = self._reports_state = False
+        self.saves = False
+        self.kept_state: Any = None
 
     @abc.abstractmethod
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
@@ -564,6 +662,22 @@ class _Callback(abc.ABC):
         # A later step may take the leaves of a state over (donate them).
         leaves = {id(leaf) for leaf in jax.tree.leaves((loop_state.state, state)) if isinstance(leaf, jax.Array)}
         self._reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, reported)))
+
+    @property
+    def kind(self) -> str:
+        """What it is, the same in each process."""
+        return type(self.of).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers from call to call, for `load_state_dict`."""
+        return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if state_dict:
+            self.of.load_state_dict(state_dict)
+
+    def save(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
+        """Saves the loop, if that is what it does, though its schedule has not come."""
 
     def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
         """Called when the loop has ended well; may set the state that it shall return."""
@@ -622,6 +736,7 @@ class _ActionCallback(_Callback):
                 "under which it stands says when it is called."
             )
         self.time_goes_to = action.time_goes_to
+        self.saves = action.time_goes_to == "checkpoints"
         self._action, self._monitor, self._reporters = action, monitor, reporters
         self._was_measured = self._has_warned = False
         self._newest = _NewestReady()
@@ -639,16 +754,43 @@ class _ActionCallback(_Callback):
             self._call_action(loop_state)
         return None, None, None
 
+    @property
+    def kept_state(self) -> Any:
+        return self._action.kept_state
+
+    @kept_state.setter
+    def kept_state(self, state: Any) -> None:
+        if state is not None:
+            self._action.kept_state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "action": dict(self._action.state_dict()),
+            "called_at": self._called_at,
+            "next_row": self._next_row,
+            "names_seen": sorted(self._names_seen),
+            "before": self._before.to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._action.load_state_dict(state_dict["action"])
+        self._called_at, self._next_row = state_dict["called_at"], state_dict["next_row"]
+        self._names_seen, self._before = set(state_dict["names_seen"]), Elapsed(**state_dict["before"])
+
+    def save(self, loop_state: LoopState) -> None:
+        if self.saves and self._called_at != loop_state.elapsed.steps:
+            self._call_action(loop_state)
+
     def _call_action(self, loop_state: LoopState) -> None:
         action, now = self._action, loop_state.elapsed
         self._called_at = now.steps
-        if action.time_goes_to == "checkpoints":  # What was logged up to a checkpoint is part of it.
+        if self.saves:  # What was logged up to a checkpoint is part of it.
             _write(loop_state)
         outputs, history = self._outputs(loop_state), loop_state.history if action.waits_for_outputs else None
         if not self._is_measured(loop_state):
             outputs, history = metrics.LoopOutputs(), None
-        total_steps = loop_state.total_steps
-        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, history=history, total_steps=total_steps)
+        context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": loop_state._snapshot}
+        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, **context)
         if outputs.get(types.STOP_LOOP):
             loop_state.stop_iteration = True
 
@@ -817,6 +959,10 @@ class _Tool:
 class _Checkpoint(_Tool):
     action: CheckpointAction
 
+    def __init__(self, text: str, action: CheckpointAction, monitor: str | None, resume: bool):
+        super().__init__(text, action, monitor)
+        self.resume = resume
+
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None = None) -> None:
         """Saves the state of this step, and waits until it is on disk."""
         self._call_action(elapsed, state, logs)
@@ -833,32 +979,39 @@ class _Checkpoint(_Tool):
           ValueError: the checkpoint is of another state; the error lists the leaves that differ.
         """
         directory = self.action.directory
-        found = checkpoints.all_steps(directory)
-        if not found and step is None:
+        if step is not None:
+            state = checkpoints.restore(directory, step, checks.adopt(state))
+        elif restored := checkpoints.restore_newest(directory, checks.adopt(state)):
+            state, step = restored
+        else:
             logging.info("No checkpoint found in %s", directory)
             return state, Elapsed()
-        step = max(found) if step is None else step
         noted = checkpoints.metadata(directory, step)
-        elapsed = Elapsed(**noted["elapsed"]) if "elapsed" in noted else Elapsed(step)
-        return checkpoints.restore(directory, step, checks.adopt(state)), elapsed
+        return state, Elapsed(**noted["elapsed"]) if "elapsed" in noted else Elapsed(step)
 
 
 def checkpoint(
-    directory: epath.PathLike, keep: int | None = 1, monitor: str | None = None, mode: str = "min"
+    directory: epath.PathLike,
+    keep: int | None = 1,
+    monitor: str | None = None,
+    mode: str = "min",
+    resume: bool = False,
 ) -> _Checkpoint:
     """Saves the state under its step; by hand, `checkpoint(elapsed, state, logs)`.
 
-    In a `loop` it saves asynchronously, and the loop's end waits for what is under way. `checkpoint(directory).restore`
-    reads it again.
+    In a `loop` it saves the whole of it, asynchronously, after all other callbacks of the step; the loop's end waits
+    for what is under way. `checkpoint(directory).restore` reads the state again.
 
     Args:
       directory: with one subdirectory a step; may be relative.
       keep: how many of the newest to keep; None for all.
       monitor: a logged value by which the best one is kept beside them; it must be logged at the steps that are saved.
       mode: whether the best is the "min" or the "max".
+      resume: whether a `loop` goes on from the newest checkpoint, see there. Its history, unless one is given, is
+        written to `history.jsonl` in the directory.
     """
-    best = None if monitor is None else (monitor, mode)
-    return _Checkpoint(f"checkpoint({str(directory)!r})", CheckpointAction(directory, keep=keep, best=best), monitor)
+    action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
+    return _Checkpoint(f"checkpoint({str(directory)!r})", action, monitor, resume)
 
 
 class _EarlyStopping(_Tool):

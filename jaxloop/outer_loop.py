@@ -302,7 +302,7 @@ class OuterLoop:
     def _train(self, call: _Call) -> tuple[Any, metrics.LoopOutputs | None]:
         train_loop: ActionLoop = self._train_loop  # pyright: ignore[reportAssignmentType]
         run, tally = call.whole_run, call.tally
-        assert run is not None
+        assert run is not None and train_loop.run_info is not None
         state, step_num, resumed = self._resume(call, run)
         self._open_train_data(call, run, resumed)
         if resumed is not None and not self._catch_up(call, state, resumed):
@@ -326,7 +326,8 @@ class OuterLoop:
             loops_before = train_loop.loop_count
             tally.newest = None  # While the train loop runs, it knows better.
             train_loop.source = run.source
-            state, loop_outputs = train_loop(state, iter(()) if only_ends else run.source, num_steps)
+            dataset = run.source if run.source is not None and not only_ends else iter(())
+            state, loop_outputs = train_loop(state, dataset, num_steps)
             steps_run = tally.count(train_loop)
             step_num += steps_run
             tally.newest = (state, step_num)

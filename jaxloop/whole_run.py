@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
@@ -94,7 +95,7 @@ class WholeRun:
     ):
         self._main, self._parts = main, {"train": main, **others}
         self._eval_sources, self._history = eval_sources, history
-        is_typed = lambda key: jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+        is_typed = lambda key: jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         data = jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys)
         self._keys = encoding.encode(metrics.fetch(data))
         self.source: PositionedIterator | None = None

@@ -3,6 +3,7 @@ import io
 import itertools
 import os
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -352,7 +353,7 @@ def test_ctrl_c_returns_what_is_there(interrupted, tmp_path):
     }
     state, history, elapsed = jf.loop(jnp.int32(0), interrupted(BATCHES, 7), tasks, stop=50)
     assert (int(state), elapsed.steps, len(history), ends) == (8, 8, 8, ["end"])
-    assert checkpoints.all_steps(tmp_path) == [5]
+    assert checkpoints.all_steps(tmp_path) == [5, 8]
 
 
 def test_after_ctrl_c_a_bar_shows_how_far_the_loop_came(interrupted):
@@ -377,7 +378,7 @@ def test_an_error_says_in_which_callback_and_at_which_step_and_saves_are_committ
         tasks = {jf.every(1): [jf.checkpoint(tmp_path, keep=None), log_state, fails]}
         jf.loop(jnp.zeros(3).sum(), BATCHES, tasks, history=history)
     assert caught.value.__notes__ == ["in the callback fails, at step 3"]
-    assert checkpoints.all_steps(tmp_path) == [1, 2, 3]
+    assert checkpoints.all_steps(tmp_path) == [1, 2]  # They come after all other callbacks.
     assert history.collect("steps") == [1, 2, 3]
 
 
@@ -546,11 +547,12 @@ def test_the_file_of_a_history_is_complete_at_each_checkpoint_and_at_the_end(tmp
     logged = jax.jit(lambda state: ({"state": state}, state + 1))
     tasks = {
         jf.every(1): logged,
-        jf.every(5): [jf.checkpoint(tmp_path / "model"), lambda: (seen.append(lines()), {"later": 1})[1]],
+        jf.every(5): [jf.checkpoint(tmp_path / "model"), lambda: {"later": 1}],
+        jf.every(6): lambda: seen.append(lines()),
     }
     _, history, _ = jf.loop(jnp.float32(0), BATCHES, tasks, stop=12, history=jf.history(path))
-    assert seen == [5, 11]  # What is logged after a checkpoint makes a row of its own.
-    assert lines() == len(history) == 14
+    assert seen == [5, 10]  # Nothing else has been waited for.
+    assert lines() == len(history) == 12
     with pytest.raises(RuntimeError):
         jf.loop(
             jnp.float32(0),
@@ -805,15 +807,21 @@ def test_a_state_with_a_typed_key_is_saved_and_restored(tmp_path):
     assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(state["key"]))
 
 
-@pytest.mark.parametrize("make", [lambda: jf.early_stopping("los", 3), lambda: jf.checkpoint("model", monitor="los")])
-@pytest.mark.parametrize("first", [True, False])
-def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(make, first, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "first", "step"),
+    [
+        (lambda: jf.early_stopping("los", 3), False, 1),
+        (lambda: jf.early_stopping("los", 3), True, 2),
+        (lambda: jf.checkpoint("model", monitor="los"), True, 1),
+    ],
+)
+def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(make, first, step, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = lambda state: jf.logs().add_metric("loss", 1.0).add("test", "accuracy", 0.5)
     callbacks = [make(), train] if first else [train, make()]
     with pytest.raises(ValueError, match="Nothing named 'los' was logged. There is: metrics/loss, test/accuracy") as e:
         jf.loop(None, BATCHES, {jf.on_start: lambda: (None, {"w": jnp.zeros(3)}), jf.every(1): callbacks}, stop=9)
-    assert re.search(rf"at step {1 + first}", e.value.__notes__[0])
+    assert re.search(rf"at step {step}", e.value.__notes__[0])
 
 
 def test_a_monitored_value_may_come_later():
@@ -971,3 +979,80 @@ def test_a_state_that_a_loop_has_taken_over_is_an_error_before_the_next_one_begi
     jf.loop(state, batches, {jf.every(1): train}, stop=2)
     with pytest.raises(ValueError, match=r"jf.loop got a state that train_step\(squared_error\) has already taken"):
         jf.loop(state, batches, {jf.on_start: lambda: os.abort(), jf.every(1): train}, stop=2)
+
+
+# A loop that can't be lost ---------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nobody catches it: what was saved is all there is."""
+
+
+class Counter:
+    """An object that remembers."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __loop_callback__(self, loop_state):
+        self.count += 1
+        loop_state.metadata["twice"] = 2 * self.count
+        return jf.logs().add_metric("count", self.count), None
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+def noisy(state, batch):
+    key, sub = jax.random.split(state["key"])
+    slope = jnp.mean((state["w"] * batch["x"] - batch["y"]) * batch["x"]) + 0.1 * jax.random.normal(sub)
+    return jf.logs().add_metric("slope", slope), {"key": key, "w": state["w"] - 0.1 * slope}
+
+
+def resumable(directory, kill_at=None):
+    """A run with all that a loop remembers; the batches' numbers that it was given, and what it has written."""
+    numbers, written, writer = [], [], types.SimpleNamespace(flush=lambda: None)
+    writer.write_scalars = lambda step, scalars: written.append((step, dict(scalars)))
+
+    def note(state, batch, elapsed):
+        numbers.append(int(batch["number"]))
+        if elapsed.steps == kill_at:
+            raise Killed
+
+    batches = [{"number": np.int32(n), "x": np.float32(n % 3), "y": np.float32(n)} for n in range(20)]
+    tasks = {
+        jf.every(1): [jax.jit(noisy), note],
+        jf.every(2): Counter(),
+        jf.every(5): actions.SummaryAction(writer),
+        **jf.early_stopping("slope", patience=100, restore_best=True),
+        jf.every(3): jf.checkpoint(directory, keep=2, resume=True),
+    }
+    state = {"key": jax.random.key(1), "w": jnp.float32(0)}
+    state, history, elapsed = jf.loop(state, batches, tasks, stop=17)
+    rows = [(row.elapsed.steps, row.logs) for row in history]
+    return jax.tree.map(str, jax.tree.map(np.asarray, {"w": state["w"]})), rows, elapsed.steps, numbers, written
+
+
+@pytest.mark.parametrize("kills", [[1], [3], [7], [12, 16], [5, 8, 17]])
+def test_a_loop_that_was_killed_goes_on_from_its_checkpoint_as_if_nothing_had_happened(kills, tmp_path):
+    whole = resumable(tmp_path / "whole")
+    for kill_at in kills:
+        with pytest.raises(Killed):
+            resumable(tmp_path / "broken", kill_at)
+    saved = max(checkpoints.all_steps(tmp_path / "broken"), default=0)
+    assert saved == 3 * ((kills[-1] - 1) // 3)
+    state, rows, steps, numbers, written = resumable(tmp_path / "broken")
+    assert (state, rows, steps) == whole[:3]
+    assert numbers == list(range(saved, 17)) and len(whole[3]) == 17
+    assert written == [each for each in whole[4] if each[0] > saved]
+
+
+def test_a_finished_loop_is_not_run_again(tmp_path, warnings_logged):
+    tasks = lambda: {jf.every(1): count, jf.every(5): jf.checkpoint(tmp_path, resume=True)}
+    assert jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)[2].steps == 10
+    state, _, elapsed = jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
+    assert (int(state), elapsed.steps) == (10, 10)
+    assert any("Nothing is left to do" in warning for warning in warnings_logged())
