@@ -9,6 +9,8 @@ Five nouns, and one word for "when":
 - `OuterLoop`: the experiment, made of train loops, eval loops by their `EvalSpec`, resume and stop.
 - `Schedule`: *when*, for the interval of an action or an evaluation: `every(steps=100) | last()`, `at(...)`, ...
 
+A checkpoint is the whole run: a run that was killed, and is started again, ends as if nothing had happened.
+
 Beside them: `TrainState`, Flax's with all of a model's variables; `SummaryAction(default_writer(workdir))` for
 TensorBoard and `CheckpointAction(directory)`; `summarize(outputs)` for example-weighted means. `Step` shows how to
 write a step, with a Linen module or an NNX class; `OuterLoop` how to run an experiment.
@@ -28,6 +30,8 @@ from jaxloop.actions import (
     SummaryAction,
     default_writer,
 )
+from jaxloop.checkpoint import CheckpointError
+from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.fitting import fit, lr_schedule
 from jaxloop.history import History
@@ -51,6 +55,7 @@ __all__ = [
     "Batch",
     "BatchSpec",
     "CheckpointAction",
+    "CheckpointError",
     "CheckpointSpec",
     "DataParallelPartitioner",
     "EarlyStoppingAction",
@@ -86,8 +91,11 @@ __all__ = [
     "every",
     "first",
     "fit",
+    "from_index",
     "last",
     "lr_schedule",
     "never",
+    "prefetch",
+    "skippable",
     "summarize",
 ]

@@ -20,7 +20,7 @@ fingerprint sources position data actions.action
 actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.writers actions.action_list actions step loss_step function_step loop stat_loop
-action_loop train_loop eval_loop specs tally whole_run outer_loop functional fitting examples
+action_loop train_loop eval_loop specs tally whole_run outer_loop functional fitting testing examples
 """.split()
 
 

@@ -1,0 +1,237 @@
+"""For your own tests: whether a run of your step, data and actions can be killed and gone on with.
+
+Not imported by `import jaxloop`: write `from jaxloop import testing`.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxloop import checks, metrics
+from jaxloop.history import History
+from jaxloop.loop import Loop
+from jaxloop.step import Step
+
+
+def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
+    """Kills a run at each of the steps, goes on with it, and compares it with one that nobody killed, bit by bit.
+
+    Each run is a process of its own: one that is not killed; and for each step one that ends by SIGKILL when the step
+    was given to the device, and one that goes on. The steps of these processes are compared from the checkpoint on
+    (batch, state, outputs), then the state in the end, leaf by leaf, and the history, apart from its times.
+
+        def make_run(workdir):
+            ...  # Builds everything anew, as a program that is started again does.
+            return outer_loop(state, dataset, train_total_steps=20)[0], outer_loop.history
+
+        def test_my_experiment_can_be_resumed():
+            testing.assert_resumable(make_run, at_steps=[7, 12])
+
+    Args:
+      make_run: runs the experiment in a work directory, or goes on with what it finds there; returns the state in the
+        end, or that and the history. A function of a module or a script, by whose name the processes find it.
+      at_steps: at which steps to kill, each in a run of its own.
+      timeout: seconds that one process may take.
+
+    Raises:
+      AssertionError: a run did not end as the one that was not killed, with the ingredient in which they differ first.
+      RuntimeError: a process failed, or ended before it could be killed; the message has what it printed.
+      TypeError: `make_run` can't be found by its name.
+    """
+    target, steps = _target_of(make_run), sorted({int(step) for step in at_steps})
+    if not steps or steps[0] < 1:
+        raise ValueError(f"at_steps takes the steps at which to kill, 1 or more, got {list(at_steps)!r}.")
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as processes:
+        root = pathlib.Path(directory)
+
+        def start(name: str, kill_at: int = 0) -> subprocess.Popen[str]:
+            process = processes.enter_context(_start(target, root / name, kill_at))
+            processes.callback(process.kill)  # Where another one fails.
+            return process
+
+        whole, killed = start("whole"), {step: start(str(step), step) for step in steps}
+        expected = _finish(whole, root / "whole", timeout)
+        for step, process in killed.items():
+            _finish(process, root / str(step), timeout, killed_at=step)
+        resumed = {step: start(str(step)) for step in steps}
+        for step, process in resumed.items():
+            differences = compare(expected, _finish(process, root / str(step), timeout))
+            if differences:
+                raise AssertionError(f"Killed at step {step}, the run did not end as without that.\n{differences}")
+
+
+def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
+    """What tells a run that was gone on with from one that was not killed, in words; "" where nothing does.
+
+    Both are records as the processes of `assert_resumable` write them: `steps` by number, each with the digests of its
+    `batch`, of the leaves of its `state` before, and of its `outputs`; `state`, the leaves in the end; and `history`.
+    """
+    steps = {int(number): step for number, step in resumed["steps"].items()}
+    if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:
+        return ""
+    first = min(steps, default=0)
+    for number in sorted(steps):
+        expected, got = whole["steps"].get(str(number)), steps[number]
+        if expected is None:
+            return (
+                f"It made an update number {number}, which the other run has not: the end of the run was not restored."
+            )
+        begins = "goes on" if number == first else "is"
+        if got["batch"] != expected["batch"]:
+            return (
+                f"The data differ: it {begins} at update {number} with another batch. Give data that say where they "
+                "are (jaxloop.from_index, Grain, tf.data, lists), or declare that they come in the same order: "
+                "jaxloop.skippable."
+            )
+        leaves = _differing(expected["state"], got["state"])
+        if leaves:
+            return (
+                f"The state before update {number} differs in {leaves}: it is not all in the checkpoint, or was "
+                "changed outside of the step."
+            )
+        if got["outputs"] != expected["outputs"]:
+            return (
+                f"Update {number} had the same batch and the same state, and other outputs: the step depends on "
+                "something else. Derive its keys from the step, self.prng_key(state.step), and keep what it remembers "
+                "in the state."
+            )
+    if len(whole["steps"]) != first - 1 + len(steps):
+        return f"It ended after update {max(steps)}, the other run after {len(whole['steps'])}."
+    if resumed["state"] != whole["state"]:
+        leaves = _differing(whole["state"], resumed["state"])
+        return (
+            f"The state in the end differs in {leaves}: an action that changes it does not remember why (state_dict)."
+        )
+    for index, (expected, got) in enumerate(zip(whole["history"], resumed["history"], strict=False)):
+        if expected != got:
+            return (
+                f"Row {index} of the history differs:\n  {expected}\n  {got}\nDoes an action, or a metric of yours, "
+                "remember something from call to call? Give it state_dict and load_state_dict."
+            )
+    if len(whole["history"]) != len(resumed["history"]):
+        return f"The history has {len(resumed['history'])} rows, and should have {len(whole['history'])}."
+    return ""
+
+
+def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
+    """The leaves in which two states differ; "" for none."""
+    return ", ".join(sorted(path for path in {*expected, *got} if expected.get(path) != got.get(path)))
+
+
+# Processes -------------------------------------------------------------------------------------------
+
+
+def _target_of(make_run: Callable[[str], Any]) -> str:
+    """What a process needs to find the function: the file or module, and its name."""
+    name, module = getattr(make_run, "__qualname__", ""), getattr(make_run, "__module__", None)
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    if not name or "<" in name or module is None or (module == "__main__" and file is None):
+        raise TypeError(
+            f"make_run must be a function that another process can find: `def make_run(workdir)` in a module or a "
+            f"script, got {make_run!r}. Out of a notebook, write it to a file (%%writefile) and import it."
+        )
+    # By its file: a test module's name may not be known elsewhere.
+    return f"{file}:{name}" if file is not None and "." not in module else f"{module}:{name}"
+
+
+def _start(target: str, directory: pathlib.Path, kill_at: int = 0) -> subprocess.Popen[str]:
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "jaxloop.testing", target, str(directory), f"--kill_at={kill_at}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
+    """Waits for a process; returns its record."""
+    try:
+        printed, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed = process.communicate()[0] + f"\n(It was ended after {timeout} seconds.)"
+    expected = -signal.SIGKILL if killed_at else 0
+    if process.returncode != expected:
+        what = f"was to be killed at step {killed_at}, and ended before" if killed_at else "failed"
+        raise RuntimeError(f"A run {what}, with code {process.returncode}. It printed:\n{printed[-5000:]}")
+    return None if killed_at else json.loads((directory / "record.json").read_text())
+
+
+def _digest(tree: Any) -> dict[str, str]:
+    """Of each leaf: what is different where one bit is."""
+    leaves = {}
+    for path, leaf in checks.leaves_by_path(tree).items():
+        if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(metrics.fetch(leaf))
+        leaves[path] = f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
+    return leaves
+
+
+def _record_steps(kill_at: int) -> dict[int, Any]:
+    """Has every update noted, and the process killed at one of them."""
+    steps: dict[int, Any] = {}
+    step_once, count_step = Step.step, Loop._count_step
+
+    def noted(self: Step, state: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.train:
+            return step_once(self, state, batch, *args, **kwargs)
+        before = {"batch": _digest(self.preprocess_batch(batch)), "state": _digest(state)}
+        state, outputs = step_once(self, state, batch, *args, **kwargs)
+        number = int(metrics.fetch(state.step)) if hasattr(state, "step") else len(steps) + 1
+        steps[number] = {**before, "outputs": _digest(outputs)}
+        return state, outputs
+
+    def counted(self: Loop, num_examples: int) -> None:
+        count_step(self, num_examples)
+        if self._returns_new_state and self.step_num == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Step.step, Loop._count_step = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
+    return steps
+
+
+def _load(target: str) -> Callable[[str], Any]:
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(pathlib.Path(place).stem, place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    for part in name.split("."):
+        module = getattr(module, part)
+    return module  # pyright: ignore[reportReturnType]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("directory", type=pathlib.Path)
+    parser.add_argument("--kill_at", type=int)
+    options = parser.parse_args()
+    make_run, steps = _load(options.target), _record_steps(options.kill_at)
+    result = make_run(str(options.directory / "run"))
+    state, *others = result if type(result) is tuple else (result,)
+    history = next((other for other in others if isinstance(other, History)), None)
+    rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
+    record = {"steps": steps, "state": _digest(state), "history": rows}
+    (options.directory / "record.json").write_text(json.dumps(record, default=repr))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,98 @@
+"""The kit for users' own tests."""
+
+import copy
+
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import examples, testing
+
+
+def make_run(workdir, make_data=lambda batches: batches):
+    step, state, batches = examples.tiny_regression()
+    step = type(step)(step.base_prng, nn.Dense(1), optax.sgd(0.1, 0.9), train=True)
+    save = jaxloop.CheckpointAction(workdir, interval=jaxloop.every(steps=3))
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[save], stat_names=[]), checkpoint_spec=jaxloop.CheckpointSpec(workdir)
+    )
+    state = step.initialize_model([1, 3])
+    return outer_loop(state, make_data(batches), train_total_steps=8, train_loop_steps=4)[0], outer_loop.history
+
+
+def make_run_with_data_that_start_anew(workdir):
+    return make_run(workdir, make_data=lambda batches: (batch for batch in batches))
+
+
+def test_a_run_that_can_be_resumed_is_certified():
+    testing.assert_resumable(make_run, at_steps=[7])
+
+
+def test_data_that_start_anew_are_found_out():
+    with pytest.raises(
+        AssertionError, match="Killed at step 7.*\n.*The data differ: it goes on at update 4 with another"
+    ):
+        testing.assert_resumable(make_run_with_data_that_start_anew, at_steps=[7])
+
+
+def test_a_function_that_no_process_can_find_is_refused():
+    with pytest.raises(TypeError, match="in a module or a script, got <function .*<lambda>"):
+        testing.assert_resumable(lambda workdir: None, at_steps=[1])
+
+
+@pytest.mark.parametrize("steps", [[], [0, 3]])
+def test_steps_at_which_nothing_can_be_killed_are_refused(steps):
+    with pytest.raises(ValueError, match="1 or more"):
+        testing.assert_resumable(make_run, at_steps=steps)
+
+
+def record():
+    step = lambda number: {
+        "batch": {"x": f"x{number}"},
+        "state": {"params/w": f"w{number}", "opt_state/m": f"m{number}"},
+        "outputs": {"loss": f"l{number}"},
+    }
+    rows = [[{"steps": number, "time": 0}, {"loss": number}] for number in (2, 4)]
+    return {"steps": {str(n): step(n) for n in (1, 2, 3, 4)}, "state": {"params/w": "w5"}, "history": rows}
+
+
+def resumed_at_three():
+    resumed = copy.deepcopy(record())
+    resumed["steps"] = {number: step for number, step in resumed["steps"].items() if int(number) >= 3}
+    return resumed
+
+
+def changed(*path, value="other"):
+    resumed = resumed_at_three()
+    inner = resumed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return resumed
+
+
+@pytest.mark.parametrize(
+    ("resumed", "message"),
+    [
+        (changed("steps", "3", "batch", "x"), "The data differ: it goes on at update 3 with another batch"),
+        (changed("steps", "4", "batch", "x"), "The data differ: it is at update 4 with another batch"),
+        (changed("steps", "3", "state", "opt_state/m"), "The state before update 3 differs in opt_state/m"),
+        (changed("steps", "3", "outputs", "loss"), "Update 3 had the same batch and the same state, and other outputs"),
+        (changed("steps", "5", value={}), "It made an update number 5, which the other run has not"),
+        (changed("state", "params/w"), "The state in the end differs in params/w"),
+        (changed("history", 1, 1, "loss"), "Row 1 of the history differs"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_the_ingredient_that_differs_first_is_named(resumed, message):
+    assert testing.compare(record(), resumed_at_three()) == ""
+    assert testing.compare(record(), resumed).startswith(message)
+
+
+def test_a_history_that_is_too_short_and_a_run_that_ends_too_early_are_named():
+    short, early = resumed_at_three(), resumed_at_three()
+    short["history"].pop()
+    early["steps"].pop("4")
+    assert testing.compare(record(), short) == "The history has 1 rows, and should have 2."
+    assert testing.compare(record(), early) == "It ended after update 3, the other run after 4."
