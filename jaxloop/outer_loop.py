@@ -45,6 +45,7 @@ class _Call:
     stop: Schedule | None
     eval_specs: Sequence[EvalSpec]
     log_total_steps: bool
+    on_exhausted: str
     tally: Tally
     eval_sources: dict[str, PositionedIterator] = dataclasses.field(default_factory=dict)
     whole_run: WholeRun | None = None  # Where something is trained.
@@ -148,6 +149,7 @@ class OuterLoop:
         *,
         stop: Schedule | None = None,
         train_epochs: int | None = None,
+        on_exhausted: str = "stop",
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment to its end.
 
@@ -168,6 +170,8 @@ class OuterLoop:
           train_epochs: passes over the train dataset, an iterable, of which each is one loop (so there are no
             `train_loop_steps`); with `train_total_steps`, at most so many. A run that was resumed inside a pass skips
             the batches that it has had, which is exact where they come in the same order again.
+          on_exhausted: where the train dataset ends before `train_total_steps`, "stop" ends the run with a warning,
+            "raise" with an error, after the last step was saved.
 
         Returns:
           `(state, outputs)`, the outputs being those of the last train loop, or of the last eval loop where there is
@@ -175,6 +179,8 @@ class OuterLoop:
         """
         eval_specs = tuple(eval_specs or ())
         self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs)
+        if on_exhausted not in ("stop", "raise"):
+            raise ValueError(f'on_exhausted must be "stop" or "raise", got {on_exhausted!r}.')
         checks.check_alive(state, "OuterLoop(...)")
         stop, tally = stop and stop.as_stop(), Tally(self._loops)
         call = _Call(
@@ -186,6 +192,7 @@ class OuterLoop:
             stop,
             eval_specs,
             log_train_total_steps,
+            on_exhausted,
             tally,
         )
         self._rescued_state = None
@@ -238,6 +245,8 @@ class OuterLoop:
     def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs):
         checks.check_positive("train_total_steps", train_total_steps, optional=True)
         checks.check_positive("train_loop_steps", train_loop_steps, optional=True)
+        if train_total_steps is not None and train_total_steps > np.iinfo(np.int32).max:
+            raise ValueError(f"train_total_steps={train_total_steps} is more than state.step, an int32, can count to.")
         checks.check_positive("train_epochs", train_epochs, optional=True)
         if train_epochs is not None and train_loop_steps is not None:
             raise ValueError(
@@ -337,8 +346,8 @@ class OuterLoop:
                 outputs = loop_outputs
             pass_has_ended = goes_on and not only_ends and (num_steps is None or steps_run < num_steps)
             pass_has_ended &= not train_loop.elapsed.is_last
-            if pass_has_ended and call.epochs is not None:
-                self._end_pass(call, run, steps_run)
+            if pass_has_ended:
+                self._end_pass(call, run)
             if has_ended and not self._interrupt.requested:
                 goes_on &= self._evaluate_after(call, state, train_loop.elapsed)
                 goes_on &= self._interrupt.requested or train_loop.call_late_actions(state)
@@ -359,7 +368,7 @@ class OuterLoop:
                     logging.info("The last of train_epochs=%d ended at step %d.", call.epochs, step_num)
                     break
                 if call.epochs is None or hasattr(call.train_dataset, "__next__"):
-                    self._report_end_of_data(step_num, call.total_steps, is_empty=step_num == first_step)
+                    self._report_end_of_data(call, step_num)
                     break
                 run.source = self._source_of(call.train_dataset)
         if step_num > first_step or resumed is not None:
@@ -465,15 +474,20 @@ class OuterLoop:
             )
             raise
 
-    def _end_pass(self, call: _Call, run: WholeRun, steps_run: int) -> None:
+    def _end_pass(self, call: _Call, run: WholeRun) -> None:
         """Counts a pass over the train data; raises where it had no batch."""
-        if steps_run == 0 and run.source is not None and run.source.count == 0:
+        if run.source is not None and run.source.count == 0:
             raise ValueError(
-                f"The train dataset {checks.describe(call.train_dataset)} gave no batch. Look at what its pipeline "
-                "filters out, and whether it starts anew each time it is iterated over."
+                f"The train dataset, {checks.describe(call.train_dataset)}, gave no batch. Is it an iterator that was "
+                "used up, or does its pipeline filter out everything?"
             )
+        if call.epochs is None:
+            return
         run.passes += 1
-        self._passes, run.source = run.passes, None
+        self._passes = run.passes
+        if run.source is not None and not hasattr(call.train_dataset, "__next__"):
+            run.source.close()
+        run.source = None
 
     def _set_loop_counts(self, train_loops: int, eval_specs: Sequence[EvalSpec]) -> None:
         """Has intervals go on where an earlier run, in this process or another, left off."""
@@ -503,18 +517,16 @@ class OuterLoop:
         goes_on &= not _asks_to_stop(self._evaluate_all(call, state, due, elapsed))
         return goes_on and (not resumed.knows_position or train_loop.call_missed_actions(state, comes_last=True))
 
-    def _report_end_of_data(self, step_num: int, total_steps: int | None, is_empty: bool) -> None:
-        if is_empty and total_steps is None:
-            logging.warning("The train dataset gave no batch: nothing was trained. Is it an iterator that was used up?")
-        elif total_steps is not None and step_num < total_steps:
-            logging.warning(
-                "The train dataset ended at step %d of train_total_steps=%d; the run ends here. Repeat the dataset "
-                "(.repeat()) to go on, or lower train_total_steps.",
-                step_num,
-                total_steps,
-            )
-        elif total_steps is None:
+    def _report_end_of_data(self, call: _Call, step_num: int) -> None:
+        if call.total_steps is None or step_num == call.total_steps:
             logging.info("The train dataset ended at step %d.", step_num)
+            return
+        text = f"The train dataset ended at step {step_num} of train_total_steps={call.total_steps}"
+        if call.on_exhausted == "raise":
+            raise ValueError(f"{text}. Repeat the dataset (.repeat()), or lower train_total_steps.")
+        logging.warning(
+            "%s; the run ends here. Repeat the dataset (.repeat()) to go on, or lower train_total_steps.", text
+        )
 
     # Evaluation ----------------------------------------------------------------------------------
 
