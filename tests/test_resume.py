@@ -1,0 +1,183 @@
+"""What a resumed run is told, and what it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxloop import (
+    CheckpointAction,
+    CheckpointSpec,
+    EarlyStoppingAction,
+    EvalLoop,
+    EvalSpec,
+    OuterLoop,
+    SummaryAction,
+    TrainLoop,
+    checkpoint,
+    data,
+    every,
+    examples,
+    last,
+    lock,
+)
+
+STEP, STATE, BATCHES = examples.tiny_regression()
+EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
+
+
+def run(directory, total=10, dataset=None, *, step=STEP, train_actions=(), save=5, restore_data=True, **options):
+    """A run with a checkpoint every five steps; returns its outer loop and the state."""
+    save = CheckpointAction(directory, every(steps=save))
+    spec = CheckpointSpec(directory, restore_data=restore_data)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[*train_actions, save], stat_names=[]), checkpoint_spec=spec)
+    state = jax.tree.map(jax.numpy.copy, STATE)
+    state, _ = outer_loop(state, BATCHES if dataset is None else dataset, total, **options)
+    return outer_loop, state
+
+
+def batches_drawn_by(dataset, into):
+    for batch in dataset:
+        into.append(batch)
+        yield batch
+
+
+def test_other_keys_are_refused(tmp_path):
+    run(tmp_path)
+    other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer)
+    with pytest.raises(
+        ValueError, match="of a run with other PRNG keys .*made from the same seed, or give another dir"
+    ):
+        run(tmp_path, 20, step=other)
+
+
+def test_other_data_are_refused_with_both_sides_and_taken_where_that_is_said(tmp_path):
+    run(tmp_path)
+    with pytest.raises(ValueError, match="list of 100 -> list of 30") as caught:
+        run(tmp_path, 20, BATCHES[:30])
+    assert "CheckpointSpec(..., restore_data=False)" in caught.value.__notes__[0]
+    assert int(run(tmp_path, 20, BATCHES[:30], restore_data=False)[1].step) == 20
+
+
+def test_data_that_cannot_say_where_they_are_are_gone_on_with_as_they_come_and_that_is_said(tmp_path, warnings_logged):
+    drawn = []
+    run(tmp_path, 10, iter(batches_drawn_by(BATCHES, [])))
+    run(tmp_path, 15, iter(batches_drawn_by(BATCHES, drawn)))
+    assert drawn[0] is BATCHES[0]
+    (said,) = [text for text in warnings_logged() if "can't be restored" in text]
+    assert "after 10 batches" in said and "skippable" in said and "goes on with what the train dataset gives" in said
+
+
+def test_data_that_come_in_the_same_order_are_skipped_and_that_is_said(tmp_path, logs, assert_same):
+    dataset = data.skippable(lambda: (batch for batch in BATCHES))
+    run(tmp_path / "broken", 10, dataset)
+    _, state = run(tmp_path / "broken", 20, dataset)
+    assert_same(state, run(tmp_path / "whole", 20)[1])
+    assert "Skipped 10 batches" in logs.text
+
+
+def test_a_run_that_an_action_has_stopped_is_over(tmp_path, warnings_logged):
+    def experiment():
+        stopping = EarlyStoppingAction("eval/loss", patience=2, mode="max", restore_best=True, interval=every(steps=5))
+        save = CheckpointAction(tmp_path, every(steps=5))
+        outer_loop = OuterLoop(
+            TrainLoop(STEP, end_actions=[stopping, save], stat_names=[]),
+            [EvalLoop(EVAL_STEP, stat_names=[])],
+            CheckpointSpec(tmp_path),
+        )
+        specs = [EvalSpec(BATCHES[:2], schedule=every(steps=5))]
+        return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 100, eval_specs=specs)[0]
+
+    state = experiment()
+    assert int(state.step) == 5 and checkpoint.all_steps(tmp_path)[-1] == 15  # The loss only falls.
+    again = experiment()
+    assert any("step 15 of a run that was stopped there" in text for text in warnings_logged())
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best one, which the checkpoint has kept.
+
+
+def test_an_action_that_has_come_or_gone_is_said(tmp_path, warnings_logged):
+    stopping = lambda: EarlyStoppingAction("loss", patience=50, interval=every(steps=5))
+    run(tmp_path, 10, train_actions=[stopping()])
+    run(tmp_path, 15)
+    assert any("has the state of an action of class EarlyStoppingAction" in text for text in warnings_logged())
+    run(tmp_path, 20, train_actions=[stopping()])
+    assert any("was not part of the run when it was saved: it begins anew" in text for text in warnings_logged())
+
+
+def test_sigterm_ends_the_run_after_its_step_saves_it_and_exits(tmp_path, writer, assert_same):
+    def preempted(batches):
+        for index, batch in enumerate(batches):
+            if index == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path / "broken", 20, preempted(BATCHES), train_actions=[SummaryAction(writer, every(steps=3))])
+    assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
+    assert checkpoint.all_steps(tmp_path / "broken") == [5, 8] and writer.flushes == 1
+    assert not (tmp_path / "broken" / "STOPPED").exists() and not (tmp_path / "broken" / ".trainer.lock").exists()
+    _, state = run(tmp_path / "broken", 20, restore_data=True, dataset=data.skippable(lambda: iter(BATCHES)))
+    assert_same(state, run(tmp_path / "whole", 20)[1])
+
+
+def test_rows_that_a_killed_run_has_made_after_its_checkpoint_are_made_again(tmp_path):
+    options = {"train_epochs": 1, "total": None, "dataset": BATCHES[:12], "train_actions": []}
+    outer_loop, _ = run(tmp_path, save=4, **options)
+    rows = [(row.elapsed.steps, row.logs) for row in outer_loop.history]
+    again, _ = run(tmp_path, save=4, **options)
+    assert [(row.elapsed.steps, row.logs) for row in again.history] == rows and len(rows) == 1
+
+
+def test_the_last_row_is_made_where_only_the_end_of_the_data_was_missing(tmp_path):
+    class Dies(BaseException):
+        pass
+
+    def dies_at_the_end():
+        yield from BATCHES[:10]
+        raise Dies
+
+    def experiment(dataset):
+        save = CheckpointAction(tmp_path, every(steps=5))
+        loop = TrainLoop(STEP, end_actions=[save], stat_names=[])
+        outer_loop = OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path), log_interval=every(steps=4) | last())
+        outer_loop(jax.tree.map(jax.numpy.copy, STATE), dataset)
+        return outer_loop.history.collect("steps")
+
+    with pytest.raises(Dies):
+        experiment(data.skippable(dies_at_the_end))
+    assert checkpoint.all_steps(tmp_path) == [5]
+    assert experiment(data.skippable(lambda: iter(BATCHES[:10]))) == [4, 8, 10]
+
+
+HOLDS_THE_LOCK = """
+import fcntl, json, os, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write(json.dumps({"pid": os.getpid(), "host": "here", "since": "now", "command": "train"}))
+file.flush()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_in_the_directory_of_another_process_is_refused(tmp_path):
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path / ".trainer.lock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(lock.DirectoryInUseError, match=f"in use by process {other.pid} on here"):
+            run(tmp_path)
+        other.kill()
+    assert int(run(tmp_path)[1].step) == 10  # What it has left is taken over.
+
+
+def test_a_dataset_that_ends_early_can_be_an_error_which_loses_nothing(tmp_path):
+    with pytest.raises(ValueError, match="ended at step 8 of train_total_steps=20. Repeat the dataset"):
+        run(tmp_path, 20, BATCHES[:8], on_exhausted="raise")
+    assert checkpoint.all_steps(tmp_path) == [5, 8]
+    with pytest.raises(ValueError, match="must be .stop. or .raise., got 'warn'"):
+        run(tmp_path, 20, on_exhausted="warn")
