@@ -9,11 +9,10 @@ checkpoint to the very same parameters, a finished one shows its result, and --t
 --dataset=mnist --workdir=runs/mnist the same network reads the 70,000 digits of MNIST.
 """
 
-import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import checkpoint
+from jaxloop.data import batches, from_index
 
 WHEN_TO_LOG = jaxloop.first() | jaxloop.every(steps=10)
 WHEN_TO_TEST = jaxloop.every(steps=50) | jaxloop.last()  # And to save a checkpoint.
@@ -84,7 +84,7 @@ def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
 
 class Data(NamedTuple):
     image_shape: tuple[int, ...]
-    train_batches: Callable[[int], Iterator[jaxloop.Batch]]  # Endless, from a given step on.
+    train_batches: Iterable[jaxloop.Batch]  # Endless.
     test_batches: Iterable[jaxloop.Batch]
 
 
@@ -101,13 +101,13 @@ def load_digits(batch_size: int, seed: int) -> Data:
     images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     num_train = len(images) // 2
 
-    # A pure function of the step too: the data need no state in the checkpoint.
-    def batch_of(step: int) -> jaxloop.Batch:
-        rows = np.random.default_rng((seed, step)).choice(num_train, batch_size, replace=False)
+    # A pure function of the batch's number, so a resumed run draws the very batch that comes next.
+    def batch_of(number: int) -> jaxloop.Batch:
+        rows = np.random.default_rng((seed, number)).choice(num_train, batch_size, replace=False)
         return {"image": images[rows], "label": labels[rows]}
 
     test_batch = {"image": images[num_train:], "label": labels[num_train:]}
-    return Data((8, 8, 1), lambda first_step: map(batch_of, itertools.count(first_step)), [test_batch])
+    return Data((8, 8, 1), from_index(batch_of), [test_batch])
 
 
 def load_mnist(batch_size: int, seed: int) -> Data:
@@ -122,8 +122,8 @@ def load_mnist(batch_size: int, seed: int) -> Data:
         return examples.map(lambda image, label: {"image": image / 255, "label": label})
 
     train, test = load("train").shuffle(10_000, seed=seed).repeat().batch(batch_size), load("test").batch(1000)
-    train_batches = lambda first_step: iter(tfds.as_numpy(train.skip(first_step).prefetch(2)))
-    return Data((28, 28, 1), train_batches, tfds.as_numpy(test))
+    # With these, unlike with tfds.as_numpy, a checkpoint keeps where the pipeline is, its shuffle buffer included.
+    return Data((28, 28, 1), batches(train.prefetch(2)), tfds.as_numpy(test))
 
 
 def run(
@@ -165,7 +165,7 @@ def run(
         )
         state, _ = outer_loop(
             state,
-            train_dataset=data.train_batches(first_step),
+            train_dataset=data.train_batches,
             train_total_steps=train_steps,
             eval_specs=[jaxloop.EvalSpec(data.test_batches, schedule=WHEN_TO_TEST, name="test")],
         )
