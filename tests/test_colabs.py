@@ -58,7 +58,9 @@ def pictures(notebook):
 
 
 def test_there_are_notebooks():
-    assert {"custom_loop", "loop_language", "quick_start"} <= {path.stem for path in execute.notebooks()}
+    assert {"custom_loop", "loop_language", "quick_start", "resume_anywhere"} <= {
+        path.stem for path in execute.notebooks()
+    }
 
 
 @each_notebook
@@ -176,6 +178,37 @@ def test_loop_language_stops_early_with_the_best_state():
 
 def test_loop_language_shows_curves():
     assert set(pictures(executed(_COLABS / "loop_language.ipynb"))) == {"plot", "object"}
+
+
+@pytest.fixture(params=["saved", "executed"])
+def resume_anywhere(request):
+    """What a cell shows, in the notebook as it was saved and as it is executed now."""
+    path = _COLABS / "resume_anywhere.ipynb"
+    notebook = nbformat.read(path, as_version=4) if request.param == "saved" else executed(path)
+    cells = {cell.id: cell for cell in notebook.cells}
+    return lambda cell_id: "".join(execute.texts(cells[cell_id]))
+
+
+def test_a_killed_run_ends_as_the_whole_one(resume_anywhere):
+    assert "exit code -9\n" in resume_anywhere("kill")
+    resumed_at = int(re.findall(r"Resumed at step (\d+)", resume_anywhere("resume"))[0])
+    assert resumed_at in (75, 100) and "exit codes 0 0\n" in resume_anywhere("resume")
+    leaves = re.findall(r"^(\S+) +(\w{12}) +(\w{12}) +(\w+)$", resume_anywhere("states"), re.MULTILINE)
+    assert len(leaves) == 9 and {equal for *_, equal in leaves} == {"True"}
+    assert all(whole == killed for _, whole, killed, _ in leaves)
+    assert resume_anywhere("rows").endswith("44 rows, and all are equal: True\n")
+    assert "False" not in resume_anywhere("rows")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_sigterm_saves(resume_anywhere):
+    assert re.search(r"is changed: its CRC-32 is \w+, and \w+ was sealed", resume_anywhere("damage"))
+    assert "Step 175 was restored instead." in resume_anywhere("damage") and "Resumed at step 175" in resume_anywhere(
+        "damage"
+    )
+    assert resume_anywhere("damage").endswith("those of the whole run: True\n")
+    assert "exit code 143\n" in resume_anywhere("sigterm")
+    (last_step,) = re.findall(r"The state of step (\d+) is returned", resume_anywhere("sigterm"))
+    assert f", {last_step}]\n" in resume_anywhere("sigterm")
 
 
 @pytest.mark.parametrize(
