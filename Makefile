@@ -1,9 +1,10 @@
-# `make demo` trains a model, `make test` checks everything. Both make their own virtual environment in .venv.
+# `make demo` trains a model, `make test` checks everything, `make chaos` breaks many runs. All make their own virtual
+# environment in .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test colabs clean
+.PHONY: demo test chaos colabs clean
 
 demo: .venv/demo.installed
 	$(BIN)/python -m jaxloop.examples.digits --workdir=runs/digits
@@ -13,6 +14,9 @@ test: .venv/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+chaos: .venv/test.installed
+	$(BIN)/python tests/chaos.py
 
 colabs: .venv/test.installed
 	$(BIN)/python colabs/execute.py

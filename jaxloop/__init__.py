@@ -33,6 +33,7 @@ from jaxloop.actions import (
 from jaxloop.checkpoint import CheckpointError
 from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.failures import replay
 from jaxloop.fitting import fit, lr_schedule
 from jaxloop.history import History
 from jaxloop.loop import Loop
@@ -96,6 +97,7 @@ __all__ = [
     "lr_schedule",
     "never",
     "prefetch",
+    "replay",
     "skippable",
     "summarize",
 ]

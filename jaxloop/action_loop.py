@@ -1,5 +1,6 @@
 """A loop with actions before, inside and after it."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ class Run:
       evaluate: evaluates, with a state and an `Elapsed`, what is due; says whether the run goes on.
       snapshot: makes what a checkpoint keeps beside the state, as `CheckpointAction.save` takes it.
       can_resume: whether another call, or process, may go on with a loop that a signal cut short.
+      keeps_batches: whether a train loop keeps its last batches, for the record of a failure.
     """
 
     history: History | None = None
@@ -40,6 +42,7 @@ class Run:
     evaluate: Callable[[Any, Elapsed], bool] = lambda state, elapsed: True
     snapshot: Callable[[], dict[str, Any]] | None = None
     can_resume: bool = False
+    keeps_batches: bool = False
 
     @property
     def schedules(self) -> Sequence[Schedule]:
@@ -237,9 +240,9 @@ class ActionLoop(StatLoop):
         """Keeps what the loop has reported up to now, its earlier part included."""
         if self.steps_before:
             self._so_far.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
-            self._so_far.num_examples = [*self._outputs_before.num_examples, *self.num_examples]
+            self._so_far.num_examples = [*self._outputs_before.num_examples, *self._weights()]
         else:
-            self._so_far = metrics.LoopOutputs(outputs, self.num_examples)
+            self._so_far = metrics.LoopOutputs(outputs, self._weights())
 
     def call_late_actions(self, state: Any) -> bool:
         """Calls the actions of the loop's end that come last; returns whether the run goes on.
@@ -313,6 +316,7 @@ class ActionLoop(StatLoop):
         run goes on.
         """
         now, self._stop_asked, self._spent_at_look = self._now(self._loop_count), False, self.spent
+        now = dataclasses.replace(now, previous=self._looked.previous)  # No step has been run since.
         loop_has_ended = not self.steps_before and now.previous is not None and now.loops > now.previous.loops
         due = [slot for slot in self._due(now, at_end=loop_has_ended) if not slot.saves]
         self._call_actions(due, state, now, comes_last=comes_last)
@@ -357,7 +361,7 @@ class ActionLoop(StatLoop):
         if any(slot.saves for slot in self._due(now, at_end=False)):
             self.source.mark()
 
-    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> None:
+    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         if not self._returns_new_state:
             return
         try:
@@ -434,7 +438,7 @@ class ActionLoop(StatLoop):
             outputs = slot.hand_over(newest)
             if slot.reads_outputs:
                 outputs.update(self._stats(state, spent - slot.spent_before))
-            with self._stopwatch.counting(slot.action.time_goes_to):
+            with self._stopwatch.counting(slot.action.time_goes_to), slot.keeping(outputs):
                 slot.actions.call(
                     slot.index,
                     state,
@@ -469,7 +473,7 @@ class ActionLoop(StatLoop):
 
     def _hand_out_piece(self) -> None:
         """Gives the outputs of the steps since the last time to the actions that are called inside the loop."""
-        self._piece.num_examples = self.num_examples[self._piece_begins :]
+        self._piece.num_examples = self._weights()[self._piece_begins :]
         for slot in self._all_slots():
             slot.take_piece(self._piece)
         self._piece, self._piece_begins = metrics.LoopOutputs(), len(self.num_examples)
@@ -528,6 +532,16 @@ class _Slot:
             self._unseen = metrics.LoopOutputs(metrics.newest_scalars(whole))
         else:
             self._unseen.extend(whole)
+
+    @contextlib.contextmanager
+    def keeping(self, outputs: metrics.LoopOutputs) -> Iterator[None]:
+        """Takes what was handed over back where the action raises: it has not been dealt with."""
+        try:
+            yield
+        except BaseException:
+            if self.reads_outputs:
+                self._unseen = outputs
+            raise
 
     def hand_over(self, newest: Callable[[], dict[str, Any]] | None) -> metrics.LoopOutputs:
         """What the action is to see now; inside a loop, where it doesn't wait, the newest values that are there."""

@@ -325,7 +325,7 @@ Callback = Any
 """A function of up to four of `(state, batch, elapsed, loop_state)`, an object with `__loop_callback__`, a `Step`, an
 `Action`, a `Loop`, or an object of `clu.periodic_actions`."""
 
-Tasks = Mapping[Any, Any] | Iterable[tuple[Schedule, Any]]
+Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 """Schedules and callbacks: a dictionary, or pairs; a callback may stand alone or in a list."""
 
 

@@ -179,7 +179,8 @@ class Loop:
                 if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
                     state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
         except BaseException:
-            self._rescued_state = self._newest_state if checks.is_alive(self._newest_state) else None
+            can_rescue = self._may_rescue() and checks.is_alive(self._newest_state)
+            self._rescued_state = self._newest_state if can_rescue else None
             raise
         finally:
             self._newest_state = None  # It is the caller's.
@@ -214,7 +215,7 @@ class Loop:
                 state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
                 self._newest_state = state
                 self._count_step(num_examples)
-                for arrived in queue.push(step_outputs, state):
+                for arrived in queue.push(self._to_push(step_outputs), state):
                     outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
                     self._was_interrupted = number + 1 != num_steps
@@ -227,19 +228,25 @@ class Loop:
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
                     place = "the dataset"
                     self._before_drawing_ahead(now)
+                    error_of_data = None
                     try:
                         ahead.append(self._draw(dataset))
                     except StopIteration:
                         break
+                    except Exception as error:  # The step is complete, and so is to be what belongs to it.
+                        error_of_data = error
                     place = "the actions"
                     outputs, goes_on = self._at_event(now, state, outputs, queue)
+                    if error_of_data is not None:
+                        place = "the dataset"
+                        raise error_of_data
                     if not goes_on:
                         self._was_interrupted = self._interrupt.requested
                         break
                     next_step, next_time = self._next_event()
             outputs = self._drain(queue, outputs)
         except BaseException as error:
-            self._rescue_outputs(queue, outputs)
+            self._rescue_outputs(queue, outputs, error)
             if self._step.rescued_state is not None:  # Only what came after the update has failed.
                 self._newest_state = self._step.rescued_state
                 self._count_step(num_examples)
@@ -321,8 +328,20 @@ class Loop:
     def _before_drawing_ahead(self, now: Elapsed) -> None:
         """Called after a step that is an event, while `source` stands after the batch of that step."""
 
-    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> None:
+    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         """Called with the outputs of the steps up to an exception."""
+
+    def _may_rescue(self) -> bool:
+        """Whether the state as of the last whole step is one to go on with."""
+        return True
+
+    def _to_push(self, outputs: types.Output) -> types.Output:
+        """What of a step goes to the host."""
+        return outputs
+
+    def _weights(self) -> list[int]:
+        """For each step of the call how many examples its values stand for."""
+        return self._num_examples
 
     def _at_event(
         self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
@@ -358,7 +377,7 @@ class Loop:
     def _with_num_examples(self, outputs: Any) -> metrics.LoopOutputs:
         if not isinstance(outputs, metrics.LoopOutputs):
             outputs = metrics.LoopOutputs(outputs)
-        outputs.num_examples = list(self._num_examples)
+        outputs.num_examples = list(self._weights())
         return outputs
 
     def _chunk_size(self) -> int:

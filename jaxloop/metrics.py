@@ -75,7 +75,8 @@ class LoopOutputs(dict[str, Any]):
         values, left_out = {}, []
         for name, value in self.items():
             try:
-                values[name] = encoding.encode(_plain(fetch(value)))
+                whole = merge_if_metrics(value) if isinstance(value, list) else value
+                values[name] = encoding.encode(_plain(fetch(whole)))
             except TypeError:
                 left_out.append(name)
         return {"values": values, "num_examples": list(self.num_examples)}, left_out
@@ -88,10 +89,10 @@ class LoopOutputs(dict[str, Any]):
 
 
 class _KeptMetric:
-    """A `clu.metrics` state out of a checkpoint, whose class is not known yet."""
+    """A `clu.metrics` state out of a checkpoint, whose class is not known yet, and what it came to."""
 
-    def __init__(self, fields: Any):
-        self.fields = fields
+    def __init__(self, fields: Any, computed: Any):
+        self.fields, self.computed = fields, computed
 
 
 def _plain(value: Any) -> Any:
@@ -99,9 +100,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, _KeptMetric):
-        return ("metric", value.fields)
+        return ("metric", value.fields, value.computed)
     if _is_metric(value):
-        return ("metric", _fields(value))
+        return ("metric", _fields(value), None if _merges_on_host(value) else fetch(value.compute()))
     if isinstance(value, types.MetricWithMetadata):
         return ("with metadata", value.value, value.type.value, value.metadata and dict(value.metadata))
     return ("tuple", value) if isinstance(value, tuple) else value
@@ -111,8 +112,8 @@ def _not_plain(value: Any) -> Any:
     match value:
         case list():
             return [_not_plain(each) for each in value]
-        case ("metric", fields):
-            return _KeptMetric(fields)
+        case ("metric", fields, computed):
+            return _KeptMetric(fields, computed)
         case ("with metadata", inner, kind, metadata):
             return types.MetricWithMetadata(inner, types.MetricType(kind), metadata)
         case ("tuple", inner):
@@ -349,12 +350,15 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
     reduced = {}
     for name, value in fetch(dict(outputs or {})).items():
         values = value if isinstance(value, list) else [value]
-        if name == types.STOP_LOOP or any(isinstance(each, _KeptMetric) for each in values):
+        if name == types.STOP_LOOP:
             continue
         if not values or not all(map(_is_metric, values)):
             reduced[name] = value
             continue
-        computed = fetch(_merge(values).compute())
+        last = _merge(values)
+        computed = last.computed if isinstance(last, _KeptMetric) else fetch(last.compute())
+        if computed is None:
+            continue
         fields = computed if isinstance(computed, Mapping) else {None: computed}
         reduced.update({name if field is None else f"{name}/{field}": number for field, number in fields.items()})
     return reduced

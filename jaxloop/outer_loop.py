@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, interrupt, lock, metrics, types
+from jaxloop import checkpoint, checks, failures, interrupt, lock, metrics, types
 from jaxloop.action_loop import ActionLoop, Run
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
@@ -22,6 +22,7 @@ from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.tally import Tally
 from jaxloop.timing import Spent
+from jaxloop.train_loop import TrainLoop
 from jaxloop.whole_run import Resumed, WholeRun
 
 STOP_LOOP = types.STOP_LOOP
@@ -114,6 +115,7 @@ class OuterLoop:
         if len({id(loop) for loop in self._loops}) < len(self._loops):
             raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
+        self._workdir = workdir
         self._history = History(None if workdir is None else epath.Path(workdir) / file)
         self._log_interval = log_interval
         self._spent = Spent()
@@ -209,6 +211,7 @@ class OuterLoop:
             except BaseException as error:
                 self._rescue_state(call, save=isinstance(error, Exception | SystemExit))
                 self._close_actions(raise_errors=False)
+                self._record_failure(error)
                 raise
             self._close_actions(raise_errors=True)
             self._spent = self._loops[0].spent - spent_before
@@ -290,6 +293,7 @@ class OuterLoop:
             call.whole_run = WholeRun(self._train_loop, eval_loops, call.eval_sources, self._history, keys)
             can_resume = bool(_checkpoint_actions(self._train_loop))
             run = dataclasses.replace(run, snapshot=call.whole_run.snapshot, can_resume=can_resume)
+            run.keeps_batches = self._directory_of_failures() is not None
         for loop in self._loops:
             loop.detach_all()
             loop.run_info = dataclasses.replace(run)
@@ -642,7 +646,10 @@ class OuterLoop:
         state, step_num = call.tally.newest or (self._train_loop.rescued_state, self._train_loop.step_num)
         self._rescued_state = state
         if state is None:
-            logging.error("The step that failed had consumed the state of step %d: it is lost.", step_num)
+            logging.error(
+                "There is no state to save at step %d: the step that failed had consumed it, or its numbers were bad.",
+                step_num,
+            )
         elif save:
             self._save_now(call, state, step_num)
 
@@ -656,6 +663,25 @@ class OuterLoop:
                         logging.info("%r saves the state of step %d.", action, step_num)
             except Exception:
                 logging.exception("%r could not save the state of step %d.", action, step_num)
+
+    def _directory_of_failures(self) -> epath.PathLike | None:
+        return self._workdir or next((action.directory for action in _checkpoint_actions(self._loops[0])), None)
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Records the step that failed, once all checkpoints are committed."""
+        loop, workdir = self._train_loop, self._directory_of_failures()
+        if not isinstance(loop, TrainLoop) or loop.failed_step is None or workdir is None:
+            return
+        if not isinstance(error, Exception) or not loop.stopwatch.steps:  # The very first step fails again at once.
+            return
+        state = self._rescued_state if loop.step_num == loop.failed_step - 1 else None
+        directories = [action.directory for action in _checkpoint_actions(loop)]
+        if self._checkpoint_spec is not None:
+            directories.append(checkpoint.absolute(self._checkpoint_spec.checkpoint_dir))
+        failure = failures.Failure(
+            loop.failed_step, error, loop.nan_policy, loop.kept_batches, state, list(dict.fromkeys(directories))
+        )
+        failures.record(workdir, loop.step, failure)
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []

@@ -1,9 +1,11 @@
 """What happens to one batch."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import optax
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, metrics, models, partition, types
+from jaxloop import bad_numbers, checkpoint, checks, metrics, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.schedules import Elapsed
@@ -130,6 +132,11 @@ class Step:
         self._jit_kwargs: dict[str, Any] = {}
         self._compiled_run: Callable[..., Any] | None = None
         self._compiled_evaluation: Callable[..., Any] | None = None
+        self._compiled_looking: dict[
+            bad_numbers.NanPolicy, tuple[bad_numbers.Looking, Callable[..., Any]]
+        ] = {}  # By its policy.
+        self._watch: bad_numbers.Watch | None = None
+        self._new_state: Callable[[], Any] | None = None
         self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
         self._rescued_state: Any = None
         self._has_said_count = False
@@ -196,7 +203,8 @@ class Step:
             self._nnx_model_kwargs,
             init_kwargs,
         )
-        state = self._partitioner.shard_init_fn(init)()
+        self._new_state = self._partitioner.shard_init_fn(init)
+        state = self._new_state()
         self._num_params = self.compute_num_params(state)
         if log_num_params:
             logging.info("%r has %s parameters.", self, f"{self._num_params:,}")
@@ -257,6 +265,7 @@ class Step:
         self._jit_kwargs = jit_kwargs
         self._compiled_run = self._partitioner.partition(self._checked_run, **jit_kwargs)
         self._compiled_evaluation = None
+        self._compiled_looking = {}
 
     def prng_key(self, step: Any) -> Any:
         """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
@@ -321,7 +330,7 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
-        state, outputs = self._dispatch(self._compiled_run, self.shard_batch, state, batch)
+        state, outputs = self._dispatch(self._watched_run(), self.shard_batch, state, batch)
         checks.mark_taken(given, f"{type(self).__name__}.step")
         try:
             state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
@@ -330,6 +339,46 @@ class Step:
             raise
         self._remember(state)
         return state, outputs
+
+    @contextlib.contextmanager
+    def watched(self, watch: bad_numbers.Watch) -> Iterator[None]:
+        """Has `step` look for bad numbers, as a `TrainLoop` asks; what it compiles for a policy is kept."""
+        before, self._watch = self._watch, watch
+        try:
+            yield
+        finally:
+            self._watch = before
+
+    def _watched_run(self) -> Any:
+        watch = self._watch
+        if watch is None:
+            return self._compiled_run
+        if watch.policy not in self._compiled_looking:
+            on_mesh = self._partitioner.mesh is not None
+            looking = bad_numbers.Looking(self._checked_run, watch.policy, on_mesh)
+            compiled = self._partitioner.partition(looking.run, **self._jit_kwargs)
+            self._compiled_looking[watch.policy] = looking, compiled
+        return functools.partial(watch.run, *self._compiled_looking[watch.policy])
+
+    def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
+        """Takes one batch through the hooks as `step` does, without the step's actions. The state is donated.
+
+        Eagerly, `run` is not compiled, and keeps the state.
+        """
+        if self._compiled_run is None:
+            self.compile()
+        result = self.begin(self.prepare_state(state), self.preprocess_batch(batch))
+        state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
+        shard = self.shard_batch
+        if eagerly:  # Else NumPy would compute with NumPy arrays.
+            shard = lambda batch: jax.tree.map(jnp.asarray, self.shard_batch(batch))
+        with jax.disable_jit(eagerly):
+            state, outputs = self._dispatch(self._watched_run(), shard, self.prepare_state(state), batch)
+        return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+
+    def new_state(self) -> Any:
+        """The state that `initialize_model` returned last, made once more; None before."""
+        return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
         """Takes one batch through the hooks for its outputs alone: the state stays as it is, and usable.

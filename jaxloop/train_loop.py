@@ -1,14 +1,26 @@
 """A loop that trains."""
 
+import collections
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxloop import metrics
+import jax
+from absl import logging
+
+from jaxloop import bad_numbers, metrics, timing, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
+
+STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
+"""How many steps of a call `nan_policy="skip"` has left out; only where it has."""
+
+# Batches that are kept for the record of a failure: for as many steps as may be under way, within this many bytes.
+_KEPT_BATCHES = 64
+_KEPT_BYTES = 256 * 2**20
 
 
 class TrainLoop(ActionLoop):
@@ -20,6 +32,32 @@ class TrainLoop(ActionLoop):
     >>> state, outputs = train_loop(state, batches, num_steps=100)
     >>> int(state.step), bool(outputs["loss"][-1] < outputs["loss"][0])
     (100, True)
+
+    With a `nan_policy`, numbers that are not finite (NaN, inf) are looked for inside the compiled step: in the new
+    `params` and `batch_stats`, where such gradients end up (of a state without `params`, in all of it), and in the
+    outputs with "loss" in their name. Other outputs may be undefined in some batches.
+
+    >>> batches[2]["x"][0, 0] = float("nan")
+    >>> step, state, _ = examples.tiny_regression()
+    >>> try:
+    ...     TrainLoop(step, nan_policy="raise")(state, batches, num_steps=100)
+    ... except FloatingPointError as error:
+    ...     print(error.step_num, error.names)
+    3 ('outputs/loss', 'params/bias', 'params/kernel')
+
+    Args:
+      step: what happens to one batch.
+      stat_names: see `StatLoop`.
+      begin_actions: see `ActionLoop`, as `end_actions`.
+      global_batch_size: see `StatLoop`, as `clock`.
+      nan_policy: "raise" for a `bad_numbers.BadNumberError`, which names the first bad step. The loop does not wait
+        for the devices to find out: the host looks when outputs reach it, up to two chunks (of 32 steps) later, and
+        before a checkpoint is saved, so that none is of a state from a bad step on. "skip" to leave such a step out:
+        the state stays bit by bit what it was, but for `state.step`, which counts on. Its outputs are in the lists,
+        and have no weight in means; states of `clu.metrics` are emptied, unless they collect values; the number of
+        such steps is in `outputs["jaxloop/skipped_steps"]`. The devices then hold a second copy of the state during a
+        step. "ignore" to look at nothing, which costs nothing; the others take a part of each step, the more the
+        smaller it is.
     """
 
     def __init__(
@@ -31,14 +69,144 @@ class TrainLoop(ActionLoop):
         global_batch_size: int | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        nan_policy: bad_numbers.NanPolicy = "ignore",
     ):
         super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
+        if nan_policy not in bad_numbers.POLICIES:
+            raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
+        self._nan_policy: bad_numbers.NanPolicy = nan_policy
+        self._watch = None if nan_policy == "ignore" else bad_numbers.Watch(nan_policy, self._chunk_size())
+        self._bad: bad_numbers.BadNumberError | None = None
+        self._skipped: list[bad_numbers.Found] = []  # Of this call.
+        self._said_skipped = 0
+        self._is_failing = False
+        self._failed_step: int | None = None
+        self._kept_batches: collections.deque[tuple[int, types.Batch]] = collections.deque(maxlen=0)
         self._count_is_checked = False
+
+    @property
+    def nan_policy(self) -> bad_numbers.NanPolicy:
+        """What is done about numbers that are not finite."""
+        return self._nan_policy
+
+    @property
+    def failed_step(self) -> int | None:
+        """Which step the last call failed in, if it did: it was to make `state.step` this number."""
+        return self._failed_step
+
+    @property
+    def kept_batches(self) -> dict[int, types.Batch]:
+        """The last batches, as the dataset gave them, by their steps; only in a run that wants them."""
+        return dict(self._kept_batches)
+
+    def __call__(
+        self,
+        state: Any,
+        dataset_iterator: Iterable[types.Batch],
+        num_steps: int | None = None,
+        return_state_from_step: bool = True,
+    ) -> tuple[Any, metrics.LoopOutputs]:
+        self._bad, self._failed_step, self._skipped, self._said_skipped, self._is_failing = None, None, [], 0, False
+        looks = self._watch is not None and return_state_from_step
+        with self._step.watched(self._watch) if looks else contextlib.nullcontext():  # pyright: ignore
+            return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
+
+    def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
+        if self._watch is not None:
+            self._watch.restart()
+        return super().begin(state, dataset)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Once is enough, and costs nothing now that the outputs have been read.
         self._check_count(state)
         return super().end(state, outputs)
+
+    def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
+        if self.run_info is not None and self.run_info.keeps_batches:
+            self._keep_batch(batch)
+        try:
+            return super()._run_one_step(state, batch, per_loop_step_number)
+        except Exception:
+            self._failed_step = self._step_num + 1
+            raise
+
+    def _keep_batch(self, batch: types.Batch) -> None:
+        if not self._kept_batches or self._kept_batches[-1][0] != self._step_num:
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
+            number = min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1)))
+            self._kept_batches = collections.deque(maxlen=number)
+        self._kept_batches.append((self._step_num + 1, batch))
+
+    # Bad numbers -------------------------------------------------------------------------------------
+
+    def _to_push(self, outputs: types.Output) -> types.Output:
+        return outputs if self._watch is None else self._watch.with_flags(outputs)
+
+    def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
+        if self._watch is not None:
+            arrived, found = self._watch.take_flags(arrived, self._newest_state)
+            self._look_at(found)
+        return super()._take(outputs, arrived)
+
+    def _drain(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> metrics.LoopOutputs:
+        if self._watch is not None:
+            self._watch.send()
+        outputs = super()._drain(queue, outputs)
+        if self._watch is not None:
+            self._look_at(self._watch.read(self._newest_state))
+        self._warn_of_skipped()
+        return outputs
+
+    def _look_at(self, found: Sequence[bad_numbers.Found]) -> None:
+        if self._nan_policy == "skip":
+            self._skipped += found
+        elif found and self._bad is None:
+            self._bad = bad_numbers.BadNumberError(self._first_step + found[0].index, found[0].names)
+            self._failed_step = self._bad.step_num
+            if not self._is_failing:
+                raise self._bad
+
+    @property
+    def _first_step(self) -> int:
+        return self._step_num - len(self.num_examples) + 1
+
+    def _warn_of_skipped(self) -> None:
+        new = self._skipped[self._said_skipped :]
+        if new:
+            logging.warning(
+                "%r left out %d steps whose numbers were not finite, the first of them step %d: %s.",
+                self,
+                len(new),
+                self._first_step + new[0].index,
+                ", ".join(new[0].names[:6]),
+            )
+            self._said_skipped = len(self._skipped)
+
+    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+        if error is self._bad:
+            return
+        self._is_failing = True
+        super()._rescue_outputs(queue, outputs, error)
+        if self._bad is not None:
+            error.add_note(f"before that: {self._bad}")
+
+    def _may_rescue(self) -> bool:
+        return self._bad is None
+
+    def _weights(self) -> list[int]:
+        weights = super()._weights()
+        if self._skipped:
+            weights = list(weights)
+            for found in self._skipped:
+                if found.index < len(weights):  # Else an action of that very step has failed.
+                    weights[found.index] = 0
+        return weights
+
+    def _stats(self, state: Any, spent: timing.Spent) -> dict[str, Any]:
+        skipped = {STAT_SKIPPED_STEPS: len(self._skipped)} if self._skipped else {}
+        return {**super()._stats(state, spent), **skipped}
+
+    # The count ---------------------------------------------------------------------------------------
 
     def _at_event(
         self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue

@@ -1,41 +1,50 @@
-"""An experiment with all that a run remembers, which can be killed at any moment and gone on with.
+"""An experiment with all that a run remembers, which can be broken off at any moment and gone on with."""
 
-    python whole_run.py DIRECTORY [OPTIONS AS JSON]
-
-runs it, or goes on with it, and writes to DIRECTORY/result.json what it came to.
-"""
-
+import dataclasses
 import hashlib
-import json
-import os
 import pathlib
-import signal
-import sys
+import shutil
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from clu import metrics as clu_metrics
 from flax import linen as nn
+from jax.sharding import Mesh
 
 import jaxloop
-from jaxloop import actions, data, every, last
+from jaxloop import actions, checkpoint, data, every, last
 
 BATCHES = 12
+ROWS = 8  # In a batch.
+
+# Is told of what happens, by its place and a number: "data" and "step" with that of the batch, "action" with the step
+# that is done, "eval" with that of the batch, "writer" with the step of the row, "compile", "opened". It may raise, or
+# send a signal.
+Watch = Callable[[str, int], None]
+
+
+def watch_nothing(place: str, number: int) -> None:
+    pass
 
 
 def batch_of(index: int) -> jaxloop.Batch:
     rng = np.random.default_rng(index)
-    x = rng.normal(size=(4, 3)).astype(np.float32)
-    return {"id": np.full([4], index, np.int32), "x": x, "y": x.sum(-1, keepdims=True)}
+    x = rng.normal(size=(ROWS, 3)).astype(np.float32)
+    return {"id": np.full([ROWS], index, np.int32), "x": x, "y": x.sum(-1, keepdims=True)}
 
 
 def grain_dataset():
     import grain.python as grain
 
     return (
-        grain.MapDataset.range(4 * BATCHES).map(lambda row: row).batch(4).map(lambda rows: batch_of(int(rows[0]) // 4))
+        grain.MapDataset.range(ROWS * BATCHES)
+        .map(lambda row: row)
+        .batch(ROWS)
+        .map(lambda rows: batch_of(int(rows[0]) // ROWS))
     )
 
 
@@ -45,10 +54,6 @@ def tf_dataset():
     rows = [batch_of(index) for index in range(BATCHES)]
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return tf.data.Dataset.from_tensor_slices(stacked).shuffle(6, seed=3).as_numpy_iterator()
-
-
-def generator():
-    yield from map(batch_of, range(BATCHES))
 
 
 class Loader:
@@ -78,13 +83,14 @@ class LoaderIterator:
         self.next = state_dict["next"]
 
 
-SOURCES = {
-    "list": lambda: [batch_of(index) for index in range(BATCHES)],
-    "index": lambda: data.from_index(batch_of, BATCHES),
-    "generator": lambda: data.skippable(generator),
-    "loader": Loader,
-    "grain": grain_dataset,
-    "tf.data": tf_dataset,
+SOURCES: dict[str, Callable[[Callable[[int], jaxloop.Batch]], Any]] = {
+    "list": lambda get: [get(index) for index in range(BATCHES)],
+    "index": lambda get: data.from_index(get, BATCHES),
+    "many": lambda get: data.from_index(lambda index: get(index % BATCHES), 1_000_000),
+    "generator": lambda get: data.skippable(lambda: map(get, range(BATCHES))),
+    "loader": lambda get: Loader(),
+    "grain": lambda get: grain_dataset(),
+    "tf.data": lambda get: tf_dataset(),
 }
 
 
@@ -92,13 +98,17 @@ class NoisyStep(jaxloop.Step):
     """A regression with noise from the step's key. Notes the batches that it was given."""
 
     ids: list[int]
+    watch: Watch = staticmethod(watch_nothing)
 
     def begin(self, state, batch):
+        number = int(batch["id"][0])
+        self.watch("step" if self.train else "eval", number)
         if self.train:
-            self.ids.append(int(batch["id"][0]))
+            self.ids.append(number)
         return state, {"x": batch["x"], "y": batch["y"]}
 
     def run(self, state, batch):
+        self.watch("compile", 0)
         noise = 0.1 * jax.random.normal(self.prng_key(state.step), batch["y"].shape) if self.train else 0.0
 
         def loss_fn(params):
@@ -113,99 +123,173 @@ class NoisyStep(jaxloop.Step):
 class Writer:
     """Keeps what it is given."""
 
-    def __init__(self):
+    def __init__(self, watch: Watch = watch_nothing):
         self.written: list[list[Any]] = []
+        self.flushes = 0
+        self._watch = watch
 
     def write_scalars(self, step, scalars):
+        self._watch("writer", step)
         values = {name: value for name, value in scalars.items() if "jaxloop/" not in name}
         self.written.append([step, values])
 
     def flush(self):
-        pass
+        self.flushes += 1
 
 
-class At(actions.Action):
-    """Does something when a step is done."""
+class TellOfSteps(actions.Action):
+    """Tells of each step that is done."""
 
     uses_outputs = False
 
-    def __init__(self, step, do):
+    def __init__(self, watch: Watch):
         super().__init__(every(1))
-        self.step, self.do = step, do
+        self._watch = watch
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        if step_num == self.step:
-            self.do()
+        self._watch("action", step_num)
 
 
-def make_steps():
-    key, optimizer = jax.random.key(3), optax.sgd(0.1, momentum=0.9)
-    train_step, eval_step = NoisyStep(key, nn.Dense(1), optimizer, train=True), NoisyStep(key, nn.Dense(1), optimizer)
-    return train_step, eval_step
+class TellOfLoops(actions.Action):
+    """Tells of each loop that begins."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self._watch = watch
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self._watch("opened", step_num)
+
+
+class Stopping(actions.EarlyStoppingAction):
+    """Never stops, keeps the best state and returns it at the end; notes what it is given there."""
+
+    def finish(self, state):
+        self.last = digests(state)
+        return super().finish(state)
+
+
+class SaveNothing(actions.Action):
+    """Has the run read its outputs when a `CheckpointAction` would, and writes no file."""
+
+    uses_outputs = False
+    comes_last = True
+    time_goes_to = "checkpoints"
+
+    def __call__(self, state, outputs, **kwargs):
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The steps, compiled once, and the state at which a run begins."""
+
+    train_step: NoisyStep
+    eval_step: NoisyStep
+    state: Any
+
+
+def make_program(seed: int = 3, devices: int | None = None) -> Program:
+    key, optimizer = jax.random.key(seed), optax.sgd(0.1, momentum=0.9)
+    partitioner = jaxloop.SingleDevicePartitioner()
+    if devices is not None:
+        partitioner = jaxloop.DataParallelPartitioner(Mesh(np.array(jax.devices()[:devices]), ("data",)), "data")
+    train_step = NoisyStep(key, nn.Dense(1), optimizer, partitioner, train=True)
+    eval_step = NoisyStep(key, nn.Dense(1), optimizer, partitioner)
+    return Program(train_step, eval_step, train_step.initialize_model([1, 3]))
 
 
 def run(
     directory: Any,
     source: str = "list",
     *,
+    program: Program | None = None,
     prefetch: int = 0,
     total: int | None = 10,
     epochs: int | None = None,
     loop_steps: int | None = 4,
-    save: Any = 1,
+    save: int = 1,
     keep: int | None = None,
-    do_at: tuple[int, Any] | None = None,
-    patience: int = 1000,
-    steps: Any = None,
+    saves: bool = True,
+    watch: Watch = watch_nothing,
+    writer: Any = None,
+    more_actions: Sequence[actions.Action] = (),
 ) -> dict[str, Any]:
-    """Runs the experiment, or goes on with it; returns what it came to, of which all but `written` is of the whole."""
+    """Runs the experiment, or goes on with it.
+
+    Args:
+      directory: of the history; the checkpoints are in `checkpoints`.
+      program: for many runs in one process; None for a new one.
+      save: how many steps lie between two checkpoints.
+      saves: whether any is written.
+
+    Returns:
+      What the run came to; `ids` and `written` are of this process alone.
+    """
     directory = pathlib.Path(directory)
-    train_step, eval_step = steps or make_steps()
-    train_step.ids = []
-    dataset = SOURCES[source]()
+    program = program or make_program()
+    train_step, eval_step = program.train_step, program.eval_step
+    train_step.ids, train_step.watch, eval_step.watch = [], watch, watch
+
+    def get(index):
+        watch("data", index)
+        return batch_of(index)
+
+    dataset = SOURCES[source](get)
     dataset = data.prefetch(dataset, prefetch) if prefetch else dataset
-    writer = Writer()
+    writer = Writer(watch) if writer is None else writer
+    stopping = Stopping("test/loss", patience=1000, restore_best=True)
     train_actions = [
         actions.SummaryAction(writer, every(3), prefix="every_3/"),
         actions.SummaryAction(writer, 2, prefix="two_loops/"),
-        actions.EarlyStoppingAction("test/loss", patience, restore_best=True),
-        actions.CheckpointAction(directory / "checkpoints", every(steps=save), keep=keep),
+        stopping,
+        actions.CheckpointAction(directory / "checkpoints", every(save), keep=keep)
+        if saves
+        else SaveNothing(every(save)),
+        *more_actions,
     ]
-    if do_at is not None:
-        train_actions.append(At(*do_at))
+    if watch is not watch_nothing:
+        train_actions.append(TellOfSteps(watch))
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(train_step, end_actions=train_actions),
-        [jaxloop.EvalLoop(eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/")])] * 1,
+        jaxloop.TrainLoop(train_step, begin_actions=[TellOfLoops(watch)], end_actions=train_actions),
+        [jaxloop.EvalLoop(eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/")])],
         jaxloop.CheckpointSpec(directory / "checkpoints"),
         workdir=directory,
         log_interval=1 if loop_steps else every(5) | every(loops=1) | last(),
     )
-    state = train_step.initialize_model([1, 3])
+    state = jax.tree.map(jnp.copy, program.state)
     eval_spec = jaxloop.EvalSpec([batch_of(100), batch_of(101)], eval_loop_interval=1, name="test")
     state, _ = outer_loop(state, dataset, total, loop_steps, [eval_spec], train_epochs=epochs)
-    return result_of(state, outer_loop.history, train_step.ids, writer.written)
-
-
-def result_of(state, history, ids, written) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    rows = [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history.rows]
     return {
         "step": int(state.step),
-        "state": {jax.tree_util.keystr(path): digest(leaf) for path, leaf in leaves},
-        "history": rows,
-        "ids": ids,
-        "written": written,
+        "state": {"last": getattr(stopping, "last", None), "best": digests(state)},
+        "history": [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in outer_loop.history.rows],
+        "ids": train_step.ids,
+        "written": getattr(writer, "written", []),
     }
+
+
+def as_of(step: int, directory: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """The directory of a run that was killed when it had saved a step."""
+    target.mkdir()
+    shutil.copy(directory / "history.jsonl", target)
+    if step in checkpoint.all_steps(directory / "checkpoints"):
+        shutil.copytree(directory / "checkpoints" / str(step), target / "checkpoints" / str(step))
+    return target
+
+
+def assert_goes_on_as_if_nothing_had_happened(resumed: dict[str, Any], whole: dict[str, Any], step: int) -> None:
+    assert resumed["state"] == whole["state"]
+    assert resumed["history"] == whole["history"]
+    assert resumed["ids"] == whole["ids"][step:]
+    assert resumed["written"] == [each for each in whole["written"] if each[0] > step]
+
+
+def digests(state) -> dict[str, str]:
+    """The SHA-256 of each leaf."""
+    return {jax.tree_util.keystr(path): digest(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def digest(leaf) -> str:
     leaf = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     return hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
-
-
-if __name__ == "__main__":
-    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    if "kill_at" in options:
-        options["do_at"] = (options.pop("kill_at"), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    result = run(sys.argv[1], **options)
-    pathlib.Path(sys.argv[1], "result.json").write_text(json.dumps(result))

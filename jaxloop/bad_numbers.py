@@ -1,0 +1,226 @@
+"""Numbers that are not finite: found inside the compiled step, and read when the host reads anyway."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from clu import metrics as clu_metrics
+from jax.sharding import PartitionSpec
+
+from jaxloop import checks, metrics, types
+
+NanPolicy = Literal["raise", "skip", "ignore"]
+POLICIES = ("raise", "skip", "ignore")
+
+FLAGS = "jaxloop/bad_numbers"
+"""The output with which flags travel to the host."""
+
+# For how many steps the devices keep flags.
+_ROWS = 32
+
+# How many outputs have a flag of their own; the last stands for all that are left.
+_OUTPUT_FLAGS = 8
+
+
+class BadNumberError(FloatingPointError):
+    """A training step came to numbers that are not finite (NaN, inf).
+
+    Attributes:
+      step_num: the first step that did, as `state.step` counts: it made `state.step` this number.
+      names: what was not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
+    """
+
+    def __init__(self, step_num: int, names: Sequence[str]):
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        super().__init__(
+            f"Step {step_num} is the first whose numbers are not all finite (NaN or inf): {shown}. Look at the batch "
+            "of that step for bad values, lower the learning rate, or clip the gradients "
+            "(optax.clip_by_global_norm). To leave such steps out write TrainLoop(..., nan_policy='skip'), to train "
+            "on regardless nan_policy='ignore'."
+        )
+        self.step_num, self.names = step_num, tuple(names)
+
+
+class Looking:
+    """A step's `run` that also says, in the same compiled program, what was not finite.
+
+    What counts are the floating-point leaves of the new `params` and `batch_stats` (of a state without `params`, all
+    of them), and those outputs with "loss" in their name: other outputs may be undefined in some batches.
+
+    Args:
+      run: takes `(state, batch)`, returns `(state, outputs)`.
+      policy: with "skip", a step with bad numbers leaves the state as it was, but for `step`.
+      on_mesh: whether it is compiled for a mesh.
+    """
+
+    def __init__(self, run: Callable[[Any, Any], tuple[Any, types.Output]], policy: NanPolicy, on_mesh: bool):
+        self._run, self._policy, self._on_mesh = run, policy, on_mesh
+        self._output_names: list[str] = []
+
+    def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
+        """Takes `(batch, flags)`, the flags being those of the last steps, a row for each; the newest is the last."""
+        batch, flags = batch_and_flags
+        new_state, outputs = self._run(state, batch)
+        found = _losses(outputs)
+        self._output_names = list(found)
+        bad = [_is_bad(leaf) for leaf in found.values()]
+        bad += [jnp.zeros((), bool)] * (_OUTPUT_FLAGS - len(bad))
+        bad[_OUTPUT_FLAGS - 1 :] = [jnp.stack(bad[_OUTPUT_FLAGS - 1 :]).any()]
+        row = jnp.stack([*bad, *map(_is_bad, _watched_leaves(new_state).values())])
+        if self._on_mesh:
+            row = jax.lax.with_sharding_constraint(row, PartitionSpec())
+        if self._policy == "skip":
+            is_bad = row.any()
+            new_state = _unchanged_where(is_bad, state, new_state)
+            outputs = outputs and {name: _empty_where(is_bad, value) for name, value in outputs.items()}
+        return new_state, (outputs, jnp.concatenate([flags[1:], row[None]]))
+
+    def no_flags(self, state: Any) -> jax.Array:
+        """The flags before the first step, where the compiled step will leave them."""
+        zeros = lambda: jnp.zeros([_ROWS, _OUTPUT_FLAGS + len(_watched_leaves(state))], bool)
+        scalars = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf.ndim == 0)
+        scalar = next(scalars, None) if self._on_mesh else None
+        return zeros() if scalar is None else jax.jit(zeros, out_shardings=scalar.sharding)()
+
+    def names(self, row: np.ndarray, state: Any) -> list[str]:
+        """What the flags of one step say was not finite; `state` is any of the same structure."""
+        names = [*self._output_names[: _OUTPUT_FLAGS - 1], *([""] * _OUTPUT_FLAGS)][: _OUTPUT_FLAGS - 1]
+        names += [" or ".join(self._output_names[_OUTPUT_FLAGS - 1 :]), *_watched_leaves(state)]
+        return [name for name, is_bad in zip(names, row, strict=True) if is_bad]
+
+
+def names(state: Any, outputs: types.Output) -> list[str]:
+    """What is not finite of what a step returned. Reads all of it."""
+    leaves = {**_losses(outputs), **_watched_leaves(state)}
+    return [name for name, is_bad in metrics.fetch(jax.tree.map(_is_bad, leaves)).items() if is_bad]
+
+
+def _losses(outputs: types.Output) -> dict[str, Any]:
+    leaves = checks.leaves_by_path(dict(outputs or {}))
+    return {f"outputs/{name}": leaf for name, leaf in leaves.items() if "loss" in name.lower() and _floats(leaf)}
+
+
+def _watched_leaves(state: Any) -> dict[str, Any]:
+    parts = state
+    if hasattr(state, "params"):
+        parts = {name: getattr(state, name, {}) for name in ("params", "batch_stats")}
+    return {name: leaf for name, leaf in checks.leaves_by_path(parts).items() if _floats(leaf)}
+
+
+def _floats(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.inexact) and leaf.size > 0
+
+
+def _is_bad(leaf: Any) -> jax.Array:
+    if leaf.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return ~jnp.isfinite(leaf).all()
+    # The largest without its sign, as an integer, which XLA finds several times faster on a CPU. NaN is above inf.
+    unsigned = jnp.uint32 if leaf.dtype == jnp.float32 else jnp.uint16
+    infinity = np.array(np.inf, leaf.dtype).view(unsigned)
+    magnitude = jax.lax.bitcast_convert_type(leaf, unsigned) & np.array(np.iinfo(unsigned).max // 2, unsigned)
+    return magnitude.max() >= infinity
+
+
+def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
+    """The old state where numbers are bad, but for `step`, which counts on."""
+    choose = lambda path, a, b: b if checks.path_name(path) == "step" else jnp.where(is_bad, a, b)
+    return jax.tree_util.tree_map_with_path(choose, old, new)
+
+
+def _empty_where(is_bad: jax.Array, value: Any) -> Any:
+    """A `clu.metrics` state without a weight where numbers are bad; other values as they are."""
+    if not isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
+        return value
+    empty = value.empty()
+    alike = jax.tree.structure(empty) == jax.tree.structure(value)
+    pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(value), strict=True) if alike else ()
+    if not alike or any(jnp.shape(a) != jnp.shape(b) for a, b in pairs):
+        return value  # One that collects values has no such state.
+    return jax.tree.map(lambda a, b: jnp.where(is_bad, jnp.asarray(a, b.dtype), b), empty, value)
+
+
+@dataclasses.dataclass
+class Found:
+    """A step whose numbers were bad.
+
+    Attributes:
+      index: its place in the call of the loop, from 0.
+      names: what was not finite.
+    """
+
+    index: int
+    names: list[str]
+
+
+class Watch:
+    """The flags of a loop's steps on their way to the host: one small array for a whole chunk of steps.
+
+    Args:
+      policy: "raise" or "skip".
+      chunk_size: with how many steps' outputs the flags are sent; at most 32.
+
+    Attributes:
+      steps: how many steps have been run since `restart`.
+    """
+
+    def __init__(self, policy: NanPolicy, chunk_size: int = _ROWS):
+        assert chunk_size <= _ROWS
+        self.policy: NanPolicy = policy
+        self._chunk_size = chunk_size
+        self.steps = self._sent = self._read = 0
+        self._on_their_way: collections.deque[int] = collections.deque()  # For how many steps each.
+        self._newest: dict[str, Any] = {}
+        self._flags: Any = None
+        self._looking: Looking | None = None
+
+    def restart(self) -> None:
+        """Begins a call of the loop."""
+        self._newest = {FLAGS: None}
+        self._on_their_way.clear()
+        self.steps = self._sent = self._read = 0
+
+    def run(self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
+        """Runs one compiled step, of `looking.run`; returns `(state, outputs)`."""
+        if looking is not self._looking:
+            self._looking, self._flags = looking, looking.no_flags(state)
+        state, (outputs, self._flags) = compiled(state, (batch, self._flags))
+        self.steps += 1
+        return state, outputs
+
+    def with_flags(self, outputs: types.Output) -> dict[str, Any]:
+        """The outputs of the newest step, and with those of each `chunk_size`th step the flags."""
+        self._newest = dict(outputs or {})
+        if self.steps - self._sent >= self._chunk_size:
+            self.send()
+        return self._newest
+
+    def send(self) -> None:
+        """Adds the flags to the newest outputs, which are about to be read: one read for both."""
+        if self.steps > self._sent and FLAGS not in self._newest:
+            self._newest[FLAGS] = self._flags
+            self._on_their_way.append(self.steps - self._sent)
+            self._sent = self.steps
+
+    def take_flags(self, arrived: types.Output, state: Any) -> tuple[types.Output, list[Found]]:
+        """Takes the flags, if any, out of outputs on the host; returns those, and what the flags say."""
+        if not arrived or FLAGS not in arrived:
+            return arrived, []
+        arrived = dict(arrived)
+        return arrived, self._found(arrived.pop(FLAGS), self._on_their_way.popleft(), state)
+
+    def read(self, state: Any) -> list[Found]:
+        """Reads the flags of the steps since the last ones that arrived: of one that failed after its update."""
+        if self._read == self.steps:
+            return []
+        self._sent = self.steps
+        return self._found(metrics.fetch(self._flags), self.steps - self._read, state)
+
+    def _found(self, flags: np.ndarray, steps: int, state: Any) -> list[Found]:
+        first, self._read = self._read, self._read + steps
+        assert self._looking is not None
+        rows = flags[-steps:]
+        return [Found(first + int(i), self._looking.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]

@@ -1,0 +1,274 @@
+"""The flight recorder: what is needed to run the step that failed once more, and the step run again from it."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop import bad_numbers, checkpoint, checks, encoding, metrics, types
+from jaxloop.step import Step
+
+FOLDER = "failures"
+"""The folder in a work directory with one folder for each failed step."""
+
+_FILE, _ARRAYS, _STATE = "failure.json", "batches.npz", "state"
+_MOST_FAILURES = 5
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A step that failed, and what there is to run it again.
+
+    Attributes:
+      step_num: the step: it was to make `state.step` this number.
+      error: what was raised.
+      nan_policy: of its train loop; it is part of what was compiled.
+      batches: by their steps, without gaps, as the dataset gave them; the last is that of the failed step.
+      state: the state before the step, where it is alive; else None.
+      checkpoint_dirs: where checkpoints are.
+    """
+
+    step_num: int
+    error: BaseException
+    nan_policy: bad_numbers.NanPolicy
+    batches: Mapping[int, types.Batch]
+    state: Any
+    checkpoint_dirs: Sequence[epath.Path]
+
+
+def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
+    """Writes down a failure in `<workdir>/failures/<step_num>`, and notes on the error how to run the step again.
+
+    The folder has the batch of the step, the PRNG keys, and where the state before it is: in the folder, if it was
+    alive; else in the newest checkpoint of an earlier step, from which the batches since then lead to the step, if
+    they are at hand. Of several failures the newest five are kept. What goes wrong here is logged, not raised.
+    """
+    folder = checkpoint.absolute(workdir) / FOLDER / str(failure.step_num)
+    try:
+        _write(folder, step, failure)
+        _remove_old(folder.parent, but=folder)
+        failure.error.add_note(
+            f"step {failure.step_num} was recorded: jaxloop.replay({str(folder)!r}, step) runs it again, and with "
+            "eagerly=True line by line for a debugger"
+        )
+    except Exception:
+        logging.exception("The failure of step %d could not be recorded in %s.", failure.step_num, folder)
+
+
+def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
+    before = failure.step_num - 1
+    saved = [(each, place) for place in failure.checkpoint_dirs for each in checkpoint.all_steps(place)]
+    earlier = [pair for pair in saved if pair[0] <= before]
+    base, directory = max(earlier, default=(None, None), key=lambda pair: pair[0])
+    new = folder.parent / f"{folder.name}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    if base != before and failure.state is not None:
+        _save_state(new / _STATE, before, failure.state)
+        base, directory = before, None
+    at_hand = [number for number in failure.batches if number <= failure.step_num]
+    wanted = [number for number in at_hand if base is None or number > base]
+    if base is not None and base + 1 not in wanted:
+        wanted = wanted[-1:]
+    arrays: dict[str, np.ndarray] = {}
+    encoded = {str(number): _encode_batch(failure.batches[number], arrays) for number in wanted}
+    with (new / _ARRAYS).open("wb") as file:
+        np.savez(file, allow_pickle=False, **{name: _as_bytes(array) for name, array in arrays.items()})
+    noted = {
+        "version": _VERSION,
+        "step_num": failure.step_num,
+        "error": f"{type(failure.error).__name__}: {failure.error}",
+        "nan_policy": failure.nan_policy,
+        "keys": encoded_keys(step.base_prng),
+        "state_step": base,
+        "checkpoint_dir": None if directory is None else str(directory),
+        "batches": encoded,
+        "arrays": {name: [_dtype_name(array.dtype), list(array.shape)] for name, array in arrays.items()},
+    }
+    (new / _FILE).write_text(json.dumps(noted, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+
+
+def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
+    writer = checkpoint.CheckpointWriter(directory)
+    writer.save(step_num, state)
+    writer.close()
+
+
+def _remove_old(folder: epath.Path, but: epath.Path) -> None:
+    others = [path for path in folder.iterdir() if path != but]
+    others.sort(key=_written_at)
+    for path in others[: max(0, len(others) + 1 - _MOST_FAILURES)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _written_at(folder: epath.Path) -> int:
+    return os.stat(folder).st_mtime_ns
+
+
+def encoded_keys(keys: types.PRNGType) -> Any:
+    """The data of PRNG keys as JSON can hold it."""
+    is_typed = lambda key: jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys)
+    return encoding.encode(metrics.fetch(data))
+
+
+# Batches: their structure and Python's numbers as JSON, their arrays beside it ---------------------------
+
+
+def _encode_batch(batch: types.Batch, arrays: dict[str, np.ndarray]) -> Any:
+    numbers, plain = itertools.count(len(arrays)), {}
+
+    def put(leaf: Any) -> str:
+        name = f"leaf_{next(numbers)}"
+        if isinstance(leaf, bool | int | float | str | bytes):
+            plain[name] = leaf
+        else:
+            arrays[name] = np.asarray(metrics.fetch(leaf))
+        return name
+
+    return {"tree": encoding.encode(jax.tree.map(put, batch)), "plain": encoding.encode(plain)}
+
+
+def _decode_batch(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> types.Batch:
+    leaves = {**arrays, **encoding.decode(encoded["plain"])}
+    return jax.tree.map(lambda name: leaves[name], encoding.decode(encoded["tree"]))
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """An array as NumPy's files can hold it, which know no bfloat16."""
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise TypeError(f"A batch with an array of {array.dtype} can't be recorded; numbers and strings can.")
+    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+
+
+def _dtype_name(dtype: np.dtype) -> str:
+    return dtype.str if dtype.kind in "SUMm" else dtype.name
+
+
+# Running it again ------------------------------------------------------------------------------------
+
+
+def replay(
+    path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
+) -> tuple[Any, types.Output]:
+    """Runs a step that failed once more, from what an `OuterLoop` with a `workdir` wrote down when it did.
+
+    The numbers are the same to the last bit, on the same devices. What the step came to that is not finite is logged.
+    The step's own actions are not called.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> batches[7]["x"][0, 0] = np.nan
+    >>> workdir = tempfile.mkdtemp()
+    >>> outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=workdir)
+    >>> try:
+    ...     outer_loop(state, train_dataset=batches, train_total_steps=100)
+    ... except FloatingPointError as error:
+    ...     print(error.step_num)
+    8
+    >>> state, outputs = replay(workdir, step)
+    >>> int(state.step), float(outputs["loss"])
+    (8, nan)
+
+    Args:
+      path: the folder `<workdir>/failures/<step>`, or the work directory.
+      step: the step object of the run, or one made as that was.
+      step_num: which failed step of a work directory; None for the one recorded last.
+      state: a state of the run's structure. One whose `step` is past the recorded one is where the replay begins, and
+        the batches since then must be recorded; another says what a checkpoint is to be restored into. It stays
+        usable. None for the one that `step.initialize_model` makes, if it was called.
+      eagerly: runs the step without compiling it, for a debugger to stop inside it. Its numbers may then differ in the
+        last bits.
+
+    Returns:
+      `(state, outputs)` of that step. Where it raised an error, that is raised again.
+
+    Raises:
+      FileNotFoundError: nothing is recorded there.
+      ValueError: the step has other PRNG keys than the run had, or the state before it can't be had.
+    """
+    folder = _folder(path, step_num)
+    noted = json.loads((folder / _FILE).read_text())
+    if noted["keys"] != encoded_keys(step.base_prng):
+        raise ValueError(
+            f"{folder} is of a run with other PRNG keys (base_prng) than {step!r} has. Make the step from "
+            "the same seed."
+        )
+    if state is None and (state := step.new_state()) is None:
+        raise ValueError(
+            f"replay must know what the state looks like. Call step.initialize_model(...) of {step!r} before, or give "
+            "replay(..., state=state)."
+        )
+    with np.load(folder / _ARRAYS, allow_pickle=False) as file:
+        dtypes = {name: (jnp.dtype(dtype), shape) for name, (dtype, shape) in noted["arrays"].items()}
+        arrays = {name: np.frombuffer(file[name].tobytes(), d).reshape(s) for name, (d, s) in dtypes.items()}
+    batches = {int(number): _decode_batch(each, arrays) for number, each in noted["batches"].items()}
+    state, begins = _state_before(folder, noted, checks.adopt(state), batches)
+    policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
+    for number in range(begins + 1, failed + 1):
+        # What the run compiled, bit by bit.
+        watched = contextlib.nullcontext() if policy == "ignore" else step.watched(bad_numbers.Watch(policy))
+        with watched:
+            state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
+    names = bad_numbers.names(state, outputs)
+    if names:
+        logging.warning("In step %d these are not finite, the first being %s: %s.", failed, names[0], ", ".join(names))
+    return state, outputs
+
+
+def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
+    path = checkpoint.absolute(path)
+    if (path / _FILE).exists() and step_num is None:
+        return path
+    found = [each for each in (path / FOLDER).glob("*") if (each / _FILE).exists() and each.name.isdigit()]
+    if step_num is not None:
+        found = [each for each in found if each.name == str(step_num)]
+    if not found:
+        what = "failure" if step_num is None else f"failure of step {step_num}"
+        raise FileNotFoundError(
+            f"No {what} is recorded in {path}. An OuterLoop with a workdir, or with a CheckpointSpec, records one in "
+            f"{FOLDER}/<step> there when a step fails."
+        )
+    return max(found, key=_written_at)
+
+
+def _state_before(folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any]) -> Any:
+    """A state from which the batches lead to the failed step, and its step."""
+    failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
+    leads = lambda step: all(number in batches for number in range(step + 1, failed + 1)) and step < failed
+    if leads(given) and (base is None or given > base):
+        return jax.tree.map(jnp.copy, state), given
+    if base is not None and leads(base):
+        directory = folder / _STATE if noted["checkpoint_dir"] is None else epath.Path(noted["checkpoint_dir"])
+        return checkpoint.restore(directory, base, state), base
+    if failed not in batches:
+        raise ValueError(
+            f"{folder} has no batch of step {failed}: the batches are too large for enough of them to be kept. "
+            + _way_to_get_there(noted, failed)
+        )
+    raise ValueError(
+        f"{folder} has the batches of steps {min(batches)} to {failed}, and the state of step {min(batches) - 1} is "
+        f"not at hand: the one given is of step {given}. Give it, replay(..., state=state). "
+        + _way_to_get_there(noted, failed)
+    )
+
+
+def _way_to_get_there(noted: Mapping[str, Any], failed: int) -> str:
+    start = "its start" if noted["state_step"] is None else f"{noted['checkpoint_dir']}, step {noted['state_step']},"
+    return f"A run from {start} with train_total_steps={failed - 1} comes to that state bit by bit."

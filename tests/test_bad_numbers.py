@@ -1,0 +1,186 @@
+"""Numbers that are not finite: found in the compiled step, named, and kept out of checkpoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from clu import metrics as clu_metrics
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import bad_numbers, checkpoint, metrics
+
+
+class RegressionStep(jaxloop.Step):
+    reports_metrics = False
+
+    def run(self, state, batch):
+        def loss_fn(params):
+            predicted = state.apply_fn({"params": params}, batch["x"])
+            return jnp.mean((predicted - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        outputs = {"loss": loss, "ratio": 0.0 / batch["divisor"][0]}
+        if self.reports_metrics:
+            outputs["mean"] = clu_metrics.Average.from_model_output(loss)
+        return state.apply_gradients(grads=grads), outputs
+
+
+def make(devices, data_parallel, **options):
+    placed = {} if devices == 1 else {"partitioner": data_parallel(devices)}
+    step = RegressionStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1, momentum=0.9), train=True, **placed, **options)
+    return step, step.initialize_model([1, 3])
+
+
+def batches(number, bad=()):
+    """Batches of which those that make the steps `bad` hold a NaN."""
+    rng = np.random.default_rng(0)
+    made = []
+    for step_num in range(1, number + 1):
+        x = rng.normal(size=(8, 3)).astype(np.float32)
+        if step_num in bad:
+            x[0, 0] = np.nan
+        made.append({"x": x, "y": np.ones([8, 2], np.float32), "divisor": np.ones([8], np.float32)})
+    return made
+
+
+NAMES = ("outputs/loss", "params/bias", "params/kernel")
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Steps by the number of their devices, compiled once for all tests."""
+    return {}
+
+
+@pytest.mark.parametrize(("devices", "bad"), [(1, 1), (1, 5), (1, 32), (1, 33), (1, 70), (1, 75), (8, 6), (8, 75)])
+def test_raise_names_the_first_bad_step_and_what_was_bad(devices, bad, data_parallel, made):
+    if devices not in made:
+        made[devices] = make(devices, data_parallel)[0]
+    step = made[devices]
+    loop = jaxloop.TrainLoop(step, nan_policy="raise")
+    message = rf"Step {bad} is the first.*outputs/loss.*nan_policy='skip'"
+    with pytest.raises(bad_numbers.BadNumberError, match=message) as e:
+        loop(step.new_state(), iter(batches(75, {bad, bad + 3})), num_steps=75)
+    assert (e.value.step_num, e.value.names) == (bad, NAMES)
+    assert isinstance(e.value, FloatingPointError) and loop.rescued_state is None
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_skip_leaves_the_step_out_and_counts_it(devices, data_parallel, assert_same, warnings_logged):
+    step, state = make(devices, data_parallel)
+    step.reports_metrics = devices == 1
+    bad = {3, 40, 45}
+    data = batches(45, bad)
+    state, outputs = jaxloop.TrainLoop(step, nan_policy="skip")(state, iter(data), num_steps=45)
+    assert int(state.step) == 45 and outputs["jaxloop/skipped_steps"] == 3
+    told = [text for text in warnings_logged() if "left out" in text]
+    assert len(told) == 1 and "left out 3 steps" in told[0] and "step 3: outputs/loss" in told[0]
+    assert [i + 1 for i, n in enumerate(outputs.num_examples) if n == 0] == sorted(bad)
+    good = [batch for number, batch in enumerate(data, 1) if number not in bad]
+    other_state = step.new_state()
+    other_state, others = jaxloop.TrainLoop(step, nan_policy="skip")(other_state, iter(good), num_steps=42)
+    assert_same((state.params, state.opt_state), (other_state.params, other_state.opt_state))
+    assert "jaxloop/skipped_steps" not in others
+    one, two = metrics.summarize(outputs), metrics.summarize(others)
+    assert one["loss"] == two["loss"] and one.get("mean") == pytest.approx(two.get("mean"))
+
+
+def test_a_skipped_step_leaves_every_bit_but_the_count(data_parallel, assert_same):
+    step, state = make(1, data_parallel)
+    loop = jaxloop.TrainLoop(step, nan_policy="skip")
+    state, _ = loop(state, batches(2), num_steps=2)
+    state = state.replace(collections={"key": jax.random.key(1), "small": jnp.float32(-0.0)})
+    before = jax.tree.map(jnp.copy, state)
+    after, outputs = loop(state, batches(1, {1}), num_steps=1)
+    assert_same(jax.tree.map(_data, before.replace(step=after.step)), jax.tree.map(_data, after))
+    assert int(after.step) == 3 and np.isnan(outputs["loss"][0]) and state.params["bias"].is_deleted()
+
+
+def _data(leaf):
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf).tobytes()
+
+
+def test_ignore_trains_on(data_parallel):
+    step, state = make(1, data_parallel)
+    state, outputs = jaxloop.TrainLoop(step, nan_policy="ignore")(state, batches(4, {2}), num_steps=4)
+    assert np.isnan(outputs["loss"][1:]).all() and np.isnan(state.params["bias"]).all()
+
+
+def test_policies_share_a_step(data_parallel):
+    step, state = make(1, data_parallel)
+    for policy in ("skip", "ignore", "skip"):
+        state, _ = jaxloop.TrainLoop(step, nan_policy=policy)(state, batches(2), num_steps=2)
+    with pytest.raises(FloatingPointError):
+        jaxloop.TrainLoop(step, nan_policy="raise")(state, batches(2, {2}), num_steps=2)
+    _, outputs = step.step(step.new_state(), batches(1, {1})[0])
+    assert sorted(outputs or {}) == ["loss", "ratio"]
+
+
+def test_outputs_that_are_no_losses_may_be_undefined(data_parallel):
+    step, state = make(1, data_parallel)
+    data = batches(3)
+    data[1]["divisor"][:] = 0
+    _, outputs = jaxloop.TrainLoop(step, nan_policy="raise")(state, data, num_steps=3)
+    assert np.isnan(outputs["ratio"][1])
+
+
+class GradientStep(jaxloop.Step):
+    """Its loss is finite, the gradient of one leaf is not."""
+
+    def run(self, state, batch):
+        loss_fn = lambda params: jnp.sqrt(jnp.sum(params["bias"] * batch["x"][0, 0])) + jnp.sum(params["kernel"])
+        grads = jax.grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), None
+
+
+def test_a_gradient_that_is_not_finite_is_found_in_the_parameters():
+    step = GradientStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
+    with pytest.raises(FloatingPointError) as raised:
+        jaxloop.TrainLoop(step, nan_policy="raise")(step.initialize_model([1, 3]), batches(2), num_steps=2)
+    assert (raised.value.step_num, raised.value.names) == (1, ("params/bias",))  # pyright: ignore
+
+
+@pytest.mark.parametrize("bad", [2, 10, 11, 25])
+def test_no_checkpoint_is_of_a_bad_state(bad, data_parallel, tmp_path):
+    step, state = make(1, data_parallel)
+    action = jaxloop.CheckpointAction(tmp_path, interval=jaxloop.every(steps=5))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action], nan_policy="raise"))
+    with pytest.raises(FloatingPointError, match=f"Step {bad} "):
+        outer_loop(state, train_dataset=batches(25, {bad}), train_total_steps=25, train_loop_steps=25)
+    assert max(checkpoint.all_steps(tmp_path), default=0) == (bad - 1) // 5 * 5
+    assert outer_loop.rescued_state is None
+
+
+def test_another_error_saves_no_bad_state_and_tells_of_it(data_parallel, tmp_path):
+    def failing():
+        yield from batches(9, {8})
+        raise OSError("the disk is gone")
+
+    step, state = make(1, data_parallel)
+    action = jaxloop.CheckpointAction(tmp_path, interval=jaxloop.every(steps=5))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action], nan_policy="raise"))
+    with pytest.raises(OSError, match="disk") as raised:
+        outer_loop(state, train_dataset=failing(), train_total_steps=20)
+    assert checkpoint.all_steps(tmp_path) == [5]
+    assert any("Step 8 is the first" in note for note in raised.value.__notes__)
+
+
+def test_looking_costs_no_reads_and_no_dispatches(data_parallel, monkeypatch):
+    def count(policy):
+        step, state = make(1, data_parallel)
+        loop = jaxloop.TrainLoop(step, nan_policy=policy)
+        state, _ = loop(state, batches(1), num_steps=1)
+        reads, fetch = [], metrics.fetch
+        with monkeypatch.context() as patched:
+            patched.setattr(metrics, "fetch", lambda tree: reads.append(tree) or fetch(tree))
+            loop(state, iter(batches(100)), num_steps=100)
+        return len(reads)
+
+    assert count("raise") == count("skip") == count("ignore")
+
+
+def test_an_unknown_policy_is_an_error(data_parallel):
+    with pytest.raises(ValueError, match="nan_policy must be one of 'raise', 'skip' and 'ignore', got 'stop'"):
+        jaxloop.TrainLoop(make(1, data_parallel)[0], nan_policy="stop")  # pyright: ignore

@@ -1,0 +1,142 @@
+"""The flight recorder: a step that failed is run again from what was written down."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import core
+from test_bad_numbers import RegressionStep, batches, make
+
+import jaxloop
+from jaxloop import checkpoint
+
+
+def fail(outer_loop, state, data, error: type[Exception] = FloatingPointError, **options):
+    with pytest.raises(error) as raised:
+        outer_loop(state, train_dataset=data, train_total_steps=len(data), **options)
+    return raised.value
+
+
+def test_a_step_is_replayed_from_a_checkpoint_bit_for_bit(data_parallel, tmp_path, logs):
+    step, state = make(1, data_parallel)
+    data = batches(40, {33})
+    action = jaxloop.CheckpointAction(tmp_path / "checkpoints", interval=jaxloop.every(steps=10))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action], nan_policy="raise"), workdir=tmp_path)
+    error = fail(outer_loop, state, data)
+    folder = tmp_path / "failures" / "33"
+    assert any(f"jaxloop.replay({str(folder)!r}, step)" in note for note in error.__notes__)
+    noted = json.loads((folder / "failure.json").read_text())
+    assert noted["state_step"] == 30 and sorted(noted["batches"]) == ["31", "32", "33"]
+    other = make(1, data_parallel)[0]  # In another process, say.
+    for path in (tmp_path, folder):
+        after, outputs = jaxloop.replay(path, other)
+        assert int(after.step) == 33 and np.isnan((outputs or {})["loss"]) and np.isnan(after.params["kernel"]).any()
+    assert "the first being outputs/loss: outputs/loss, params/bias, params/kernel" in logs.text
+
+
+class OverflowStep(RegressionStep):
+    def run(self, state, batch):
+        self.was_traced = isinstance(state.step, core.Tracer)
+        state, outputs = super().run(state, batch)
+        return state, {**outputs, "loss": jnp.where(batch["divisor"][0] > 0, (outputs or {})["loss"], jnp.inf)}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replayed_numbers_are_those_of_the_run(devices, data_parallel, tmp_path, assert_same):
+    placed = {} if devices == 1 else {"partitioner": data_parallel(8)}
+    step = OverflowStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1, momentum=0.9), train=True, **placed)
+    data = batches(5)
+    data[4]["divisor"][:] = 0  # An infinite loss, and parameters that are finite.
+    seen, _ = jaxloop.TrainLoop(step, nan_policy="ignore")(step.initialize_model([1, 3]), data, num_steps=5)
+    loop = jaxloop.TrainLoop(step, nan_policy="raise")
+    fail(jaxloop.OuterLoop(loop, workdir=tmp_path), step.new_state(), data)
+    after, outputs = jaxloop.replay(tmp_path, step)
+    assert_same(after.params, seen.params)
+    assert np.isinf((outputs or {})["loss"])
+    if devices == 1:
+        eager, outputs = jaxloop.replay(tmp_path, step, 5, eagerly=True)
+        np.testing.assert_allclose(eager.params["kernel"], seen.params["kernel"], rtol=1e-5)
+        assert np.isinf((outputs or {})["loss"]) and not step.was_traced
+
+
+class FailingStep(RegressionStep):
+    def begin(self, state, batch):
+        if batch["x"][0, 0] == 100:
+            raise RuntimeError("what is this?")
+        return state, batch
+
+
+def test_an_error_in_a_step_is_recorded_with_its_state(data_parallel, tmp_path, assert_same):
+    step = FailingStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
+    data = batches(6)
+    data[3]["x"][0, 0] = 100
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path)
+    error = fail(outer_loop, step.initialize_model([1, 3]), data, RuntimeError)
+    folder = tmp_path / "failures" / "4"
+    assert str(error) == "what is this?" and any("jaxloop.replay" in note for note in error.__notes__)
+    restored = checkpoint.restore(folder / "state", 3, step.new_state())
+    assert_same(restored.params, outer_loop.rescued_state.params)
+    assert list(json.loads((folder / "failure.json").read_text())["batches"]) == ["4"]
+    with pytest.raises(RuntimeError, match="what is this"):
+        jaxloop.replay(tmp_path, step)
+
+
+def test_the_first_step_and_a_failing_dataset_are_not_recorded(data_parallel, tmp_path):
+    def failing():
+        yield from batches(3)
+        raise OSError("gone")
+
+    step = FailingStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
+    data = batches(2)
+    data[0]["x"][0, 0] = 100
+    fail(
+        jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path),
+        step.initialize_model([1, 3]),
+        data,
+        RuntimeError,
+    )
+    with pytest.raises(OSError, match="gone"):
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path)
+        outer_loop(step.initialize_model([1, 3]), train_dataset=failing(), train_total_steps=9)
+    assert not (tmp_path / "failures").exists()
+    with pytest.raises(FileNotFoundError, match="No failure is recorded"):
+        jaxloop.replay(tmp_path, step)
+
+
+def test_at_most_five_failures_are_kept(data_parallel, tmp_path):
+    step, _ = make(1, data_parallel)
+    for bad in range(1, 7):
+        fail(
+            jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path),
+            step.new_state(),
+            batches(8, {bad}),
+        )
+    assert sorted(path.name for path in (tmp_path / "failures").iterdir()) == ["2", "3", "4", "5", "6"]
+
+
+def test_a_record_that_fails_hides_nothing(data_parallel, tmp_path, logs):
+    step, state = make(1, data_parallel)
+    (tmp_path / "failures").write_text("in the way")
+    error = fail(
+        jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path), state, batches(4, {2})
+    )
+    assert not any("replay" in note for note in error.__notes__) and "could not be recorded" in logs.text
+
+
+def test_what_a_replay_lacks_is_said(data_parallel, tmp_path):
+    step, state = make(1, data_parallel)
+    fail(jaxloop.OuterLoop(jaxloop.TrainLoop(step, nan_policy="raise"), workdir=tmp_path), state, batches(80, {70}))
+    with pytest.raises(ValueError, match="the state of step .* is not at hand: the one given is of step 0"):
+        jaxloop.replay(tmp_path, step)
+    state, _ = jaxloop.TrainLoop(step, nan_policy="raise")(step.new_state(), batches(80), num_steps=69)
+    after, _ = jaxloop.replay(tmp_path, step, state=state)
+    assert int(after.step) == 70 and int(state.step) == 69
+    other = RegressionStep(jax.random.key(1), nn.Dense(2), optax.sgd(0.1), train=True)
+    with pytest.raises(ValueError, match="other PRNG keys"):
+        jaxloop.replay(tmp_path, other)
+    with pytest.raises(ValueError, match=r"initialize_model\(...\)"):
+        jaxloop.replay(tmp_path, RegressionStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True))

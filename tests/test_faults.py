@@ -1,0 +1,317 @@
+"""Whatever breaks a run, it goes on as if nothing had happened. `make chaos` does the same at length."""
+
+import contextlib
+import dataclasses
+import functools
+import signal
+import sys
+import time
+
+import chaos
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import whole_run
+from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
+
+import jaxloop
+from jaxloop import checkpoint, seal
+from jaxloop import whole_run as wholes
+
+PROGRAM = functools.cache(whole_run.make_program)  # Initialised and compiled once.
+
+
+def run(directory, **options):
+    return whole_run.run(directory, **{"program": PROGRAM(), "source": "index", **options})
+
+
+def whole_of(tmp_path_factory, **options):
+    """A run without a break that keeps a checkpoint of every step, and what it came to."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, run(directory, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return whole_of(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def whole_in_epochs(tmp_path_factory):
+    return whole_of(tmp_path_factory, total=15, epochs=2, loop_steps=None)
+
+
+def at(place, number, do):
+    """Does something at a place, once."""
+    left = [None]
+
+    def watch(where, what):
+        if (where, what) == (place, number) and left:
+            left.clear()
+            do()
+
+    return watch
+
+
+class BrokenError(Exception):
+    pass
+
+
+def fail():
+    raise BrokenError("broken")
+
+
+def press_ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+# Resumes at odd moments -------------------------------------------------------------------------------
+
+
+def test_a_second_and_a_third_resume_are_like_the_first(whole, tmp_path):
+    directory, expected = whole
+    for number, step in enumerate([2, 5, 8]):
+        target = as_of(step, directory, tmp_path / str(number))
+        assert_goes_on_as_if_nothing_had_happened(run(target), expected, step)
+        directory = target
+
+
+def test_at_the_edge_of_an_epoch_the_next_one_begins(whole_in_epochs, tmp_path):
+    directory, expected = whole_in_epochs
+    target = as_of(whole_run.BATCHES, directory, tmp_path / "resumed")
+    resumed = run(target, total=15, epochs=2, loop_steps=None, saves=False)
+    assert_goes_on_as_if_nothing_had_happened(resumed, expected, whole_run.BATCHES)
+    assert resumed["ids"] == [0, 1, 2]
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run_after_it(whole, tmp_path):
+    ended = run(tmp_path, watch=at("opened", 0, press_ctrl_c))
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [1] and ended["step"] == 1 and ended["ids"] == [0]
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), whole[1], 1)
+
+
+def test_data_that_fail_before_the_first_step_save_step_0(whole, tmp_path):
+    with pytest.raises(BrokenError):
+        run(tmp_path, watch=at("data", 0, fail))
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [0]
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path), whole[1], 0)
+
+
+def test_a_checkpoint_of_step_0_is_gone_on_from(whole, tmp_path):
+    writer = checkpoint.CheckpointWriter(tmp_path / "checkpoints")
+    with contextlib.closing(writer):
+        writer.save(0, PROGRAM().state)
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, saves=False), whole[1], 0)
+
+
+def test_a_finished_run_makes_no_update_and_returns_the_same_state(whole, tmp_path):
+    run(tmp_path)
+    again = run(tmp_path)
+    assert_goes_on_as_if_nothing_had_happened(again, whole[1], 10)
+    assert again["ids"] == [] and again["written"] == []
+    assert (tmp_path / "checkpoints" / "STOPPED").exists()
+
+
+def test_it_goes_on_with_other_devices(tmp_path):
+    programs = [whole_run.make_program(devices=devices) for devices in (4, 2)]
+    expected = run(tmp_path / "whole", program=programs[0], save=5)
+    resumed = run(as_of(5, tmp_path / "whole", tmp_path / "resumed"), program=programs[1], save=5)
+    assert resumed["ids"] == expected["ids"][5:]
+    states = [
+        checkpoint.restore(tmp_path / name / "checkpoints", 10, programs[0].state) for name in ("whole", "resumed")
+    ]
+    for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+    losses = [[row[1]["test"]["loss"] for row in each["history"] if "test" in row[1]] for each in (expected, resumed)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+# One ingredient left out: these tests can fail ---------------------------------------------------------
+
+
+def without_position(monkeypatch):
+    monkeypatch.setattr(wholes.WholeRun, "_read_position", lambda *args: None)
+
+
+def with_other_keys(monkeypatch):
+    monkeypatch.setattr(wholes.WholeRun, "_check_is_this_run", lambda *args: None)
+    other = dataclasses.replace(whole_run.make_program(seed=4), state=PROGRAM().state)
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", lambda: other)
+
+
+def with_state_changed_by(change):
+    def tamper(monkeypatch):
+        restore_newest = checkpoint.restore_newest
+
+        def restore(*args, **kwargs):
+            state, step = restore_newest(*args, **kwargs)
+            return change(state), step
+
+        monkeypatch.setattr(checkpoint, "restore_newest", restore)
+
+    return tamper
+
+
+def without_sums(monkeypatch):
+    load = checkpoint.run
+
+    def without(directory, step):
+        loaded = load(directory, step)
+        for slot in loaded["parts"]["train"]["slots"]:
+            slot["unseen"] = jaxloop.metrics.LoopOutputs().encode()[0]
+        return loaded
+
+    monkeypatch.setattr(checkpoint, "run", without)
+
+
+TAMPERINGS = {
+    "data position": without_position,
+    "keys": with_other_keys,
+    "step counter": with_state_changed_by(lambda state: state.replace(step=state.step - 1)),
+    "optimizer state": with_state_changed_by(
+        lambda state: state.replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
+    ),
+    "metric sums": without_sums,
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS.values(), ids=TAMPERINGS)
+def test_what_is_left_out_of_a_checkpoint_is_seen(whole, tmp_path, monkeypatch, tamper):
+    directory, expected = whole
+    assert_goes_on_as_if_nothing_had_happened(run(as_of(5, directory, tmp_path / "1"), saves=False), expected, 5)
+    tamper(monkeypatch)
+    if tamper is TAMPERINGS["step counter"]:
+        with pytest.raises(ValueError, match="num_steps must be a positive int"):
+            run(as_of(5, directory, tmp_path / "2"), saves=False)
+        return
+    resumed = run(as_of(5, directory, tmp_path / "2"), saves=False)
+    with pytest.raises(AssertionError):
+        assert_goes_on_as_if_nothing_had_happened(resumed, expected, 5)
+
+
+# However a run ends -----------------------------------------------------------------------------------
+
+
+# At which place and number, what happens, what is raised, the step that is saved, and what the notes say.
+ENDS = {
+    "the end": ("nowhere", 0, fail, None, 8, []),
+    "the step": ("step", 6, fail, BrokenError, 6, ["NoisyStep", "after step 6", "TrainLoop"]),
+    "the data": ("data", 6, fail, BrokenError, 6, ["in the dataset, after step 6", "TrainLoop"]),
+    "an action": ("action", 6, fail, BrokenError, 6, ["in TellOfSteps", "after step 6", "TrainLoop"]),
+    "an evaluation": ("eval", 101, fail, BrokenError, 4, ["NoisyStep", "after step 4", "EvalLoop"]),
+    "a writer": ("writer", 6, fail, BrokenError, 6, ["in SummaryAction(interval=every(steps=3)), after step 6"]),
+    "Ctrl-C": ("step", 6, press_ctrl_c, None, 7, []),
+    "sys.exit": ("step", 6, lambda: sys.exit(3), SystemExit, 6, ["NoisyStep", "after step 6", "TrainLoop"]),
+}
+
+
+@pytest.mark.parametrize(("place", "number", "do", "error", "saved", "words"), ENDS.values(), ids=ENDS)
+def test_whatever_ends_a_run_it_is_saved_and_goes_on(whole, tmp_path, place, number, do, error, saved, words):
+    happened = []
+    watch = at(place, number, lambda: happened.append(place) or do())
+    writer = whole_run.Writer(watch)
+    with contextlib.nullcontext() if error is None else pytest.raises(error) as caught:
+        run(tmp_path, watch=watch, writer=writer, save=4)
+    assert happened == ([] if place == "nowhere" else [place])
+    notes = "\n".join(caught.value.__notes__) if caught else ""
+    assert [word for word in words if word not in notes] == []
+    directory = tmp_path / "checkpoints"
+    assert checkpoint.all_steps(directory)[-1] == saved and seal.problems(directory / str(saved)) == []
+    assert int(checkpoint.restore(directory, saved, PROGRAM().state).step) == saved
+    assert writer.flushes > 0 and chaos.leftovers(tmp_path) == []
+    assert (directory / "STOPPED").exists() == (place == "nowhere")
+    assert_ends_like(whole[1], run(tmp_path, save=4), saved, () if place == "nowhere" else writer.written)
+
+
+def assert_ends_like(expected, resumed, step, written):
+    """Compares with a run without a break; `written` are the rows from before, if it could write them in order."""
+    assert resumed["state"] == expected["state"] and resumed["history"] == expected["history"]
+    assert resumed["ids"] == expected["ids"][step:]
+    after = [row for row in expected["written"] if row[0] > step]
+    assert [*written, *resumed["written"]] == (expected["written"] if written else after)
+
+
+# Writers ----------------------------------------------------------------------------------------------
+
+
+class BadWriter(whole_run.Writer):
+    """Sleeps, or raises, for rows of a step, or when it is flushed."""
+
+    def __init__(self, steps=(), *, secs=0.0, raises=False, flush=False):
+        super().__init__()
+        self.steps, self.secs, self.raises, self.bad_flush, self.calls = steps, secs, raises, flush, 0
+
+    def write_scalars(self, step, scalars):
+        if step in self.steps:
+            self._be_bad()
+        super().write_scalars(step, scalars)
+
+    def flush(self):
+        super().flush()
+        if self.bad_flush:
+            self._be_bad()
+
+    def _be_bad(self):
+        self.calls += 1
+        time.sleep(self.secs)
+        if self.raises:
+            fail()
+
+
+@pytest.mark.parametrize("options", [{"steps": range(11)}, {"flush": True}], ids=["in write_scalars", "in flush"])
+def test_a_slow_writer_changes_no_bit(whole, tmp_path, options):
+    writer = BadWriter(secs=0.05, **options)
+    assert_goes_on_as_if_nothing_had_happened(run(tmp_path, writer=writer), whole[1], 0)
+    assert writer.calls > 0
+
+
+@pytest.mark.parametrize("step", [6, 8], ids=["of the train loop", "of an evaluation too"])
+def test_a_writer_that_raises_ends_the_run_and_no_row_is_doubled_or_missing(whole, tmp_path, step):
+    writer = BadWriter([step], raises=True)
+    with pytest.raises(BrokenError) as caught:
+        run(tmp_path, writer=writer, save=3)
+    assert writer.calls == 1 and f"after step {step}" in caught.value.__notes__[0]
+    assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == step
+    assert_ends_like(whole[1], run(tmp_path, save=3), step, writer.written)
+
+
+def test_a_writer_that_still_raises_ends_the_next_run_too(whole, tmp_path):
+    for _ in range(2):
+        writer = BadWriter(range(11), raises=True)
+        with pytest.raises(BrokenError):
+            run(tmp_path, writer=writer)
+        assert writer.calls == 1 and checkpoint.all_steps(tmp_path / "checkpoints") == [1, 2, 3]
+    resumed = run(tmp_path)
+    assert_ends_like(whole[1], {**resumed, "written": resumed["written"][1:]}, 3, ())
+    assert resumed["written"][0] == whole[1]["written"][0]  # That of step 3.
+
+
+def test_a_writer_that_can_not_flush_is_said_when_all_is_saved(whole, tmp_path):
+    writer = BadWriter(raises=True, flush=True)
+    with pytest.raises(BrokenError) as caught:
+        run(tmp_path, writer=writer)
+    assert any("was closed at the end of the run" in note for note in caught.value.__notes__)
+    assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 10 and chaos.leftovers(tmp_path) == []
+    assert_ends_like(whole[1], run(tmp_path), 10, ())
+
+
+# In processes of their own ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory):
+    with contextlib.closing(chaos.Arena(tmp_path_factory.mktemp("arena"))) as arena:
+        yield arena
+
+
+@pytest.mark.parametrize(
+    ("fault", "count"),
+    [("sigkill", 8), ("signals", 12), ("two_trainers", 2), ("donated", 12), ("damaged", 1)],
+)
+def test_runs_survive(arena, fault, count):
+    done = 0
+    for faults, problems in chaos.PARTS[fault][0](arena, count, seed=0):
+        assert problems == []
+        done += faults
+    assert done == count
