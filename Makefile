@@ -13,7 +13,7 @@ test: .venv/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 chaos: .venv/test.installed
 	$(BIN)/python tests/chaos.py

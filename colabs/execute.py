@@ -105,6 +105,9 @@ def _kernel_environment(directory: str) -> dict[str, str]:
         **kept,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
+        # A network that several cells train is compiled once.
+        "JAX_COMPILATION_CACHE_DIR": f"{directory}/compiled",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "IPYTHONDIR": directory,
         "TMPDIR": directory,

@@ -2,6 +2,21 @@
 
 import _thread
 import os
+import shutil
+import tempfile
+
+# Most tests compile the same few small programs. Each is compiled once a session, for all tests and what they start:
+# the workers of pytest-xdist, and the programs that tests run, find the directory in their environment. What tests
+# write is kept in memory where there is room, and is gone afterwards (`--basetemp=DIRECTORY` keeps what `tmp_path` gave).
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _MEMORY = "/dev/shm"
+    _HAS_ROOM = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 2**30
+    _SCRATCH = tempfile.TemporaryDirectory(
+        prefix="jaxloop_tests_", dir=_MEMORY if _HAS_ROOM else None, ignore_cleanup_errors=True
+    )
+    os.environ["TMPDIR"] = tempfile.tempdir = _SCRATCH.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(_SCRATCH.name, "compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 # Read when JAX starts: with fewer threads, several devices on few cores wait for each other for ever.
 os.environ["NPROC"] = "32"
@@ -20,6 +35,22 @@ from absl import logging
 from jax.sharding import Mesh
 
 from jaxloop import partition
+
+# They come first: else one of two workers ends with them, while the other has nothing left to do.
+LONGEST_FILES = [
+    "test_colabs.py",
+    "test_mnist_tutorial.py",
+    "test_faults.py",
+    "test_whole_run.py",
+    "test_digits.py",
+    "test_runs.py",
+    "test_testing.py",
+]
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 class RecordingWriter:

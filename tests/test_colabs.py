@@ -12,7 +12,7 @@ import pytest
 
 _COLABS = pathlib.Path(__file__).parents[1] / "colabs"
 _LARGEST_PICTURE = 60_000  # In bytes.
-_PATH_OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:root|work|home|Users|tmp|usr|opt|var|mnt|srv|content)\b")
+_PATH_OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:dev|root|work|home|Users|tmp|usr|opt|var|mnt|srv|content)\b")
 
 
 def _load_execute():

@@ -39,19 +39,12 @@ def tests_of_short_runs():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Compiling takes most of a short run's time: it is done fast, and once for the runs that share their programs."""
-    options = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: jax.config.values[name] for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
+def compile_fast():
+    """Compiling takes most of a short run's time."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
     yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def fail():
