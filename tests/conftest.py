@@ -7,7 +7,8 @@ import tempfile
 
 # Most tests compile the same few small programs. Each is compiled once a session, for all tests and what they start:
 # the workers of pytest-xdist, and the programs that tests run, find the directory in their environment. What tests
-# write is kept in memory where there is room, and is gone afterwards (`--basetemp=DIRECTORY` keeps what `tmp_path` gave).
+# write is kept in memory where there is room, and is gone afterwards (`--basetemp=DIRECTORY` keeps what `tmp_path`
+# gave).
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _MEMORY = "/dev/shm"
     _HAS_ROOM = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 2**30
