@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jaxloop import types
 
@@ -123,6 +124,75 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
     if dtype is None and not isinstance(leaf, int | float | complex):
         return f"of type {type(leaf).__name__}, which JAX can't turn into an array. {remedy}"
     return None
+
+
+class BatchWatch:
+    """Looks at the batches of a step for what JAX would take without a word."""
+
+    def __init__(self):
+        self._shapes: list[Any] | None = None  # Of the last batch.
+        self._seen: set[tuple[Any, ...]] = set()
+        self._leaves: dict[str, str] = {}
+        self._wide: list[str] = []  # The paths of 64-bit integers.
+
+    def look(self, batch: Any, step: Any) -> None:
+        """Looks at the next batch of a step, whose `max_batch_shapes` says how many shapes may come.
+
+        Raises:
+          ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them; or there are too many shapes.
+        """
+        leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
+        shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+        if shapes != self._shapes:
+            self._look_closely(batch, shapes, step)
+        if self._wide:
+            _check_range(batch, self._wide)
+
+    def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
+        by_path = {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+        leaves = {path: describe(leaf) for path, leaf in by_path.items()}
+        is_64 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if is_64}
+        self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
+        floats = [path for path, kind in kinds.items() if kind == "float64"]
+        if not self._seen and floats:
+            logging.warning(
+                "%s of %r is float64, which JAX turns into float32 at each step. Make it float32 where the data are "
+                "made: .astype(np.float32).",
+                ", ".join(floats),
+                step,
+            )
+        key = tuple(sorted(leaves.items()))
+        if self._seen and key not in self._seen:
+            changes = [f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in leaves.items()]
+            changed = [
+                each for each, path in zip(changes, leaves, strict=True) if self._leaves.get(path) != leaves[path]
+            ]
+            text = f"{step!r} compiles anew for each shape of its batches, and here changed {', '.join(changed)}."
+            remedy = "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
+            if len(self._seen) >= step.max_batch_shapes:
+                raise ValueError(
+                    f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
+                    f"limit. {remedy} Or set max_batch_shapes of the step."
+                )
+            if len(self._seen) == 1:
+                logging.warning("%s %s This is said once.", text, remedy)
+        self._seen.add(key)
+        self._shapes, self._leaves = shapes, leaves
+
+
+def _check_range(batch: Any, wide: list[str]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = batch_leaf_name(path)
+        if name not in wide or not isinstance(leaf, np.ndarray) or not leaf.size:
+            continue
+        limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
+        if leaf.max() > limits.max or leaf.min() < limits.min:
+            raise ValueError(
+                f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, and JAX would cut them to "
+                f"{limits.dtype}, silently. Map them to smaller numbers, split them in two, or call "
+                "jax.config.update('jax_enable_x64', True) when the program starts."
+            )
 
 
 def num_examples(batch: Any) -> int | None:

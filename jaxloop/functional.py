@@ -532,7 +532,7 @@ def _commit(loop_state: LoopState) -> None:
 
 def _write(loop_state: LoopState) -> None:
     """Completes the file of the history, if it has one, up to here."""
-    if loop_state.history._path is not None:
+    if loop_state.history.path is not None:
         _commit(loop_state)
         loop_state._in_history = {path for path, _ in _entries(loop_state.logs)}
         loop_state.history.flush()

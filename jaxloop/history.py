@@ -111,6 +111,11 @@ class History:
         self._waiting: dict[int, list[_Place]] = {}
         self._queue = metrics.OutputQueue(_CHUNK_SIZE)
 
+    @property
+    def path(self) -> epath.Path | None:
+        """The file that the rows are written to; None where they are kept in memory only."""
+        return self._path
+
     # Writing ---------------------------------------------------------------------------------------
 
     def commit(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:

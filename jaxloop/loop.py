@@ -212,7 +212,10 @@ class Loop:
                 self._time_before_step = time_before
                 place = step_name
                 num_examples = self._step.num_examples(batch)
-                state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
+                try:
+                    state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
+                except StopIteration as error:  # To a caller that is a generator it would be the end of its data.
+                    raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
                 self._newest_state = state
                 self._count_step(num_examples)
                 for arrived in queue.push(self._to_push(step_outputs), state):

@@ -97,6 +97,9 @@ class Step:
       TypeError: an unknown keyword with a Linen module.
     """
 
+    max_batch_shapes: int = 16
+    """How many shapes of batches may come in training, each of which compiles `run` anew, before that is an error."""
+
     def __init__(
         self,
         base_prng: types.PRNGType,
@@ -140,6 +143,7 @@ class Step:
         self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
         self._rescued_state: Any = None
         self._has_said_count = False
+        self._batch_watch = checks.BatchWatch()
         self._num_params: int | None = None
         self._num_flops: float | None = None
 
@@ -330,6 +334,7 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
+        self._batch_watch.look(batch, self)
         state, outputs = self._dispatch(self._watched_run(), self.shard_batch, state, batch)
         checks.mark_taken(given, f"{type(self).__name__}.step")
         try:

@@ -129,7 +129,8 @@ class WholeRun:
                 "data": self.source and _position_of(self.source, consumed, arrays),
                 "data_sizes": {name: array.size for name, array in arrays.items()},
                 "eval_data": {name: _position_of(each, each.count) for name, each in self._eval_sources.items()},
-                "history_rows": len(self._history),
+                # Of rows in memory a later process has none.
+                "history_rows": None if self._history.path is None else len(self._history),
                 "parts": states,
                 "kept_states": sorted(trees),
             },

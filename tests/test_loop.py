@@ -361,3 +361,15 @@ def test_a_hook_that_returns_no_pair_is_refused():
 def test_a_loop_takes_a_step():
     with pytest.raises(TypeError, match="TrainLoop takes a jaxloop Step, got <function"):
         TrainLoop(lambda state, batch: None)
+
+
+def test_stop_iteration_in_a_step_is_no_end_of_the_data():
+    class Careless(type(examples.tiny_regression()[0])):
+        def begin(self, state, batch):
+            return state, next(iter([]))
+
+    step, state, batches = examples.tiny_regression()
+    step = Careless(step.base_prng, step.model, step.optimizer)
+    with pytest.raises(RuntimeError, match="The step raised StopIteration") as caught:
+        Loop(step)(state, batches)
+    assert "after step 0" in caught.value.__notes__[0]

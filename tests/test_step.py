@@ -431,3 +431,46 @@ def test_a_step_without_run_says_so():
     step = Step(KEY, nn.Dense(1))
     with pytest.raises(NotImplementedError, match="Step must define run"):
         step.step(step.initialize_model([1, 3]), BATCH)
+
+
+# Batches that JAX would take without a word ------------------------------------------------------------
+
+
+def batch_of(rows, dtype=np.float32, **more):
+    return {"x": np.ones((rows, 3), dtype), "y": np.ones((rows, 1), np.float32), **more}
+
+
+def test_batches_of_changing_shape_are_said_once_and_refused_past_a_limit(warnings_logged):
+    step, state, _ = examples.tiny_regression()
+    step.max_batch_shapes = 3
+    for rows in (8, 8, 5, 8, 5, 4):
+        state, _ = step.step(state, batch_of(rows))
+    (said,) = warnings_logged()
+    assert (
+        "changed batch['x'] from float32[8, 3] to float32[5, 3], batch['y'] from" in said and "drop_remainder" in said
+    )
+    with pytest.raises(ValueError, match=r"has had 3 shapes, and max_batch_shapes=3 is the limit"):
+        step.step(state, batch_of(7))
+    assert int(step.step(state, batch_of(5))[0].step) == 7  # The state is as it was.
+
+
+def test_float64_is_said_once(warnings_logged):
+    step, state, _ = examples.tiny_regression()
+    for _ in range(3):
+        state, _ = step.step(state, batch_of(8, np.float64))
+    (said,) = warnings_logged()
+    assert said.startswith("batch['x'] of _RegressionStep") and ".astype(np.float32)" in said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits", "too_large"),
+    [(np.int64, 2**31 - 1, 2**31), (np.int64, -(2**31), -(2**31) - 1), (np.uint64, 2**32 - 1, 2**32)],
+)
+def test_integers_that_jax_would_cut_are_refused(dtype, fits, too_large):
+    step, state, _ = examples.tiny_regression()
+    state, _ = step.step(state, batch_of(8, id=np.full(8, fits, dtype)))
+    with pytest.raises(
+        ValueError, match=rf"batch\['id'\] is u?int64\[8\] with values from {too_large} to .*jax_enable_x64"
+    ):
+        step.step(state, batch_of(8, id=np.full(8, too_large, dtype)))
+    assert int(step.step(state, batch_of(8, id=np.zeros(8, dtype)))[0].step) == 2
