@@ -133,7 +133,9 @@ class BatchWatch:
         self._shapes: list[Any] | None = None  # Of the last batch.
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
+        self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
         self._wide: list[str] = []  # The paths of 64-bit integers.
+        self._has_warned = False
 
     def look(self, batch: Any, step: Any) -> None:
         """Looks at the next batch of a step, whose `max_batch_shapes` says how many shapes may come.
@@ -175,10 +177,25 @@ class BatchWatch:
                     f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
                     f"limit. {remedy} Or set max_batch_shapes of the step."
                 )
-            if len(self._seen) == 1:
+            # One short batch, the last of each epoch, is nothing to speak of.
+            if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
+                self._has_warned = True
                 logging.warning("%s %s This is said once.", text, remedy)
+        self._arrays = self._arrays or {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
+
+    def _is_short(self, by_path: dict[str, Any]) -> bool:
+        """Whether a batch is as the first one, with fewer rows."""
+        now = {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
+        if now.keys() != self._arrays.keys():
+            return False
+        pairs = [(now[path], self._arrays[path]) for path in now]
+        return all(one[0] == two[0] and one[1][1:] == two[1][1:] and one[1][:1] <= two[1][:1] for one, two in pairs)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)
 
 
 def _check_range(batch: Any, wide: list[str]) -> None:
