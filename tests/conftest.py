@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     _SCRATCH = tempfile.TemporaryDirectory(
         prefix="jaxloop_tests_", dir=_MEMORY if _HAS_ROOM else None, ignore_cleanup_errors=True
     )
+    os.chmod(_SCRATCH.name, 0o711)  # For tests that become another user to pass through.
     os.environ["TMPDIR"] = tempfile.tempdir = _SCRATCH.name
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(_SCRATCH.name, "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
