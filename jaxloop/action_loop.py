@@ -447,15 +447,11 @@ class ActionLoop(StatLoop):
                     history=run.history,
                     total_steps=run.total_steps,
                     spent=spent - slot.spent_before,
-                    snapshot=run.snapshot or self._snapshot,
+                    snapshot=run.snapshot,
                 )
             slot.called_at, slot.spent_before = now.steps, spent
             if outputs.get(types.STOP_LOOP):
                 self._stop_asked = True
-
-    def _snapshot(self) -> dict[str, Any]:
-        """What a checkpoint of a loop on its own keeps beside the state."""
-        return {"metadata": {"elapsed": self.elapsed.to_dict()}}
 
     def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
         if self._keeps_pieces:

@@ -24,6 +24,12 @@ def encode(value: Any) -> Any:
     return _encode(value, "value")
 
 
+def encode_keys(keys: Any) -> Any:
+    """What JSON can hold of PRNG keys, typed or not: the same for the same keys."""
+    is_typed = lambda key: jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return encode(jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys))
+
+
 def _encode(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value

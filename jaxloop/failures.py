@@ -90,7 +90,7 @@ def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
         "step_num": failure.step_num,
         "error": f"{type(failure.error).__name__}: {failure.error}",
         "nan_policy": failure.nan_policy,
-        "keys": encoded_keys(step.base_prng),
+        "keys": encoding.encode_keys(step.base_prng),
         "state_step": base,
         "checkpoint_dir": None if directory is None else str(directory),
         "batches": encoded,
@@ -116,13 +116,6 @@ def _remove_old(folder: epath.Path, but: epath.Path) -> None:
 
 def _written_at(folder: epath.Path) -> int:
     return os.stat(folder).st_mtime_ns
-
-
-def encoded_keys(keys: types.PRNGType) -> Any:
-    """The data of PRNG keys as JSON can hold it."""
-    is_typed = lambda key: jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    data = jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys)
-    return encoding.encode(metrics.fetch(data))
 
 
 # Batches: their structure and Python's numbers as JSON, their arrays beside it ---------------------------
@@ -205,7 +198,7 @@ def replay(
     """
     folder = _folder(path, step_num)
     noted = json.loads((folder / _FILE).read_text())
-    if noted["keys"] != encoded_keys(step.base_prng):
+    if noted["keys"] != encoding.encode_keys(step.base_prng):
         raise ValueError(
             f"{folder} is of a run with other PRNG keys (base_prng) than {step!r} has. Make the step from "
             "the same seed."

@@ -675,11 +675,8 @@ class OuterLoop:
         if not isinstance(error, Exception) or not loop.stopwatch.steps:  # The very first step fails again at once.
             return
         state = self._rescued_state if loop.step_num == loop.failed_step - 1 else None
-        directories = [action.directory for action in _checkpoint_actions(loop)]
-        if self._checkpoint_spec is not None:
-            directories.append(checkpoint.absolute(self._checkpoint_spec.checkpoint_dir))
         failure = failures.Failure(
-            loop.failed_step, error, loop.nan_policy, loop.kept_batches, state, list(dict.fromkeys(directories))
+            loop.failed_step, error, loop.nan_policy, loop.kept_batches, state, self._directories_to_train_in()
         )
         failures.record(workdir, loop.step, failure)
 

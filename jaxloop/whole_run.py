@@ -4,13 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, encoding, metrics
+from jaxloop import checkpoint, encoding
 from jaxloop.history import History
 from jaxloop.position import DatasetPosition, PositionedIterator
 from jaxloop.schedules import Elapsed
@@ -95,9 +93,7 @@ class WholeRun:
     ):
         self._main, self._parts = main, {"train": main, **others}
         self._eval_sources, self._history = eval_sources, history
-        is_typed = lambda key: jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        data = jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys)
-        self._keys = encoding.encode(metrics.fetch(data))
+        self._keys = encoding.encode_keys(keys)
         self.source: PositionedIterator | None = None
         self.passes = 0
 
