@@ -996,8 +996,8 @@ class Counter:
 
     def __loop_callback__(self, loop_state):
         self.count += 1
-        loop_state.metadata["twice"] = 2 * self.count
-        return jf.logs().add_metric("count", self.count), None
+        loop_state.metadata["twice"] = loop_state.metadata.get("twice", 0) + 2
+        return jf.logs().add_metric("count", self.count).add_metric("twice", loop_state.metadata["twice"]), None
 
     def state_dict(self):
         return {"count": self.count}
