@@ -106,6 +106,9 @@ class ActionLoop(StatLoop):
         self._spent_at_look = self.spent
         # Of a loop with `steps_before`: what its earlier part has reported; and all of it up to now.
         self._outputs_before = self._so_far = metrics.LoopOutputs()
+        # The `clu.metrics` sums that a break came amid; and what `_so_far` had of their names without them.
+        self._open_sums, self._so_far_without = metrics.LoopOutputs(), metrics.LoopOutputs()
+        self._is_failing = False
         self._said_left_out: set[str] = set()
         self.run_info: Run | None = None
 
@@ -155,6 +158,7 @@ class ActionLoop(StatLoop):
     def _forget(self) -> None:
         self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
         self._so_far = metrics.LoopOutputs()
+        self._close_sums()
         for slot in self._all_slots():
             slot.forget(self.spent)
 
@@ -197,7 +201,8 @@ class ActionLoop(StatLoop):
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0
         if self._count != self._loop_count:  # An exception ended the last call: this is another loop.
             self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
-        self._so_far = self._outputs_before.copy()
+            self._close_sums()
+        self._so_far, self._is_failing = self._outputs_before.copy(), False
         self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
             for slot in self._all_slots():
@@ -216,10 +221,12 @@ class ActionLoop(StatLoop):
         state, outputs = super().end(state, outputs)
         self._hand_out_piece()
         self._keep_so_far(metrics.LoopOutputs(outputs))
-        if self.was_interrupted and self.run_info is not None and self.run_info.can_resume:
+        if self._is_broken_off():
             # Here is no end of a loop, only a step of one that goes on in a later call.
             self._looked = now = self._look(self._loop_count)
-            self._call_actions(self._due(now, at_end=False), state, now, comes_last=False)
+            due = self._due(now, at_end=False)
+            self._close_sums_for(due)
+            self._call_actions(due, state, now, comes_last=False)
             self.steps_before, self._outputs_before = self.steps_before + len(self.num_examples), self._so_far
             self._count = self._loop_count
             return state, outputs
@@ -235,6 +242,11 @@ class ActionLoop(StatLoop):
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
+
+    def _is_broken_off(self) -> bool:
+        """Whether a later call, or process, goes on with this loop amid its steps."""
+        can_go_on = self.run_info is not None and self.run_info.can_resume and self._returns_new_state
+        return can_go_on and (self.was_interrupted or self._is_failing)
 
     def _keep_so_far(self, outputs: metrics.LoopOutputs) -> None:
         """Keeps what the loop has reported up to now, its earlier part included."""
@@ -276,6 +288,7 @@ class ActionLoop(StatLoop):
           What JSON can hold; and, by name, the states that actions keep.
         """
         slots = self._all_slots()
+        self._close_sums_for(self._due(self.elapsed, at_end=False))
         # What an evaluation has done by half is done again.
         is_inside = self._count != self._loop_count and self._returns_new_state
         keeps_outputs = self._returns_new_state and any(slot.takes_whole_loops for slot in slots)
@@ -287,6 +300,8 @@ class ActionLoop(StatLoop):
             "steps_in_loop": self.steps_before + (len(self.num_examples) if is_inside else 0),
             "last_beginning": self._last_beginning.to_dict(),
             "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
+            "open_sums": self._encode(self._open_sums),
+            "outputs_without": self._encode(self._so_far_without if keeps_outputs else metrics.LoopOutputs()),
             "slots": [slot.state_dict(self._encode) for slot in slots],
             "others": [_remembered(action) for action in self._other_actions()],
         }
@@ -301,6 +316,8 @@ class ActionLoop(StatLoop):
         self.steps_before = state_dict["steps_in_loop"]
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
         self._outputs_before = self._so_far = metrics.LoopOutputs.decode(state_dict["outputs"])
+        self._open_sums = metrics.LoopOutputs.decode(state_dict["open_sums"])
+        self._so_far_without = metrics.LoopOutputs.decode(state_dict["outputs_without"])
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dict["slots"])]
         for slot, kept in self._matched(self._all_slots(), numbered, lambda slot: slot.action):
             slot.load_state_dict(kept)
@@ -364,6 +381,7 @@ class ActionLoop(StatLoop):
     def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         if not self._returns_new_state:
             return
+        self._is_failing = True
         try:
             self._keep_so_far(self._drain(queue, outputs))
             self._hand_out_piece()
@@ -460,7 +478,40 @@ class ActionLoop(StatLoop):
             self._so_far = self.update_outputs(self._so_far, arrived)
         return super()._take(outputs, arrived)
 
+    # Sums have the same bits as without a break only where they are made in the same order. So the next call goes on
+    # with those that the break came amid, and if a state comes to be merged with them, they are taken out of what they
+    # were added to for the while.
+
+    def _sums_to_go_on_with(self) -> dict[str, Any]:
+        return {name: sums[0] for name, sums in self._open_sums.items()}
+
+    def _close_sums_for(self, due: Sequence["_Slot"]) -> None:
+        """Where a run without a break would have added the sums up as well, they stay as they are."""
+        if any(slot.reads_outputs or slot.saves for slot in due):
+            self._close_sums()
+
+    def _close_sums(self) -> None:
+        self._open_sums, self._so_far_without = metrics.LoopOutputs(), metrics.LoopOutputs()
+        for slot in self._all_slots():
+            slot.unseen_without = metrics.LoopOutputs()
+
+    def _reopen_sums(self, names: Iterable[str]) -> None:
+        for name in set(names) & set(self._open_sums):
+            _put_back(self._so_far, self._so_far_without, name)
+            for slot in self._all_slots():
+                slot.reopen(name)
+        self._close_sums()
+
+    def _leave_sums_open(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
+        self._open_sums = metrics.LoopOutputs({name: [sums] for name, sums in merged.items()})
+        self._so_far_without = _part(self._so_far if self.steps_before else outputs, merged)
+        for slot in self._all_slots():
+            slot.unseen_without = _part(slot.unseen, merged)
+
     def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
+        self._reopen_sums(merged)
+        if self._is_broken_off():
+            self._leave_sums_open(outputs, merged)
         if self._keeps_pieces:
             super()._take_merged(self._piece, merged)
         if self.steps_before:
@@ -481,6 +532,8 @@ class _Slot:
     Attributes:
       called_at: the step after which it was called last.
       spent_before: what the loop had spent then.
+      unseen: what it is to see.
+      unseen_without: what `unseen` had of some names without the sums that a break came amid.
     """
 
     def __init__(self, actions: ActionList, index: int):
@@ -493,19 +546,27 @@ class _Slot:
         self.saves = self.action.time_goes_to == "checkpoints"
         self.called_at: int | None = None
         self.spent_before = timing.Spent()
-        self._unseen = metrics.LoopOutputs()
+        self.unseen = metrics.LoopOutputs()
+        self.unseen_without = metrics.LoopOutputs()
 
     def forget(self, spent: timing.Spent) -> None:
-        self._unseen, self.called_at, self.spent_before = metrics.LoopOutputs(), None, spent
+        self.unseen, self.called_at, self.spent_before = metrics.LoopOutputs(), None, spent
 
     def state_dict(self, encode: Callable[[metrics.LoopOutputs], dict[str, Any]]) -> dict[str, Any]:
-        unseen = self._unseen if self.reads_outputs else metrics.LoopOutputs()
-        return {**_remembered(self.action), "called_at": self.called_at, "unseen": encode(unseen)}
+        unseen = self.unseen if self.reads_outputs else metrics.LoopOutputs()
+        without = self.unseen_without if self.reads_outputs else metrics.LoopOutputs()
+        remembered = {"called_at": self.called_at, "unseen": encode(unseen), "unseen_without": encode(without)}
+        return {**_remembered(self.action), **remembered}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.action.load_state_dict(encoding.decode(state_dict["state"]))
         self.called_at = state_dict["called_at"]
-        self._unseen = metrics.LoopOutputs.decode(state_dict["unseen"])
+        self.unseen = metrics.LoopOutputs.decode(state_dict["unseen"])
+        self.unseen_without = metrics.LoopOutputs.decode(state_dict["unseen_without"])
+
+    def reopen(self, name: str) -> None:
+        if self.takes_pieces:
+            _put_back(self.unseen, self.unseen_without, name)
 
     def is_due(self, now: Elapsed, count: int | None) -> bool:
         """Whether it is called now, at the end of the loop of this number; None inside a loop."""
@@ -516,18 +577,18 @@ class _Slot:
     def take_piece(self, piece: metrics.LoopOutputs) -> None:
         """Takes the outputs of steps inside the loop."""
         if self.takes_pieces:
-            self._unseen.extend(piece)
+            self.unseen.extend(piece)
 
     def take_loop(self, whole: metrics.LoopOutputs) -> None:
         """Takes the outputs of a loop that has ended."""
         if self.takes_pieces:  # What `end` has added to those of the steps.
-            self._unseen.update({name: value for name, value in whole.items() if not isinstance(value, list)})
+            self.unseen.update({name: value for name, value in whole.items() if not isinstance(value, list)})
         elif not self.action.uses_outputs:
-            self._unseen = whole
+            self.unseen = whole
         elif not self.action.waits_for_outputs:
-            self._unseen = metrics.LoopOutputs(metrics.newest_scalars(whole))
+            self.unseen = metrics.LoopOutputs(metrics.newest_scalars(whole))
         else:
-            self._unseen.extend(whole)
+            self.unseen.extend(whole)
 
     @contextlib.contextmanager
     def keeping(self, outputs: metrics.LoopOutputs) -> Iterator[None]:
@@ -536,15 +597,25 @@ class _Slot:
             yield
         except BaseException:
             if self.reads_outputs:
-                self._unseen = outputs
+                self.unseen = outputs
             raise
 
     def hand_over(self, newest: Callable[[], dict[str, Any]] | None) -> metrics.LoopOutputs:
         """What the action is to see now; inside a loop, where it doesn't wait, the newest values that are there."""
         if newest is not None and not self.takes_pieces:
             return metrics.LoopOutputs(newest() if self.action.uses_outputs else None)
-        unseen, self._unseen = self._unseen, metrics.LoopOutputs()
+        unseen, self.unseen = self.unseen, metrics.LoopOutputs()
         return unseen
+
+
+def _part(outputs: metrics.LoopOutputs, names: Iterable[str]) -> metrics.LoopOutputs:
+    return metrics.LoopOutputs({name: list(outputs[name]) for name in names if name in outputs})
+
+
+def _put_back(outputs: metrics.LoopOutputs, before: metrics.LoopOutputs, name: str) -> None:
+    outputs.pop(name, None)
+    if name in before:
+        outputs[name] = before[name]
 
 
 def _remembered(action: Action) -> dict[str, Any]:

@@ -79,6 +79,8 @@ def _noted(path: epath.Path) -> dict[str, Any]:
     if not (path / _METADATA_FILE).exists():
         return {}
     with _reading(path, _METADATA_FILE):
+        if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
+            return json.loads((path / _METADATA_FILE).read_bytes())["custom_metadata"]
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
 
 

@@ -197,7 +197,7 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         outputs = metrics.LoopOutputs()
-        queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch)
+        queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch, self._sums_to_go_on_with())
         ahead = self._batches_ahead(dataset)
         place, step_name, num_examples = "the dataset", repr(self._step), 0
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
@@ -333,6 +333,10 @@ class Loop:
 
     def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         """Called with the outputs of the steps up to an exception."""
+
+    def _sums_to_go_on_with(self) -> dict[str, Any]:
+        """The merged `clu.metrics` states of an earlier call that was broken off amid its sums."""
+        return {}
 
     def _may_rescue(self) -> bool:
         """Whether the state as of the last whole step is one to go on with."""

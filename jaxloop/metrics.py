@@ -156,13 +156,20 @@ class OutputQueue:
     two chunks ahead. So the host reads no value before it has to, and neither the devices' memory nor their queue of
     pending steps grows.
 
+    States of `clu.metrics` are merged one after the other, from the first to the last. So it does not matter to a bit
+    of them where a chunk ends, nor whether another queue had begun.
+
     Args:
       chunk_size: steps in a chunk.
       stopwatch: counts the time spent waiting.
+      sums: by name, the merged `clu.metrics` states that an earlier queue came to, to go on with.
     """
 
-    def __init__(self, chunk_size: int, stopwatch: timing.Stopwatch | None = None):
+    def __init__(
+        self, chunk_size: int, stopwatch: timing.Stopwatch | None = None, sums: Mapping[str, Any] | None = None
+    ):
         self._chunk_size = chunk_size
+        self._sums_before = dict(sums or {})
         self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
         self._newest: list[types.Output] = []
         self._copying: list[types.Output] = []
@@ -193,12 +200,12 @@ class OutputQueue:
         return arrived
 
     def drain(self) -> tuple[Sequence[types.Output], dict[str, Any]]:
-        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time."""
+        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time, if any came."""
         # Emptied only once all is there: an interrupted read loses nothing.
         self._copying, self._newest = [*self._copying, *self._set_metrics_aside(self._newest)], []
         with self._stopwatch.counting("device"):
             arrived = fetch((self._copying, self._merged))
-        self._copying, self._merged = [], {}
+        self._copying, self._merged, self._sums_before = [], {}, {}
         return arrived
 
     def newest_scalars(self) -> dict[str, Any]:
@@ -216,13 +223,14 @@ class OutputQueue:
             return chunk
         for name in sorted(names):
             states = [outputs[name] for outputs in chunk if outputs and name in outputs]
-            before = [self._merged[name]] if name in self._merged else []
+            before = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
+            states = [*_as_in(before, states), *states]
             if any(map(_merges_on_host, states)):
-                self._merged[name] = _merge(fetch([*before, *states]))
-            elif len(states) == self._chunk_size:
-                self._merged[name] = _merge_jitted([*before, _merge_jitted(states)])
+                self._merged[name] = _merge(fetch(states))
+            elif len(states) >= self._chunk_size:
+                self._merged[name] = _merge_jitted(states)
             else:  # One by one: compiling for each length of a last chunk would take longer.
-                self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), [*before, *states])
+                self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), states)
         return [outputs and {k: v for k, v in outputs.items() if k not in names} for outputs in chunk]
 
 

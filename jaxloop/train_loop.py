@@ -79,7 +79,6 @@ class TrainLoop(ActionLoop):
         self._bad: bad_numbers.BadNumberError | None = None
         self._skipped: list[bad_numbers.Found] = []  # Of this call.
         self._said_skipped = 0
-        self._is_failing = False
         self._failed_step: int | None = None
         self._kept_batches: collections.deque[tuple[int, types.Batch]] = collections.deque(maxlen=0)
         self._count_is_checked = False
@@ -106,7 +105,7 @@ class TrainLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        self._bad, self._failed_step, self._skipped, self._said_skipped, self._is_failing = None, None, [], 0, False
+        self._bad, self._failed_step, self._skipped, self._said_skipped = None, None, [], 0
         looks = self._watch is not None and return_state_from_step
         with self._step.watched(self._watch) if looks else contextlib.nullcontext():  # pyright: ignore
             return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
@@ -185,7 +184,6 @@ class TrainLoop(ActionLoop):
     def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         if error is self._bad:
             return
-        self._is_failing = True
         super()._rescue_outputs(queue, outputs, error)
         if self._bad is not None:
             error.add_note(f"before that: {self._bad}")

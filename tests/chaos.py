@@ -502,11 +502,11 @@ class Arena:
             return [f"the last run failed: {child.log.read_text()[-3000:]}"]
         children, whole, result, problems = [*children, child], self.whole(options), child.result(), []
         if result["state"] != whole.result["state"]:
-            problems.append(f"the state: {result['state']} instead of {whole.result['state']}")
+            problems.append("the state differs")
         if result["history"] != whole.result["history"]:
-            problems.append(f"the history: {result['history']} instead of {whole.result['history']}")
+            problems.append(f"the history: {first_difference(result['history'], whole.result['history'])}")
         if history_of(directory) != whole.history:
-            problems.append(f"the file of the history: {history_of(directory)} instead of {whole.history}")
+            problems.append(f"the file of the history: {first_difference(history_of(directory), whole.history)}")
         ids = whole.result["ids"]
         for each in children:  # Those that were killed, too.
             if each.at("step") != ids[each.first_step :][: len(each.at("step"))]:
@@ -520,6 +520,11 @@ class Arena:
             problems.append(f"rows were written for {written} instead of {whole.written}")
         problems += [f"left over: {path}" for path in leftovers(directory)]
         return problems
+
+
+def first_difference(found: list[Any], expected: list[Any]) -> str:
+    pairs = itertools.zip_longest(found, expected)
+    return next(f"{one} instead of {two}" for one, two in pairs if one != two)
 
 
 def leftovers(directory: pathlib.Path) -> list[pathlib.Path]:

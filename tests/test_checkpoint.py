@@ -615,6 +615,14 @@ def test_damaged_metadata_and_metrics_are_errors(runs):
         checkpoint.best_step(runs, ("accuracy", "max"))
 
 
+def test_damage_to_what_orbax_notes_for_itself_does_no_harm(runs):
+    path = runs / "2" / "_CHECKPOINT_METADATA"
+    path.write_text(path.read_text().replace('"item_handlers"', '"item_hcndlers"'))
+    with pytest.raises(ValueError, match="item_hcndlers"):
+        orbax_checkpoint.metadata.get_step_metadata(runs / "2")
+    assert_is_run(runs, 2, checkpoint.restore_newest(runs, a_run(0)[0])[0])
+
+
 def test_a_checkpoint_that_can_not_be_the_best_any_more_does_not_stop_a_run(runs, warnings_logged):
     shutil.rmtree(runs / "1" / "metrics")  # As where its deletion was killed half-way.
     save_runs(runs, 3, best=("accuracy", "max"), keep=1)

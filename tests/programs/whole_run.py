@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,27 @@ SOURCES: dict[str, Callable[[Callable[[int], jaxloop.Batch]], Any]] = {
 }
 
 
+@flax.struct.dataclass
+class Sums(clu_metrics.Metric):
+    """Sums of so many numbers that another order of adding them up shows in the one that it computes of their bits."""
+
+    sums: jax.Array
+
+    @classmethod
+    def from_model_output(cls, x):
+        return cls(x)
+
+    @classmethod
+    def empty(cls):
+        return cls(jnp.zeros([ROWS, 3]))
+
+    def merge(self, other):
+        return Sums(self.sums + other.sums)
+
+    def compute(self):
+        return jax.lax.bitcast_convert_type(self.sums, jnp.int32).sum() % 2**20
+
+
 class NoisyStep(jaxloop.Step):
     """A regression with noise from the step's key. Notes the batches that it was given."""
 
@@ -116,7 +138,7 @@ class NoisyStep(jaxloop.Step):
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         mean = clu_metrics.Average.from_model_output(batch["x"][:, 0])
-        outputs = {"loss": loss, "mean": mean}
+        outputs = {"loss": loss, "mean": mean, "sums": Sums.from_model_output(x=batch["x"])}
         return (state.apply_gradients(grads=grads) if self.train else state), outputs
 
 
