@@ -1,5 +1,8 @@
 """Numbers that are not finite: found in the compiled step, named, and kept out of checkpoints."""
 
+import json
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import bad_numbers, checkpoint, metrics
+from jaxloop.function_step import FunctionStep
 
 
 class RegressionStep(jaxloop.Step):
@@ -184,3 +188,121 @@ def test_looking_costs_no_reads_and_no_dispatches(data_parallel, monkeypatch):
 def test_an_unknown_policy_is_an_error(data_parallel):
     with pytest.raises(ValueError, match="nan_policy must be one of 'raise', 'skip' and 'ignore', got 'stop'"):
         jaxloop.TrainLoop(make(1, data_parallel)[0], nan_policy="stop")  # pyright: ignore
+
+
+# Whole runs -------------------------------------------------------------------------------------------
+
+
+class PressCtrlC(jaxloop.Action):
+    def __call__(self, state, outputs, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+
+
+def run_whole(step, directory, policy, data, total=12, actions=()):
+    actions = [jaxloop.CheckpointAction(directory, interval=jaxloop.every(steps=5)), *actions]
+    train_loop = jaxloop.TrainLoop(step, end_actions=actions, nan_policy=policy)
+    outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
+    try:
+        state, outputs = outer_loop(step.new_state(), data, total, train_loop_steps=6)
+    except bad_numbers.BadNumberError as error:
+        return None, error
+    return state, outputs
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize("bad", [1, 6, 10])
+def test_three_policies_at_three_moments_of_a_run(bad, policy, tmp_path, data_parallel, made, assert_same):
+    step = made.setdefault(1, make(1, data_parallel)[0])
+    data = batches(12, {bad})
+    state, came = run_whole(step, tmp_path, policy, data)
+    saved = checkpoint.all_steps(tmp_path)
+    if policy == "raise":
+        assert (came.step_num, came.names) == (bad, NAMES)
+        assert saved == [5, 10][: (bad - 1) // 5]
+        for number in saved:
+            assert np.isfinite(checkpoint.restore(tmp_path, number, step.new_state()).params["kernel"]).all()
+    elif policy == "skip":
+        assert int(state.step) == 12 and came.get("jaxloop/skipped_steps", 0) == (bad > 6)
+        others, _ = jaxloop.TrainLoop(step)(step.new_state(), data[: bad - 1] + data[bad:], num_steps=11)
+        assert_same((state.params, state.opt_state), (others.params, others.opt_state))
+    else:
+        assert int(state.step) == 12 and np.isnan(state.params["kernel"]).all()
+
+
+@pytest.mark.parametrize("broken_off_at", [5, 8, 10])
+def test_a_run_that_skips_goes_on_as_if_nothing_had_happened(broken_off_at, tmp_path, data_parallel, made, assert_same):
+    step, data = made.setdefault(1, make(1, data_parallel)[0]), batches(12, {4, 7, 10})
+    whole, _ = run_whole(step, tmp_path / "whole", "skip", data)
+    broken, _ = run_whole(
+        step, tmp_path / "resumed", "skip", data, actions=[PressCtrlC(jaxloop.at(steps=broken_off_at))]
+    )
+    assert int(broken.step) == broken_off_at
+    resumed, _ = run_whole(step, tmp_path / "resumed", "skip", data)
+    assert_same(whole, resumed)
+    rows = [(tmp_path / name / "history.jsonl").read_text() for name in ("whole", "resumed")]
+    losses = [[json.loads(row)["logs"]["train"]["loss"] for row in each.splitlines()] for each in rows]
+    assert losses[0][-1] == losses[1][-1] and np.isfinite(losses[0]).all()
+
+
+# Wherever the number is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [1, 64, 200])
+def test_one_bad_number_among_many_is_found_wherever_it_is(size, value, dtype, made):
+    """The largest finite numbers are not bad; each of a row of positions is."""
+    name = size, jnp.dtype(dtype).name
+
+    def add(state, batch):
+        return {"big": state["big"] + batch["x"], "step": state["step"] + 1}, None
+
+    if name not in made:
+        made[name] = FunctionStep(add)
+    loop = lambda *args: jaxloop.TrainLoop(made[name], nan_policy="raise")(*args)
+    zeros, most = np.zeros(size, np.float32), np.full(size, float(jnp.finfo(dtype).max))
+    zeros, most = zeros.astype(dtype), most.astype(dtype)
+    loop({"big": zeros, "step": 0}, [{"x": most}, {"x": -2 * (most / 2)}, {"x": zeros}], 3)
+    for position in {0, size // 2, size - 1}:
+        x = zeros.copy()
+        x[position] = value
+        with pytest.raises(bad_numbers.BadNumberError) as raised:
+            loop({"big": zeros, "step": 0}, [{"x": zeros}, {"x": x}], 2)
+        assert (raised.value.step_num, raised.value.names) == (2, ("big",))
+
+
+def test_of_many_leaves_the_bad_one_is_named():
+    def add(state, batch):
+        return {**state, "p77": state["p77"] + batch["x"]}, None
+
+    step = FunctionStep(add)
+    state = {f"p{i}": jnp.zeros([2]) for i in range(100)}
+    with pytest.raises(bad_numbers.BadNumberError) as raised:
+        jaxloop.TrainLoop(step, nan_policy="raise")(state, [{"x": np.full([2], np.inf, np.float32)}], num_steps=1)
+    assert raised.value.names == ("p77",)
+
+
+def loss_step(data_parallel):
+    loss = lambda outputs, batch: jnp.mean((outputs - batch["y"]) ** 2, axis=-1)
+    return jaxloop.LossStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True, loss=loss)
+
+
+def annotated_step(data_parallel):
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    placed = jaxloop.SPMDPartitioner(mesh, "data")
+    return RegressionStep(jax.random.key(0), nn.Dense(2, kernel_init=init), optax.sgd(0.1), placed, train=True)
+
+
+@pytest.mark.parametrize("make_step", [loss_step, annotated_step])
+def test_other_steps_and_layouts_are_looked_at_too(make_step, data_parallel, assert_same):
+    step = make_step(data_parallel)
+    new_state = lambda: step.initialize_model([1, 3])
+    with pytest.raises(bad_numbers.BadNumberError) as raised:
+        jaxloop.TrainLoop(step, nan_policy="raise")(new_state(), batches(5, {3}), num_steps=5)
+    assert raised.value.step_num == 3 and "outputs/loss" in raised.value.names
+    state, outputs = jaxloop.TrainLoop(step, nan_policy="skip")(new_state(), batches(5, {3}), num_steps=5)
+    data = batches(5)
+    others, _ = jaxloop.TrainLoop(step)(new_state(), data[:2] + data[3:], num_steps=4)
+    assert outputs["jaxloop/skipped_steps"] == 1
+    assert_same(state.params, others.params)
