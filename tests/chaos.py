@@ -12,6 +12,7 @@ started no backend of JAX, and share a cache of compiled programs: such a proces
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import faulthandler
@@ -331,6 +332,24 @@ def end_everywhere(directory, tell):
     return problems
 
 
+def resume_everywhere(directory, tell):
+    """Goes on from each step, and from the start and the end, with each source and prefetch; returns what differs."""
+    program, problems = whole_run.make_program(), {}
+    for source, prefetch in itertools.product([name for name in whole_run.SOURCES if name != "many"], range(3)):
+        run = functools.partial(whole_run.run, source=source, prefetch=prefetch, program=program)
+        whole = run(directory / "whole")
+        for step in range(11):
+            target = whole_run.as_of(step, directory / "whole", directory / "resumed")
+            resumed = run(target, saves=False)
+            expected = {**whole, "ids": whole["ids"][step:]}
+            expected["written"] = [row for row in whole["written"] if row[0] > step]
+            where = f"{source} with prefetch {prefetch} from step {step}"
+            problems[where] = [name for name in whole if resumed[name] != expected[name]]
+            shutil.rmtree(target)
+        shutil.rmtree(directory / "whole")
+    return problems
+
+
 # Orbax writes these, or a part of them, at the commit, after the seal. Nothing is read of that part.
 NOT_SEALED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -419,6 +438,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "damage": damage_many,
     "donated": reuse_donated,
     "end_everywhere": end_everywhere,
+    "resume_everywhere": resume_everywhere,
     "long": run_for_long,
 }
 
@@ -576,7 +596,7 @@ def too_much_lost(child: Child, save: int, saves_under_way: int) -> list[str]:
 
 def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
     """Sends SIGTERM and SIGINT at random moments, and in the midst of a compilation, an evaluation and a save."""
-    rng, sent, number = random.Random(seed), 0, 0
+    rng, sent, number, kinds = random.Random(seed), 0, 0, set()
     options = OPTIONS[0]
     moments = [
         ["compile", 1],
@@ -609,6 +629,9 @@ def signals(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
             problems += problems_of_signal(child, signum, code)
         problems += arena.finish(children, directory, options, exact=True)
         sent += len(here)
+        kinds.update(name for name, *_ in here)
+        if sent >= count and len(kinds) < 2:
+            problems.append(f"of the two signals only {kinds} came")
         yield len(here), [*problems, str(here)] if problems else []
 
 
@@ -783,24 +806,41 @@ def long_run(arena: Arena, count: int, seed: int) -> Broken:
     yield count, problems
 
 
+def resumes(arena: Arena, count: int, seed: int) -> Broken:
+    """Goes on from every step of each source with each prefetch; the count is given by those."""
+    child = arena.server.start(arena.new_directory("resumes"), "resume_everywhere")
+    if child.wait(5 * PATIENCE_SECS) != 0:
+        yield count, [child.log.read_text()[-3000:]]
+        return
+    for where, differ in child.result().items():
+        yield 1, [f"{where}: {', '.join(differ)} differ"] if differ else []
+
+
+# The longest first, for two at a time are done.
 PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
-    "sigkill": (sigkill, 100),
+    "soak": (soak, 100),
     "signals": (signals, 100),
+    "sigkill": (sigkill, 100),
+    "resumes": (resumes, 198),
+    "ends": (ends, 80),
     "damaged": (damaged, 500),
     "disk_full": (disk_full, 10),
+    "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "donated": (donated, 12),
-    "ends": (ends, 80),
-    "soak": (soak, 100),
-    "long_run": (long_run, 10_000),
 }
 
 
 # The table -----------------------------------------------------------------------------------------------
 
 
-def tests_of_faults(directory: pathlib.Path) -> Iterator[tuple[str, int, int, float, str]]:
-    """Runs test_faults.py; gives, for each test, its name, how many cases it has and how many of them passed."""
+# What was broken, how often, how many of the runs were none the worse, and how many seconds it took.
+Row = tuple[str, int, int, float]
+FORMAT = "{:<60} {:>6} {:>6} {:>8.1f}"
+
+
+def tests_of_faults(directory: pathlib.Path) -> list[Row]:
+    """Runs test_faults.py and test_whole_run.py; returns a row for each test, which counts its cases."""
     report = directory / "tests.xml"
     tests = pathlib.Path(__file__).parent
     files = [str(tests / "test_faults.py"), str(tests / "test_whole_run.py")]
@@ -810,10 +850,30 @@ def tests_of_faults(directory: pathlib.Path) -> Iterator[tuple[str, int, int, fl
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         passed = not any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
         rows[case.get("name", "").split("[")[0]].append((passed, float(case.get("time", 0))))
-    for name, cases in rows.items():
-        passed = sum(passed for passed, _ in cases)
-        secs = sum(secs for _, secs in cases)
-        yield name, len(cases), passed, secs, "" if passed == len(cases) else run.stdout[-3000:]
+    if run.returncode != 0:
+        print(run.stdout[-3000:], flush=True)
+    each = {name: tuple(map(sum, zip(*cases, strict=True))) for name, cases in rows.items()}
+    return [(name, len(rows[name]), passed, secs) for name, (passed, secs) in each.items()]
+
+
+def do_part(directory: pathlib.Path, name: str, seed: int, count: int | None) -> list[Row]:
+    """Does one part; returns its rows of the table."""
+    if name == "tests":
+        return tests_of_faults(directory)
+    part, usual_count = PARTS[name]
+    done, passed, start = 0, 0, time.monotonic()
+    try:
+        with contextlib.closing(Arena(directory / name)) as arena:
+            for faults, problems in part(arena, count or usual_count, seed):
+                done, passed = done + faults, passed + (0 if problems else faults)
+                for problem in problems:
+                    print(f"  {name}: {problem}", flush=True)
+    except Exception:
+        traceback.print_exc()
+        done += 1
+    row = (name, done, passed, time.monotonic() - start)
+    print(FORMAT.format(*row), flush=True)
+    return [row]
 
 
 def main() -> int:
@@ -829,33 +889,19 @@ def main() -> int:
         if request is not None:
             end_with(do_job, request)
         return 0
+    # Where the shell has started this in the background, Ctrl-C would be ignored, here and in all that is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     print(f"seed {args.seed}, in {directory}", flush=True)
-    rows, is_wrong, start = [], False, time.monotonic()
-    with contextlib.closing(Arena(directory)) as arena:
-        for name in [name for name in PARTS if not args.only or name in args.only]:
-            part, count = PARTS[name]
-            count, done, passed, began = args.count or count, 0, 0, time.monotonic()
-            try:
-                for faults, problems in part(arena, count, args.seed):
-                    done, passed = done + faults, passed + (0 if problems else faults)
-                    for problem in problems:
-                        print(f"  {name}: {problem}", flush=True)
-                    is_wrong |= bool(problems)
-            except Exception:
-                traceback.print_exc()
-                is_wrong = True
-            rows.append((name, done, passed, time.monotonic() - began))
-            print("{:<60} {:>6} {:>6} {:>8.1f}".format(*rows[-1]), flush=True)
-            is_wrong |= passed < done or done == 0
-    if not args.only or "tests" in args.only:
-        for name, count, passed, secs, text in tests_of_faults(directory):
-            rows.append((name, count, passed, secs))
-            print(text, end="")
-            is_wrong |= passed < count
+    start = time.monotonic()
+    parts = [name for name in [*PARTS, "tests"] if not args.only or name in args.only]
+    do_one = functools.partial(do_part, directory, seed=args.seed, count=args.count)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # The processes mostly wait: for disks, and for each other.
+        rows = list(itertools.chain.from_iterable(pool.map(do_one, parts)))
+    is_wrong = any(passed < count or count == 0 for _, count, passed, _ in rows)
     print(f"\n{'fault':<60} {'count':>6} {'passed':>6} {'seconds':>8}")
     for row in rows:
-        print("{:<60} {:>6} {:>6} {:>8.1f}".format(*row))
+        print(FORMAT.format(*row))
     print(f"{time.monotonic() - start:.0f} s in all, seed {args.seed}: {'FAILED' if is_wrong else 'all passed'}")
     if not args.keep and not is_wrong:
         shutil.rmtree(directory)
