@@ -106,8 +106,7 @@ class ActionLoop(StatLoop):
         self._spent_at_look = self.spent
         # Of a loop with `steps_before`: what its earlier part has reported; and all of it up to now.
         self._outputs_before = self._so_far = metrics.LoopOutputs()
-        # The `clu.metrics` sums that a break came amid; and what `_so_far` had of their names without them.
-        self._open_sums, self._so_far_without = metrics.LoopOutputs(), metrics.LoopOutputs()
+        self._open_sums, self._leaves_sums_open = _OpenSums(), False
         self._is_failing = False
         self._said_left_out: set[str] = set()
         self.run_info: Run | None = None
@@ -202,7 +201,8 @@ class ActionLoop(StatLoop):
         if self._count != self._loop_count:  # An exception ended the last call: this is another loop.
             self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
             self._close_sums()
-        self._so_far, self._is_failing = self._outputs_before.copy(), False
+        self._so_far, self._is_failing, self._leaves_sums_open = self._outputs_before.copy(), False, False
+        self._open_sums.outputs_without.clear()
         self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
             for slot in self._all_slots():
@@ -300,8 +300,8 @@ class ActionLoop(StatLoop):
             "steps_in_loop": self.steps_before + (len(self.num_examples) if is_inside else 0),
             "last_beginning": self._last_beginning.to_dict(),
             "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
-            "open_sums": self._encode(self._open_sums),
-            "outputs_without": self._encode(self._so_far_without if keeps_outputs else metrics.LoopOutputs()),
+            "open_sums": self._encode(self._open_sums.sums),
+            "outputs_without": self._encode(self._open_sums.so_far_without if keeps_outputs else metrics.LoopOutputs()),
             "slots": [slot.state_dict(self._encode) for slot in slots],
             "others": [_remembered(action) for action in self._other_actions()],
         }
@@ -316,8 +316,8 @@ class ActionLoop(StatLoop):
         self.steps_before = state_dict["steps_in_loop"]
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
         self._outputs_before = self._so_far = metrics.LoopOutputs.decode(state_dict["outputs"])
-        self._open_sums = metrics.LoopOutputs.decode(state_dict["open_sums"])
-        self._so_far_without = metrics.LoopOutputs.decode(state_dict["outputs_without"])
+        sums, without = (metrics.LoopOutputs.decode(state_dict[name]) for name in ("open_sums", "outputs_without"))
+        self._open_sums = _OpenSums(sums, so_far_without=without)
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dict["slots"])]
         for slot, kept in self._matched(self._all_slots(), numbered, lambda slot: slot.action):
             slot.load_state_dict(kept)
@@ -336,6 +336,7 @@ class ActionLoop(StatLoop):
         now = dataclasses.replace(now, previous=self._looked.previous)  # No step has been run since.
         loop_has_ended = not self.steps_before and now.previous is not None and now.loops > now.previous.loops
         due = [slot for slot in self._due(now, at_end=loop_has_ended) if not slot.saves]
+        self._close_sums_for(due)
         self._call_actions(due, state, now, comes_last=comes_last)
         return not self._stop_asked
 
@@ -403,8 +404,11 @@ class ActionLoop(StatLoop):
     ) -> tuple[metrics.LoopOutputs, bool]:
         self._looked = now
         due = self._due(now, at_end=False)
-        if any(slot.reads_outputs or slot.saves for slot in due):
-            outputs = self._drain(queue, outputs)
+        reads = any(slot.reads_outputs for slot in due)
+        if reads or any(slot.saves for slot in due):
+            self._leaves_sums_open = not reads
+            outputs = self._drain(queue, outputs, keep_sums=not reads)
+            self._leaves_sums_open = False
             if not outputs:
                 metrics.wait(state)
             self._hand_out_piece()
@@ -478,40 +482,35 @@ class ActionLoop(StatLoop):
             self._so_far = self.update_outputs(self._so_far, arrived)
         return super()._take(outputs, arrived)
 
-    # Sums have the same bits as without a break only where they are made in the same order. So the next call goes on
-    # with those that the break came amid, and if a state comes to be merged with them, they are taken out of what they
-    # were added to for the while.
+    # `clu.metrics` sums have the same bits however often a run was saved, or broken off, only if they are made in the
+    # same order. So nobody ends a sum but those who read it: after a save the loop goes on with the sums that were
+    # saved, and takes them out of where they were put to be saved.
 
     def _sums_to_go_on_with(self) -> dict[str, Any]:
-        return {name: sums[0] for name, sums in self._open_sums.items()}
+        return {name: sums[0] for name, sums in self._open_sums.sums.items()}
 
     def _close_sums_for(self, due: Sequence["_Slot"]) -> None:
-        """Where a run without a break would have added the sums up as well, they stay as they are."""
-        if any(slot.reads_outputs or slot.saves for slot in due):
+        if any(slot.reads_outputs for slot in due):
             self._close_sums()
 
     def _close_sums(self) -> None:
-        self._open_sums, self._so_far_without = metrics.LoopOutputs(), metrics.LoopOutputs()
+        self._open_sums = _OpenSums()
         for slot in self._all_slots():
             slot.unseen_without = metrics.LoopOutputs()
 
-    def _reopen_sums(self, names: Iterable[str]) -> None:
-        for name in set(names) & set(self._open_sums):
-            _put_back(self._so_far, self._so_far_without, name)
-            for slot in self._all_slots():
-                slot.reopen(name)
-        self._close_sums()
-
-    def _leave_sums_open(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
-        self._open_sums = metrics.LoopOutputs({name: [sums] for name, sums in merged.items()})
-        self._so_far_without = _part(self._so_far if self.steps_before else outputs, merged)
-        for slot in self._all_slots():
-            slot.unseen_without = _part(slot.unseen, merged)
-
     def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
-        self._reopen_sums(merged)
-        if self._is_broken_off():
-            self._leave_sums_open(outputs, merged)
+        open_sums, leaves_open = self._open_sums, self._leaves_sums_open or self._is_broken_off()
+        for name, sum in merged.items():
+            so_far = self._so_far if self.steps_before else outputs
+            places = [(outputs, open_sums.outputs_without), (so_far, open_sums.so_far_without)]
+            places += [(slot.unseen, slot.unseen_without) for slot in self._all_slots() if slot.takes_pieces]
+            for place, without in places:
+                if name in open_sums.sums:
+                    _put(place, without, name)
+                _put(without, place, name)
+            open_sums.sums[name] = [sum]
+        if not leaves_open:
+            self._close_sums()
         if self._keeps_pieces:
             super()._take_merged(self._piece, merged)
         if self.steps_before:
@@ -526,6 +525,21 @@ class ActionLoop(StatLoop):
         self._piece, self._piece_begins = metrics.LoopOutputs(), len(self.num_examples)
 
 
+@dataclasses.dataclass(frozen=True)
+class _OpenSums:
+    """The `clu.metrics` sums that were saved and not read, with which a loop goes on.
+
+    Attributes:
+      sums: by name, in a list of one.
+      outputs_without: of these names, what the outputs of the call have without them.
+      so_far_without: likewise, what all that the loop has reported has.
+    """
+
+    sums: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
+    outputs_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
+    so_far_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
+
+
 class _Slot:
     """An end action, and what it has not seen yet.
 
@@ -533,7 +547,7 @@ class _Slot:
       called_at: the step after which it was called last.
       spent_before: what the loop had spent then.
       unseen: what it is to see.
-      unseen_without: what `unseen` had of some names without the sums that a break came amid.
+      unseen_without: what `unseen` has without the sums that the loop goes on with, of their names.
     """
 
     def __init__(self, actions: ActionList, index: int):
@@ -563,10 +577,6 @@ class _Slot:
         self.called_at = state_dict["called_at"]
         self.unseen = metrics.LoopOutputs.decode(state_dict["unseen"])
         self.unseen_without = metrics.LoopOutputs.decode(state_dict["unseen_without"])
-
-    def reopen(self, name: str) -> None:
-        if self.takes_pieces:
-            _put_back(self.unseen, self.unseen_without, name)
 
     def is_due(self, now: Elapsed, count: int | None) -> bool:
         """Whether it is called now, at the end of the loop of this number; None inside a loop."""
@@ -608,14 +618,11 @@ class _Slot:
         return unseen
 
 
-def _part(outputs: metrics.LoopOutputs, names: Iterable[str]) -> metrics.LoopOutputs:
-    return metrics.LoopOutputs({name: list(outputs[name]) for name in names if name in outputs})
-
-
-def _put_back(outputs: metrics.LoopOutputs, before: metrics.LoopOutputs, name: str) -> None:
-    outputs.pop(name, None)
-    if name in before:
-        outputs[name] = before[name]
+def _put(place: metrics.LoopOutputs, other: metrics.LoopOutputs, name: str) -> None:
+    """Puts what another place has under a name in that of what is there."""
+    place.pop(name, None)
+    if name in other:
+        place[name] = list(other[name])
 
 
 def _remembered(action: Action) -> dict[str, Any]:

@@ -364,9 +364,11 @@ class Loop:
         for name, metric in merged.items():
             outputs[name] = metrics.merge_if_metrics([*outputs.get(name, ()), metric])
 
-    def _drain(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> metrics.LoopOutputs:
+    def _drain(
+        self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
+    ) -> metrics.LoopOutputs:
         """Waits for the outputs of all steps so far, and takes them in."""
-        rest, merged = queue.drain()
+        rest, merged = queue.drain(keep_sums=keep_sums)
         for arrived in rest:
             outputs = self._take(outputs, arrived)
         self._take_merged(outputs, merged)

@@ -5,14 +5,17 @@ which copies them to the host in bounded chunks, behind the device's back, and m
 device. `summarize` turns a loop's outputs into example-weighted scalars.
 """
 
+import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from clu import metrics as clu_metrics
 
 from jaxloop import encoding, timing, types
@@ -83,13 +86,16 @@ class LoopOutputs(dict[str, Any]):
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> "LoopOutputs":
-        """What `encode` was given. States of `clu.metrics` wait until the next state of their name tells the class."""
+        """What `encode` was given."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
 
 
 class _KeptMetric:
-    """A `clu.metrics` state out of a checkpoint, whose class is not known yet, and what it came to."""
+    """A `clu.metrics` state out of a checkpoint, whose class is not known yet, and what it came to.
+
+    Such as one of a class that was defined inside a function: the next state of its name tells.
+    """
 
     def __init__(self, fields: Any, computed: Any):
         self.fields, self.computed = fields, computed
@@ -100,9 +106,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, _KeptMetric):
-        return ("metric", value.fields, value.computed)
+        return ("metric", None, value.fields, value.computed)
     if _is_metric(value):
-        return ("metric", _fields(value), None if _merges_on_host(value) else fetch(value.compute()))
+        computed = None if _merges_on_host(value) else fetch(value.compute())
+        return ("metric", _name_of_class(value), _fields(value), computed)
     if isinstance(value, types.MetricWithMetadata):
         return ("with metadata", value.value, value.type.value, value.metadata and dict(value.metadata))
     return ("tuple", value) if isinstance(value, tuple) else value
@@ -112,7 +119,10 @@ def _not_plain(value: Any) -> Any:
     match value:
         case list():
             return [_not_plain(each) for each in value]
-        case ("metric", fields, computed):
+        case ("metric", name, fields, computed):
+            cls = _class_of_name(name)
+            with contextlib.suppress(Exception):  # Of a class that has changed, or whose `empty` is something else.
+                return _with_fields(cls.empty(), fields)
             return _KeptMetric(fields, computed)
         case ("with metadata", inner, kind, metadata):
             return types.MetricWithMetadata(inner, types.MetricType(kind), metadata)
@@ -129,9 +139,30 @@ def _fields(value: Any) -> Any:
     return {field.name: _fields(getattr(value, field.name)) for field in fields}
 
 
+def _name_of_class(metric: Any) -> str | None:
+    """Where to find the class of a metric; of one that clu made of another, such as `from_output`, where that is."""
+    for cls in type(metric).__mro__:
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        if _class_of_name(name) is not None:
+            return name
+        if cls.__module__ != clu_metrics.__name__:
+            break
+    return None
+
+
+def _class_of_name(name: str | None) -> Any:
+    """The metric class of a name among the modules that are loaded; None where there is none. Imports nothing."""
+    module, _, path = (name or "").partition(":")
+    found: Any = sys.modules.get(module)
+    for each in path.split("."):
+        found = getattr(found, each, None)
+    bases = clu_metrics.Metric, clu_metrics.Collection
+    return found if isinstance(found, type) and issubclass(found, bases) and found not in bases else None
+
+
 def _as_in(kept: list[Any], values: list[Any]) -> list[Any]:
     """The values out of a checkpoint as objects of the class of those that came after."""
-    if not (kept and values and isinstance(kept[0], _KeptMetric)):
+    if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
         return kept
     return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
 
@@ -199,13 +230,20 @@ class OutputQueue:
                 leaf.copy_to_host_async()
         return arrived
 
-    def drain(self) -> tuple[Sequence[types.Output], dict[str, Any]]:
-        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time, if any came."""
+    def drain(self, *, keep_sums: bool = False) -> tuple[Sequence[types.Output], dict[str, Any]]:
+        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time, if any came.
+
+        With `keep_sums` it goes on with those sums, and returns them again with what comes.
+        """
         # Emptied only once all is there: an interrupted read loses nothing.
         self._copying, self._newest = [*self._copying, *self._set_metrics_aside(self._newest)], []
         with self._stopwatch.counting("device"):
             arrived = fetch((self._copying, self._merged))
-        self._copying, self._merged, self._sums_before = [], {}, {}
+        if keep_sums:
+            self._sums_before.update(self._merged)
+        else:
+            self._sums_before = {}
+        self._copying, self._merged = [], {}
         return arrived
 
     def newest_scalars(self) -> dict[str, Any]:
@@ -269,7 +307,9 @@ _merge_jitted = jax.jit(_merge)
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """The values, merged into one if they are `clu.metrics` states."""
+    """The values, merged into one if they are `clu.metrics` states whose class is known."""
+    if len(values) == 1 or any(isinstance(value, _KeptMetric) for value in values[-1:]):
+        return values
     return [_merge(_as_in(values, values[-1:]))] if values and all(map(_is_metric, values)) else values
 
 
@@ -363,13 +403,25 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
         if not values or not all(map(_is_metric, values)):
             reduced[name] = value
             continue
-        last = _merge(values)
+        *others, last = merge_if_metrics(values)
+        if others:
+            _say_lost(name)
+            continue
         computed = last.computed if isinstance(last, _KeptMetric) else fetch(last.compute())
         if computed is None:
             continue
         fields = computed if isinstance(computed, Mapping) else {None: computed}
         reduced.update({name if field is None else f"{name}/{field}": number for field, number in fields.items()})
     return reduced
+
+
+@functools.cache  # Once.
+def _say_lost(name: str) -> None:
+    logging.warning(
+        "The output %r is left out: a checkpoint has kept two parts of it, of a clu metric whose class can't be found, "
+        "and no step came after to tell it. Define the class at the top of a module.",
+        name,
+    )
 
 
 def _value_of(value: Any) -> Any:

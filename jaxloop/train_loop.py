@@ -147,10 +147,12 @@ class TrainLoop(ActionLoop):
             self._look_at(found)
         return super()._take(outputs, arrived)
 
-    def _drain(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs) -> metrics.LoopOutputs:
+    def _drain(
+        self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
+    ) -> metrics.LoopOutputs:
         if self._watch is not None:
             self._watch.send()
-        outputs = super()._drain(queue, outputs)
+        outputs = super()._drain(queue, outputs, keep_sums=keep_sums)
         if self._watch is not None:
             self._look_at(self._watch.read(self._newest_state))
         self._warn_of_skipped()

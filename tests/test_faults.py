@@ -245,6 +245,27 @@ def test_sums_of_clu_metrics_have_the_same_bits_wherever_a_run_was_broken_off(ho
         assert_ends_like(whole, run(directory, **options), saved, writer.written)
 
 
+@pytest.mark.parametrize("steps", [(6, 7), (15, 24)], ids=["inside a loop", "at the end of the data"])
+def test_sums_that_were_broken_off_twice_have_the_same_bits(steps, tmp_path):
+    options = {"source": "list", "total": None, "epochs": 2, "loop_steps": None, "save": 5}
+    whole, written, done = run(tmp_path / "whole", **options), [], [0]
+    for step in steps:
+        writer = whole_run.Writer()
+
+        def watch(place, number, step=step):
+            done[0] += place == "step"
+            if place == "step" and done[0] == step:
+                press_ctrl_c()
+
+        assert run(tmp_path / "broken", watch=watch, writer=writer, **options)["step"] == step
+        written += writer.written
+    assert_ends_like(whole, run(tmp_path / "broken", **options), steps[-1], written)
+
+
+def test_the_checkpoint_interval_changes_no_bit_of_the_sums(whole, tmp_path):
+    assert run(tmp_path, save=7)["history"] == whole[1]["history"]
+
+
 # Writers ----------------------------------------------------------------------------------------------
 
 

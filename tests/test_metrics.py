@@ -204,3 +204,56 @@ def test_what_a_checkpoint_cannot_keep_of_the_outputs_is_named():
 def test_metrics_out_of_a_checkpoint_that_nothing_followed_are_what_they_came_to():
     outputs = two_parts_of_a_loop()[0]
     assert summarize(LoopOutputs.decode(outputs.encode()[0])) == summarize(outputs)
+
+
+@flax.struct.dataclass
+class Percentage(clu_metrics.Average):
+    def compute(self):
+        return 100 * super().compute()
+
+
+@flax.struct.dataclass
+class Both(clu_metrics.Collection):
+    loss: clu_metrics.Average.from_output("loss")  # pyright: ignore
+    last: clu_metrics.LastValue.from_output("loss")  # pyright: ignore
+
+
+def local_class():
+    @flax.struct.dataclass
+    class PerMille(clu_metrics.Average):
+        def compute(self):
+            return 1000 * super().compute()
+
+    return PerMille
+
+
+def through_json(outputs):
+    return LoopOutputs.decode(json.loads(json.dumps(outputs.encode()[0])))
+
+
+METRICS = {
+    "of clu": clu_metrics.Average.from_model_output,
+    "made of another": lambda values: clu_metrics.Average.from_output("x").from_model_output(x=values),
+    "of a module": Percentage.from_model_output,
+    "a collection": lambda values: Both.single_from_model_output(loss=values),
+    "collecting": lambda values: clu_metrics.CollectingMetric.from_outputs(("x",)).from_model_output(x=values),
+}
+
+
+@pytest.mark.parametrize("make", METRICS.values(), ids=METRICS)
+def test_two_parts_out_of_a_checkpoint_are_merged(make):
+    parts = [LoopOutputs({"m": [make(jnp.float32(0.3) * jnp.arange(n, dtype=jnp.float32))]}, [1]) for n in (5, 7)]
+    whole, kept = through_json(parts[0]), through_json(parts[1])
+    whole.extend(kept)
+    parts[0].extend(parts[1])
+    assert summarize(whole) == summarize(parts[0]) and (summarize(whole) or make is METRICS["collecting"])
+
+
+def test_two_parts_of_a_class_that_nobody_can_find_are_left_out_with_a_warning(warnings_logged):
+    parts = [through_json(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1])) for _ in "12"]
+    assert summarize(parts[0]) == {"odd": 1000.0}  # One by itself is what it was.
+    parts[0].extend(parts[1])
+    parts[0] = through_json(parts[0])  # Both are kept, for a step to come.
+    assert summarize(parts[0]) == {} and "The output 'odd' is left out" in warnings_logged()[-1]
+    parts[0].extend(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1]))
+    assert summarize(parts[0]) == {"odd": 1000.0}
