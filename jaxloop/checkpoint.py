@@ -149,11 +149,14 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
     return _read_tree(path, _ITEM, state, sealed, transforms)
 
 
-def restore_newest(directory: epath.PathLike, state: Any, *, transforms: Any = None) -> tuple[Any, int] | None:
+def restore_newest(
+    directory: epath.PathLike, state: Any, *, transforms: Any = None, moves_aside: bool = True
+) -> tuple[Any, int] | None:
     """Restores the newest checkpoint that is whole; see `restore`.
 
     Newer ones that are damaged are moved to `<directory>/damaged/<step>`, with a warning each, once a whole one is
-    restored: their steps can be saved again.
+    restored: their steps can be saved again. Whoever only reads, while another process may be writing, says
+    `moves_aside=False`.
 
     Returns:
       The state and its step; None where the directory holds no checkpoint.
@@ -171,7 +174,10 @@ def restore_newest(directory: epath.PathLike, state: Any, *, transforms: Any = N
             errors[step] = error
             continue
         for damaged, error in errors.items():
-            _move_aside(directory, damaged, error, f"Step {step} was restored instead.")
+            if moves_aside:
+                _move_aside(directory, damaged, error, f"Step {step} was restored instead.")
+            else:
+                logging.warning("%s\nStep %d was restored instead.", error, step)
         return restored, step
     if errors:
         raise CheckpointError(

@@ -101,6 +101,24 @@ def check_batch(batch: Any) -> None:
             raise TypeError(f"{batch_leaf_name(path)} is {problem}") from None
 
 
+def batch_in_words(batch: Any, show: int = 8) -> str:
+    """What a batch holds, for a person who looks for what is wrong with it: `batch['x'] float32[8, 3], ...`.
+
+    A list of numbers, each of which JAX makes an array, and None, which it takes for nothing, are shown as they are.
+    """
+    is_odd = lambda node: node is None or (isinstance(node, list) and bool(node) and not hasattr(node[0], "shape"))
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
+    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:show]]
+    more = [f"and {len(leaves) - show} more"] if len(leaves) > show else []
+    return ", ".join([*shown, *more]) or f"nothing ({type(batch).__name__})"
+
+
+def _in_words(leaf: Any) -> str:
+    if isinstance(leaf, list):
+        return f"a list of {len(leaf)}, no array: write np.asarray(...)"
+    return "None" if leaf is None else describe(leaf)
+
+
 def _problem_of_batch_leaf(leaf: Any) -> str | None:
     dtype = getattr(leaf, "dtype", None)
     match type(leaf).__module__.partition(".")[0]:
@@ -260,6 +278,18 @@ def check_outputs(outputs: Any, hook: str) -> None:
     for name in outputs:
         if not isinstance(name, str):
             raise TypeError(f"{hook} returned an output under the key {name!r}; the keys of outputs must be strings.")
+
+
+def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
+    """As `check_result`, of a hook that is compiled: of which JAX would say less when an output is a string."""
+    state, outputs = check_result(result, hook)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if isinstance(leaf, str | bytes):
+            raise TypeError(
+                f"{hook} returned the output {path_name(path)!r} as the string {leaf!r}; the outputs of what is "
+                "compiled are numbers and arrays. Return text from Step.end."
+            )
+    return state, outputs
 
 
 def _describe_result(result: Any) -> str:

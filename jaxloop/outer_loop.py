@@ -206,7 +206,8 @@ class OuterLoop:
                 self._join_loops(call)
                 with self._loops[0].stopwatch.counting("rest"):
                     state, outputs = self._run(call)
-                    if not self._interrupt.requested:
+                    is_over = not self._interrupt.requested  # A signal from here on comes too late to change that.
+                    if is_over:
                         state = _finish_actions(self._loops, state)
             except BaseException as error:
                 self._rescue_state(call, save=isinstance(error, Exception | SystemExit))
@@ -216,7 +217,7 @@ class OuterLoop:
             self._close_actions(raise_errors=True)
             self._spent = self._loops[0].spent - spent_before
             logging.info("%s", self._spent)
-            if not self._interrupt.requested:
+            if is_over:
                 tally.report_what_never_ran(eval_specs)
                 if self._train_loop is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")

@@ -225,18 +225,23 @@ class Step:
           state: a state of the same structure, shapes and dtypes.
           checkpoint_dir: the directory with one subdirectory a step. Without a checkpoint there, the state is
             returned as it is, and that is logged.
-          step: which checkpoint; None for the newest.
+          step: which checkpoint; None for the newest that is whole: damaged ones are passed over with a warning.
           transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
         Raises:
           FileNotFoundError: there are checkpoints, but none of `step`.
+          CheckpointError: the checkpoint of `step` is damaged, or all are.
           ValueError: the checkpoint is of another model; the error lists the leaves that differ.
         """
         found = checkpoint.all_steps(checkpoint_dir)
         if not found:
             logging.info("No checkpoint found in %s", checkpoint_dir)
             return state
-        step = max(found) if step is None else step
+        if step is None:
+            restored = checkpoint.restore_newest(
+                checkpoint_dir, checks.adopt(state), transforms=transforms, moves_aside=False
+            )
+            return state if restored is None else restored[0]
         if step not in found:
             raise FileNotFoundError(
                 f"No checkpoint of step {step} in {checkpoint_dir}, which holds steps {', '.join(map(str, found))}."
@@ -424,8 +429,10 @@ class Step:
     def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: types.Batch) -> Any:
         try:
             return compiled(state, shard(batch))
-        except (TypeError, ValueError):
-            checks.check_batch(batch)
+        except Exception as error:
+            if isinstance(error, TypeError | ValueError):
+                checks.check_batch(batch)
+            error.add_note(f"with {checks.batch_in_words(batch)}")
             raise
 
     def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
@@ -446,12 +453,12 @@ class Step:
 
     def _checked_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         hook = f"{type(self).__name__}.run"
-        new_state, outputs = checks.check_result(self.run(state, batch), hook)
+        new_state, outputs = checks.check_run(self.run(state, batch), hook)
         checks.check_same_state(state, new_state, hook)
         return new_state, outputs
 
     def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:
-        return checks.check_result(self.run(state, batch), f"{type(self).__name__}.run")[1]
+        return checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1]
 
     # Properties ----------------------------------------------------------------------------------
 

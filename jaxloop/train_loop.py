@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
-from jaxloop import bad_numbers, metrics, timing, types
+from jaxloop import bad_numbers, checks, metrics, timing, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.schedules import Elapsed
@@ -220,6 +221,12 @@ class TrainLoop(ActionLoop):
         if self._count_is_checked or not hasattr(state, "step"):
             return
         count = int(metrics.fetch(state.step))
+        most = np.iinfo(state.step.dtype).max if hasattr(state.step, "dtype") else self.step_num
+        if count != self.step_num and self.step_num > most:
+            raise ValueError(
+                f"state.step, {checks.describe(state.step)}, counts to {most}, and should be {self.step_num} by "
+                f"now: it is {count}. Begin with a smaller state.step."
+            )
         if count != self.step_num:
             steps = len(self.num_examples)
             raise ValueError(

@@ -65,6 +65,18 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         step.restore_model(state, tmp_path, step=4)
 
 
+def test_without_a_step_the_newest_that_is_whole_is_restored_and_nothing_moved(tmp_path, warnings_logged):
+    step, state, _ = examples.tiny_regression()
+    with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
+        for number in (1, 2):
+            writer.save(number, state.replace(step=number))
+    (tmp_path / "2" / "default" / "_METADATA").unlink()
+    assert int(step.restore_model(state, tmp_path).step) == 1
+    assert checkpoint.all_steps(tmp_path) == [1, 2] and "_METADATA is missing" in warnings_logged()[-1]
+    with pytest.raises(checkpoint.CheckpointError, match="_METADATA is missing"):
+        step.restore_model(state, tmp_path, step=2)
+
+
 def test_a_relative_directory_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step, state, _ = examples.tiny_regression()
@@ -585,6 +597,12 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_lists_the_file
     assert checkpoint.run(runs, 2) == a_run(2)[1]  # The item is whole.
     assert (template["w"] == a_run(0)[0]["w"]).all()
     assert checkpoint.all_steps(runs) == [1, 2] and not (runs / "damaged").exists()  # Only restore_newest moves.
+
+
+def test_who_only_reads_moves_nothing(runs, warnings_logged):
+    (runs / "2" / "run" / "metadata").write_text("")
+    assert checkpoint.restore_newest(runs, a_run(0)[0], moves_aside=False)[1] == 1
+    assert checkpoint.all_steps(runs) == [1, 2] and "Step 1 was restored instead" in warnings_logged()[-1]
 
 
 def test_where_all_are_damaged_nothing_is_restored_or_moved(runs):

@@ -125,6 +125,21 @@ def test_sigterm_ends_the_run_after_its_step_saves_it_and_exits(tmp_path, writer
     assert_same(state, run(tmp_path / "whole", 20)[1])
 
 
+class SlowToClose(CheckpointAction):
+    """While it is closed, after all steps, a signal comes."""
+
+    def close(self):
+        signal.raise_signal(signal.SIGINT)
+        super().close()
+
+
+def test_a_signal_after_the_last_step_comes_too_late_to_break_the_run_off(tmp_path):
+    save = SlowToClose(tmp_path, every(steps=5))
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[save], stat_names=[]), None, CheckpointSpec(tmp_path))
+    state, _ = outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 10)
+    assert int(state.step) == 10 and (tmp_path / "STOPPED").exists()
+
+
 def test_rows_that_a_killed_run_has_made_after_its_checkpoint_are_made_again(tmp_path):
     options = {"train_epochs": 1, "total": None, "dataset": BATCHES[:12], "train_actions": []}
     outer_loop, _ = run(tmp_path, save=4, **options)

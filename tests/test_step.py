@@ -368,6 +368,7 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
         (lambda state: (state, {}, {}), "a tuple of 3"),
         (lambda state: (state, 1.0), "outputs as a dict with string keys or None, got float"),
         (lambda state: (state, {1: 2.0}), "under the key 1; the keys of outputs must be strings"),
+        (lambda state: (state, {"a": {"b": "text"}}), "run returned the output 'a/b' as the string 'text'"),
     ],
 )
 def test_results_of_another_form_are_refused(result, message):
@@ -408,6 +409,23 @@ def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, messa
         with pytest.raises(TypeError, match=message) as caught:
             call(state, {**batches[0], "id": leaf})
         assert "Step.preprocess_batch" in str(caught.value)
+    step.step(state, batches[0])  # The state was not taken.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.tolist(), "batch['x'] a list of 8, no array: write np.asarray(...), batch['y'] float32[8, 1]"),
+        (lambda x: None, "batch['x'] None, batch['y'] float32[8, 1]"),
+        (lambda x: 3.0, "batch['x'] float, batch['y'] float32[8, 1]"),
+        (lambda x: x[:, :2], "batch['x'] float32[8, 2], batch['y'] float32[8, 1]"),
+    ],
+)
+def test_an_error_in_run_comes_with_the_batch_in_words(change, words):
+    step, state, batches = examples.tiny_regression()
+    with pytest.raises(Exception) as caught:
+        step.step(state, {**batches[0], "x": change(batches[0]["x"])})
+    assert f"with {words}" in caught.value.__notes__
     step.step(state, batches[0])  # The state was not taken.
 
 
