@@ -57,8 +57,9 @@ class TrainLoop(ActionLoop):
         the state stays bit by bit what it was, but for `state.step`, which counts on. Its outputs are in the lists,
         and have no weight in means; states of `clu.metrics` are emptied, unless they collect values; the number of
         such steps is in `outputs["jaxloop/skipped_steps"]`. The devices then hold a second copy of the state during a
-        step. "ignore" to look at nothing, which costs nothing; the others take a part of each step, the more the
-        smaller it is.
+        step. "ignore" to look at nothing, which costs nothing. Measured on two CPU cores, "raise" makes a step of a
+        small CNN 1.00 times as long, one of 2M parameters with Adam 1.05 times, and one of 0.1 ms 1.10 to 1.15 times;
+        "skip" 1.00, 1.27 and 1.10 to 1.17 times.
     """
 
     def __init__(
