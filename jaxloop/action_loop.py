@@ -99,6 +99,7 @@ class ActionLoop(StatLoop):
         self._attached: list[_Slot] = []
         self._slots = [_Slot(self._end_actions, index) for index in range(len(self.end_actions))]
         self._loop_count = self._count = 0  # The loops that have ended; the number of the one that runs or ran last.
+        self._is_ending = False  # Whether the end actions have what they are to see, and not all were called.
         self._last_beginning = Elapsed()
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
@@ -156,7 +157,7 @@ class ActionLoop(StatLoop):
 
     def _forget(self) -> None:
         self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
-        self._so_far = metrics.LoopOutputs()
+        self._so_far, self._is_ending = metrics.LoopOutputs(), False
         self._close_sums()
         for slot in self._all_slots():
             slot.forget(self.spent)
@@ -201,7 +202,8 @@ class ActionLoop(StatLoop):
         if self._count != self._loop_count:  # An exception ended the last call: this is another loop.
             self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
             self._close_sums()
-        self._so_far, self._is_failing, self._leaves_sums_open = self._outputs_before.copy(), False, False
+        self._so_far = self._outputs_before.copy()
+        self._is_failing = self._leaves_sums_open = self._is_ending = False
         self._open_sums.outputs_without.clear()
         self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
@@ -233,9 +235,9 @@ class ActionLoop(StatLoop):
         self._looked = now = self._now(self._loop_count + 1)
         for slot in self._all_slots():
             slot.take_loop(self._so_far)
-        self._so_far = metrics.LoopOutputs()
+        self._so_far, self._is_ending = metrics.LoopOutputs(), True
         self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
-        self._loop_count = self._count
+        self._loop_count, self._is_ending = self._count, False
         self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
         if self.run_info is None:
             self.call_late_actions(state)
@@ -296,6 +298,7 @@ class ActionLoop(StatLoop):
             "elapsed": self.elapsed.to_dict(),
             "previous": (self.elapsed.previous or self.elapsed).to_dict(),
             "loop_count": self._loop_count,
+            "is_ending": self._is_ending and not self._returns_new_state,
             "has_stopped": self._stop_asked and not self._interrupt.requested,
             "steps_in_loop": self.steps_before + (len(self.num_examples) if is_inside else 0),
             "last_beginning": self._last_beginning.to_dict(),
@@ -313,6 +316,7 @@ class ActionLoop(StatLoop):
         self.resume(Elapsed(**state_dict["elapsed"]))
         self._looked = Elapsed(**state_dict["elapsed"], previous=Elapsed(**state_dict["previous"]))
         self._loop_count = self._count = state_dict["loop_count"]
+        self._is_ending = state_dict["is_ending"]
         self.steps_before = state_dict["steps_in_loop"]
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
         self._outputs_before = self._so_far = metrics.LoopOutputs.decode(state_dict["outputs"])
@@ -339,6 +343,19 @@ class ActionLoop(StatLoop):
         self._close_sums_for(due)
         self._call_actions(due, state, now, comes_last=comes_last)
         return not self._stop_asked
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the last call, an evaluation, ended by an exception in an end action, after all of its steps."""
+        return self._is_ending
+
+    def end_again(self, state: Any) -> bool:
+        """Calls the end actions that were not come to, of one that `is_ending`; returns whether the run goes on."""
+        now, self._stop_asked, self._count = self._now(self._loop_count + 1), False, self._loop_count + 1
+        self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
+        self._loop_count, self._is_ending = self._count, False
+        self._looked = now
+        return self.call_late_actions(state)
 
     def _other_actions(self) -> list[Action]:
         return [action for each in self.action_lists if each is not self._end_actions for action in each.actions]

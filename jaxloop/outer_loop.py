@@ -512,6 +512,10 @@ class OuterLoop:
         goes_on = not resumed.knows_position or train_loop.call_missed_actions(state, comes_last=False)
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
         elapsed = dataclasses.replace(elapsed, is_last=elapsed.steps == call.total_steps)
+        for loop in self._eval_loops:
+            if loop.is_ending and loop.run_info is not None:
+                loop.run_info.elapsed = elapsed
+                goes_on &= loop.end_again(state)
         measured = {name for row in self._history.rows if row.elapsed.steps == elapsed.steps for name in row.logs}
         context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
         due = [
