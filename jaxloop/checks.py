@@ -145,9 +145,14 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
 
 
 class BatchWatch:
-    """Looks at the batches of a step for what JAX would take without a word."""
+    """Looks at the batches of a step for what JAX would take without a word.
+
+    Attributes:
+      num_rows: the length of the leading axis that all leaves of the last batch share; None where they don't.
+    """
 
     def __init__(self):
+        self.num_rows: int | None = None
         self._shapes: list[Any] | None = None  # Of the last batch.
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
@@ -202,6 +207,7 @@ class BatchWatch:
         self._arrays = self._arrays or {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
+        self.num_rows = num_examples(batch)
 
     def _is_short(self, by_path: dict[str, Any]) -> bool:
         """Whether a batch is as the first one, with fewer rows."""

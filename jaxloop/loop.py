@@ -199,23 +199,33 @@ class Loop:
         outputs = metrics.LoopOutputs()
         queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch, self._sums_to_go_on_with())
         ahead = self._batches_ahead(dataset)
+        draw, stopwatch, quick_step = self._get_next_batch, self._stopwatch, None
         place, step_name, num_examples = "the dataset", repr(self._step), 0
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         try:
             for number in itertools.count() if num_steps is None else range(num_steps):
                 place = "the dataset"
-                time_before = self._stopwatch.training  # As of the last look below.
+                time_before = stopwatch.training  # As of the last look below.
                 try:
-                    batch = ahead.pop() if ahead else self._draw(dataset)
+                    batch = ahead.pop() if ahead else stopwatch.drawing(draw, dataset)
                 except StopIteration:
                     break
                 self._time_before_step = time_before
                 place = step_name
-                num_examples = self._step.num_examples(batch)
+                self._note_batch(batch)
                 try:
-                    state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
+                    if quick_step is not None:
+                        state, step_outputs, num_examples = quick_step(state, batch)
+                    else:
+                        num_examples = self._step.num_examples(batch)
+                        state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
+                        quick_step = self._quick_step()
                 except StopIteration as error:  # To a caller that is a generator it would be the end of its data.
+                    self._note_failed_step()
                     raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
+                except Exception:
+                    self._note_failed_step()
+                    raise
                 self._newest_state = state
                 self._count_step(num_examples)
                 for arrived in queue.push(self._to_push(step_outputs), state):
@@ -223,7 +233,7 @@ class Loop:
                 if self._interrupt.requested:
                     self._was_interrupted = number + 1 != num_steps
                     break
-                is_event = self._step_num >= next_step or self._stopwatch.training >= next_time
+                is_event = self._step_num >= next_step or stopwatch.training >= next_time
                 if is_event and number + 1 != num_steps:
                     now = self._now(self._loops_ended())
                     if now.is_last:
@@ -233,12 +243,14 @@ class Loop:
                     self._before_drawing_ahead(now)
                     error_of_data = None
                     try:
-                        ahead.append(self._draw(dataset))
+                        ahead.append(stopwatch.drawing(draw, dataset))
                     except StopIteration:
                         break
                     except Exception as error:  # The step is complete, and so is to be what belongs to it.
                         error_of_data = error
                     place = "the actions"
+                    if quick_step is not None:  # Somebody may keep this state, which the next step takes.
+                        checks.mark_taken(state, repr(self))
                     outputs, goes_on = self._at_event(now, state, outputs, queue)
                     if error_of_data is not None:
                         place = "the dataset"
@@ -257,6 +269,8 @@ class Loop:
             raise
         finally:
             self._ahead = (dataset, ahead)
+            if quick_step is not None:
+                self._step.remember(self._newest_state)
         return state, outputs
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -278,12 +292,16 @@ class Loop:
         drawn_from, ahead = self._ahead
         return ahead if drawn_from is dataset else []
 
-    def _draw(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        self._stopwatch.switch("data")
-        try:
-            return self._get_next_batch(dataset)
-        finally:
-            self._stopwatch.switch("rest")
+    def _quick_step(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
+        """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own, and for evaluations."""
+        is_own = not type(self)._run_one_step.__module__.startswith("jaxloop.")
+        return None if is_own or not self._returns_new_state else self._step.quick_step()
+
+    def _note_batch(self, batch: types.Batch) -> None:
+        """Called with each batch, before its step."""
+
+    def _note_failed_step(self) -> None:
+        """Called where a step has raised, before it was counted."""
 
     def _count_step(self, num_examples: int) -> None:
         self._num_examples.append(num_examples)

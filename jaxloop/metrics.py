@@ -180,6 +180,64 @@ def _is_small(value: Any) -> bool:
     return _is_metric(value) or np.ndim(value) == 0
 
 
+# From how many steps on their scalars are stacked: for less, to compile that takes longer than it saves.
+_STACKED = 32
+
+
+class _Chunk:
+    """The outputs of some steps on their way to the host: scalars that all of them have go as one array.
+
+    Args:
+      outputs: of each step, on the devices.
+    """
+
+    def __init__(self, outputs: list[types.Output]):
+        self.outputs = outputs
+        self._columns: dict[str, jax.Array] = {}
+        self._others: list[types.Output] = outputs
+
+    def send(self) -> None:
+        """Begins to copy all to the host, without waiting for it."""
+        columns = _columns_of_scalars(self.outputs) if len(self.outputs) == _STACKED else {}
+        if columns:
+            self._columns = _stack(columns)
+            has_more = len(columns) < len(self.outputs[0] or ())
+            self._others = [_without(outputs, columns) for outputs in self.outputs] if has_more else []
+        for leaf in jax.tree.leaves((self._columns, self._others)):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+
+    def fetch(self) -> list[types.Output]:
+        """Waits for all, and returns it."""
+        columns, others = fetch((self._columns, self._others))
+        if not columns:
+            return others
+        rows: list[types.Output] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if not others:
+            return rows
+        both = [{**(row or {}), **(other or {})} for row, other in zip(rows, others, strict=True)]
+        return [{name: row[name] for name in outputs or ()} for row, outputs in zip(both, self.outputs, strict=True)]
+
+
+def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
+    """For each name under which all steps have a scalar of one dtype, on the devices, its values."""
+    columns = {}
+    for name, first in (chunk[0] or {}).items():
+        values = [outputs.get(name) if outputs else None for outputs in chunk]
+        scalars = [value for value in values if isinstance(value, jax.Array) and not value.ndim]
+        is_whole = len(scalars) == len(values) and {value.dtype for value in scalars} == {first.dtype}
+        if is_whole and isinstance(first.dtype, np.dtype):  # No typed keys.
+            columns[name] = scalars
+    return columns
+
+
+def _without(outputs: types.Output, names: Mapping[str, Any]) -> types.Output:
+    return outputs and {name: value for name, value in outputs.items() if name not in names}
+
+
+_stack = jax.jit(lambda columns: {name: jnp.stack(values) for name, values in columns.items()})
+
+
 class OutputQueue:
     """The outputs of a loop's steps on their way from the devices to the host.
 
@@ -203,7 +261,7 @@ class OutputQueue:
         self._sums_before = dict(sums or {})
         self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
         self._newest: list[types.Output] = []
-        self._copying: list[types.Output] = []
+        self._copying = _Chunk([])
         self._merged: dict[str, Any] = {}
         self._last_of_chunk: Any = None
 
@@ -218,16 +276,14 @@ class OutputQueue:
         if len(self._newest) < self._chunk_size:
             return ()
         with self._stopwatch.counting("device"):
-            arrived = fetch(self._copying)
+            arrived = self._copying.fetch()
             # Also where there was nothing to fetch, the devices shall not fall further behind.
             wait(self._last_of_chunk)
             self._last_of_chunk = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
             if not self._last_of_chunk:
                 wait(state)
-        self._copying, self._newest = self._set_metrics_aside(self._newest), []
-        for leaf in jax.tree.leaves(self._copying):
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
+        self._copying, self._newest = _Chunk(self._set_metrics_aside(self._newest)), []
+        self._copying.send()
         return arrived
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Sequence[types.Output], dict[str, Any]]:
@@ -236,19 +292,21 @@ class OutputQueue:
         With `keep_sums` it goes on with those sums, and returns them again with what comes.
         """
         # Emptied only once all is there: an interrupted read loses nothing.
-        self._copying, self._newest = [*self._copying, *self._set_metrics_aside(self._newest)], []
+        self._newest = self._set_metrics_aside(self._newest)
         with self._stopwatch.counting("device"):
-            arrived = fetch((self._copying, self._merged))
+            earlier = self._copying.fetch() if self._copying.outputs else []
+            newest, merged = fetch((self._newest, self._merged))
+        arrived = [*earlier, *newest], merged
         if keep_sums:
             self._sums_before.update(self._merged)
         else:
             self._sums_before = {}
-        self._copying, self._merged = [], {}
+        self._copying, self._newest, self._merged = _Chunk([]), [], {}
         return arrived
 
     def newest_scalars(self) -> dict[str, Any]:
         """The scalars of the newest step on its way whose values are there already. Does not wait."""
-        for outputs in reversed([*self._copying, *self._newest]):
+        for outputs in reversed([*self._copying.outputs, *self._newest]):
             scalars = ready_scalars(outputs or {})
             if scalars:
                 return scalars

@@ -303,7 +303,7 @@ class Step:
             return state
         checks.check_alive(state, repr(self))
         state = self._partitioner.place_state(checks.adopt(state))
-        self._remember(state)
+        self.remember(state)
         return state
 
     def step(
@@ -347,8 +347,48 @@ class Step:
         except BaseException:
             self._rescued_state = state
             raise
-        self._remember(state)
+        self.remember(state)
         return state, outputs
+
+    def quick_step(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
+        """What a loop may call in place of `step`, from its second step on, with the state of the step before.
+
+        It passes over what `step` does for states that come from elsewhere, and takes `(state, batch)` to `(state,
+        outputs, number of examples)`. A loop says with `remember` which state it came to. None where more is to be done
+        than to take the batch to the device: actions, and an `end` or a `step` of its own.
+        """
+        kind = type(self)
+        if kind.step is not Step.step or kind.end is not Step.end:
+            return None
+        if self._begin_actions.actions or self._end_actions.actions or self._compiled_run is None:
+            return None
+        preprocess = None if kind.preprocess_batch is Step.preprocess_batch else self.preprocess_batch
+        begin = None if kind.begin is Step.begin else self.begin
+        is_plain = preprocess is None and begin is None and kind.num_examples is Step.num_examples
+        run, look, watch = self._watched_run(), self._batch_watch.look, self._batch_watch
+        shard = self.shard_batch
+
+        def take(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+            num_examples = 0 if is_plain else self.num_examples(batch)
+            if preprocess is not None:
+                batch = preprocess(batch)
+            if begin is not None:
+                new_state, batch = checks.check_pair(begin(state, batch), f"{kind.__name__}.begin", "(state, batch)")
+                if new_state is not state:
+                    state = self.prepare_state(new_state)
+            look(batch, self)
+            if is_plain:
+                num_examples = watch.num_rows
+                if num_examples is None:
+                    num_examples = self.num_examples(batch)
+            try:
+                state, outputs = run(state, shard(batch))
+            except Exception as error:
+                _explain(error, batch)
+                raise
+            return state, outputs, num_examples
+
+        return take
 
     @contextlib.contextmanager
     def watched(self, watch: bad_numbers.Watch) -> Iterator[None]:
@@ -413,7 +453,8 @@ class Step:
         # Another step may have taken it over since.
         return known and not state.step.is_deleted()
 
-    def _remember(self, state: Any) -> None:
+    def remember(self, state: Any) -> None:
+        """Notes the newest state that this step has returned: it need not be looked at again."""
         # By the object: `state.replace(...)` makes a new one, which may hold a leaf that was donated.
         has_step = isinstance(getattr(state, "step", None), jax.Array)
         self._known_state = weakref.ref(state) if has_step else None
@@ -430,9 +471,7 @@ class Step:
         try:
             return compiled(state, shard(batch))
         except Exception as error:
-            if isinstance(error, TypeError | ValueError):
-                checks.check_batch(batch)
-            error.add_note(f"with {checks.batch_in_words(batch)}")
+            _explain(error, batch)
             raise
 
     def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
@@ -528,6 +567,13 @@ _OPTIONS = [
     for parameter in inspect.signature(Step).parameters.values()
     if parameter.kind is not inspect.Parameter.VAR_KEYWORD
 ]
+
+
+def _explain(error: Exception, batch: types.Batch) -> None:
+    """Says of an error in a step which batch it was; raises another where the batch is what is wrong."""
+    if isinstance(error, TypeError | ValueError):
+        checks.check_batch(batch)
+    error.add_note(f"with {checks.batch_in_words(batch)}")
 
 
 def _copy_what_is_donated(outputs: types.Output, state: Any) -> types.Output:

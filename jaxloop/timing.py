@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _NAMES = {
     "data": "waiting for data",
@@ -117,6 +118,22 @@ class Stopwatch:
                 self.training += now - self._since
         self._kind, self._since = kind, now
         return before
+
+    def drawing(self, draw: Callable[[Any], Any], source: Any) -> Any:
+        """Calls `draw(source)` for a batch, and counts that as "data". As `counting`, for less."""
+        before, began = self._kind, self._clock()
+        if before is not None:
+            self._seconds[before] += began - self._since
+            if before not in _NOT_TRAINING:
+                self.training += began - self._since
+        self._kind, self._since = "data", began
+        try:
+            return draw(source)
+        finally:
+            ended = self._clock()
+            self._seconds["data"] += ended - self._since
+            self.training += ended - self._since
+            self._kind, self._since = before, ended
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:

@@ -122,14 +122,12 @@ class TrainLoop(ActionLoop):
         self._check_count(state)
         return super().end(state, outputs)
 
-    def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
+    def _note_batch(self, batch: types.Batch) -> None:
         if self.run_info is not None and self.run_info.keeps_batches:
             self._keep_batch(batch)
-        try:
-            return super()._run_one_step(state, batch, per_loop_step_number)
-        except Exception:
-            self._failed_step = self._step_num + 1
-            raise
+
+    def _note_failed_step(self) -> None:
+        self._failed_step = self._step_num + 1
 
     def _keep_batch(self, batch: types.Batch) -> None:
         if not self._kept_batches or self._kept_batches[-1][0] != self._step_num:
