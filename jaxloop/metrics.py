@@ -201,7 +201,7 @@ class _Chunk:
         columns = _columns_of_scalars(self.outputs) if len(self.outputs) == _STACKED else {}
         if columns:
             self._columns = _stack(columns)
-            has_more = len(columns) < len(self.outputs[0] or ())
+            has_more = any(len(outputs or ()) > len(columns) for outputs in self.outputs)
             self._others = [_without(outputs, columns) for outputs in self.outputs] if has_more else []
         for leaf in jax.tree.leaves((self._columns, self._others)):
             if isinstance(leaf, jax.Array):

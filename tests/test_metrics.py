@@ -257,3 +257,19 @@ def test_two_parts_of_a_class_that_nobody_can_find_are_left_out_with_a_warning(w
     assert summarize(parts[0]) == {} and "The output 'odd' is left out" in warnings_logged()[-1]
     parts[0].extend(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1]))
     assert summarize(parts[0]) == {"odd": 1000.0}
+
+
+def test_what_only_some_steps_of_a_chunk_report_arrives_too():
+    steps = [{"loss": jnp.float32(i)} | ({"rare": jnp.ones(2)} if i % 20 == 19 else {}) for i in range(80)]
+    steps[40] = {"first": jnp.int32(1), "loss": jnp.float32(40)}
+    arrived, _ = push_all(metrics.OutputQueue(chunk_size=32), steps)
+    assert [list(outputs) for outputs in arrived] == [list(outputs) for outputs in steps]
+    assert [outputs["loss"] for outputs in arrived] == list(range(80))
+    assert all(np.all(outputs.get("rare", 1) == 1) and outputs["loss"].dtype == np.float32 for outputs in arrived)
+
+
+def test_the_scalars_of_a_chunk_are_read_as_one_array(monkeypatch):
+    reads, device_get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: reads.extend(jax.tree.leaves(tree)) or device_get(tree))
+    arrived, _ = push_all(metrics.OutputQueue(32), [{"loss": jnp.float32(i), "n": jnp.int32(i)} for i in range(64)])
+    assert len(reads) == 2 * 2 and [outputs["n"] for outputs in arrived] == list(range(64))
