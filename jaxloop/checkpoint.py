@@ -145,6 +145,14 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
       CheckpointError: its files are damaged; the error lists them.
       ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
     """
+    try:
+        return _restore(directory, step, state, transforms)
+    except CheckpointError as error:
+        hint = "checkpoint.restore_newest restores the newest that is whole, and moves damaged ones aside."
+        raise CheckpointError(f"{error}\n{hint}", error.directory, error.steps) from error.__cause__
+
+
+def _restore(directory: epath.PathLike, step: int, state: Any, transforms: Any) -> Any:
     path, sealed = _verified(directory, step)
     return _read_tree(path, _ITEM, state, sealed, transforms)
 
@@ -169,7 +177,7 @@ def restore_newest(
     errors: dict[int, CheckpointError] = {}
     for step in reversed(all_steps(directory)):
         try:
-            restored = restore(directory, step, state, transforms=transforms)
+            restored = _restore(directory, step, state, transforms)
         except CheckpointError as error:
             errors[step] = error
             continue
@@ -258,9 +266,7 @@ def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[ep
 def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
     shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
     return CheckpointError(
-        f"The checkpoint {path} is damaged:\n"
-        + "\n".join(f"  {problem}" for problem in shown)
-        + "\ncheckpoint.restore_newest restores the newest that is whole, and moves damaged ones aside.",
+        f"The checkpoint {path} is damaged:\n" + "\n".join(f"  {problem}" for problem in shown),
         path.parent,
         [int(path.name)],
     )

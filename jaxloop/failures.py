@@ -50,9 +50,10 @@ class Failure:
 def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     """Writes down a failure in `<workdir>/failures/<step_num>`, and notes on the error how to run the step again.
 
-    The folder has the batch of the step, the PRNG keys, and where the state before it is: in the folder, if it was
-    alive; else in the newest checkpoint of an earlier step, from which the batches since then lead to the step, if
-    they are at hand. Of several failures the newest five are kept. What goes wrong here is logged, not raised.
+    The folder has the batch of the step, the PRNG keys, and the state before it, if it was alive; else the newest
+    checkpoint of an earlier step (as links to its files, so that it outlives the directory's `keep`), from which the
+    batches since then lead to the step, if they are at hand: those of the last 64 steps, within 256 MiB. Of several
+    failures the newest five are kept. What goes wrong here is logged, not raised.
     """
     folder = checkpoint.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
@@ -79,8 +80,11 @@ def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
         base, directory = before, None
     at_hand = [number for number in failure.batches if number <= failure.step_num]
     wanted = [number for number in at_hand if base is None or number > base]
+    has_state = directory is None and base is not None
     if base is not None and base + 1 not in wanted:
         wanted = wanted[-1:]
+    elif directory is not None:
+        has_state = _keep_checkpoint(directory / str(base), new / _STATE / str(base))
     arrays: dict[str, np.ndarray] = {}
     encoded = {str(number): _encode_batch(failure.batches[number], arrays) for number in wanted}
     with (new / _ARRAYS).open("wb") as file:
@@ -92,6 +96,7 @@ def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
         "nan_policy": failure.nan_policy,
         "keys": encoding.encode_keys(step.base_prng),
         "state_step": base,
+        "has_state": has_state,
         "checkpoint_dir": None if directory is None else str(directory),
         "batches": encoded,
         "arrays": {name: [_dtype_name(array.dtype), list(array.shape)] for name, array in arrays.items()},
@@ -105,6 +110,24 @@ def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
     writer = checkpoint.CheckpointWriter(directory)
     writer.save(step_num, state)
     writer.close()
+
+
+def _keep_checkpoint(checkpoint_dir: epath.Path, folder: epath.Path) -> bool:
+    """Links, or copies, the files of a checkpoint, which are never changed; returns whether that could be done."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # Such as from one file system to another.
+            shutil.copy2(source, target)
+
+    try:
+        shutil.copytree(checkpoint_dir, folder, copy_function=link)
+    except (OSError, shutil.Error) as error:  # A store that is no file system.
+        logging.info("The checkpoint %s is not kept with the record of the failure: %s", checkpoint_dir, error)
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        return False
+    return True
 
 
 def _remove_old(folder: epath.Path, but: epath.Path) -> None:
@@ -248,7 +271,7 @@ def _state_before(folder: epath.Path, noted: Mapping[str, Any], state: Any, batc
     if leads(given) and (base is None or given > base):
         return jax.tree.map(jnp.copy, state), given
     if base is not None and leads(base):
-        directory = folder / _STATE if noted["checkpoint_dir"] is None else epath.Path(noted["checkpoint_dir"])
+        directory = folder / _STATE if noted["has_state"] else epath.Path(noted["checkpoint_dir"])
         return checkpoint.restore(directory, base, state), base
     if failed not in batches:
         raise ValueError(

@@ -357,7 +357,9 @@ class OuterLoop:
                 goes_on &= self._evaluate_after(call, state, train_loop.elapsed)
                 goes_on &= self._interrupt.requested or train_loop.call_late_actions(state)
             if self._interrupt.requested:
-                logging.warning("Ended by %s. The state of step %d is returned.", self._interrupt.signal_name, step_num)
+                saves = " and saved" if _checkpoint_actions(train_loop) else ""
+                signal_name = self._interrupt.signal_name
+                logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
                 if train_loop.was_interrupted:  # Then this loop has not come to its end.
                     train_loop.loop_count = loops_before
                 self._save_now(call, state, step_num)
@@ -386,7 +388,8 @@ class OuterLoop:
         if train_loop.steps_before and _is_end_of_loop(call, step_num):
             return None
         ends = {
-            "a run that was stopped there, as an evaluation or an action asked": resumed and resumed.has_stopped,
+            "a run that was stopped there, as an evaluation or an action asked (to train on from its state, take "
+            "step.restore_model(state, directory) to another directory)": resumed and resumed.has_stopped,
             f"stop={call.stop!r}": call.stop is not None and call.stop.stops(train_loop.elapsed, train_loop.elapsed),
             f"train_total_steps={call.total_steps}": call.total_steps is not None and step_num >= call.total_steps,
             f"train_epochs={call.epochs}": call.epochs is not None and run.passes >= call.epochs,
@@ -448,7 +451,8 @@ class OuterLoop:
             assert restored is not None
             state, saved_step = restored
             resumed = run.load(spec.checkpoint_dir, saved_step, given)
-            logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
+            # No fault, but the state that was given is not the one to begin with.
+            logging.warning("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
         spec.stopped_file.unlink(missing_ok=True)
         return state, resumed
@@ -460,6 +464,8 @@ class OuterLoop:
         # An epoch that is left half-way is gone on with in any case.
         is_epoch = resumed is not None and call.epochs is not None
         run.source = self._source_of(call.train_dataset)
+        if resumed is None and self._checkpoint_spec is not None and _checkpoint_actions(self._loops[0]):
+            _warn_of_unknown_positions(run.source)
         if is_epoch:
             run.source = PositionedIterator(run.source, skippable=True)
         spec = self._checkpoint_spec
@@ -701,6 +707,13 @@ class OuterLoop:
         self._history.close()
         if errors and raise_errors:
             raise errors[0]
+
+
+def _warn_of_unknown_positions(source: PositionedIterator) -> None:
+    if source.kind == "unknown":
+        logging.warning(
+            "%s A run that goes on from a checkpoint of this one trains on what it gives then.", source.problem
+        )
 
 
 def _step_num(state: Any) -> int:

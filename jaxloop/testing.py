@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxloop import checks, metrics
+from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.step import Step
@@ -30,8 +31,9 @@ from jaxloop.step import Step
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
     """Kills a run at each of the steps, goes on with it, and compares it with one that nobody killed, bit by bit.
 
-    Each run is a process of its own: one that is not killed; and for each step one that ends by SIGKILL when the step
-    was given to the device, and one that goes on. The steps of these processes are compared from the checkpoint on
+    Each run is a process of its own, which starts and compiles as your program does: one that is not killed; and for
+    each step one that ends by SIGKILL when the step was given to the device, and what was being saved was committed,
+    and one that goes on. The steps of these processes are compared from the checkpoint on
     (batch, state, outputs), then the state in the end, leaf by leaf, and the history, apart from its times.
 
         def make_run(workdir):
@@ -44,11 +46,13 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     Args:
       make_run: runs the experiment in a work directory, or goes on with what it finds there; returns the state in the
         end, or that and the history. A function of a module or a script, by whose name the processes find it.
-      at_steps: at which steps to kill, each in a run of its own.
+      at_steps: at which steps to kill, each in a run of its own. Before the first checkpoint there is nothing to go on
+        with: give later ones.
       timeout: seconds that one process may take.
 
     Raises:
-      AssertionError: a run did not end as the one that was not killed, with the ingredient in which they differ first.
+      AssertionError: a run did not end as the one that was not killed, with the ingredient in which they differ first;
+        or it began anew, so that nothing is shown.
       RuntimeError: a process failed, or ended before it could be killed; the message has what it printed.
       TypeError: `make_run` can't be found by its name.
     """
@@ -69,7 +73,13 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
             _finish(process, root / str(step), timeout, killed_at=step)
         resumed = {step: start(str(step)) for step in steps}
         for step, process in resumed.items():
-            differences = compare(expected, _finish(process, root / str(step), timeout))
+            record = _finish(process, root / str(step), timeout)
+            if record["steps"] and min(map(int, record["steps"])) == min(map(int, expected["steps"])):
+                raise AssertionError(
+                    f"Killed at step {step}, the run began anew: no checkpoint of it was there to go on from. Kill it "
+                    "after the first save, and see that make_run saves in the work directory that it is given."
+                )
+            differences = compare(expected, record)
             if differences:
                 raise AssertionError(f"Killed at step {step}, the run did not end as without that.\n{differences}")
 
@@ -183,7 +193,8 @@ def _digest(tree: Any) -> dict[str, str]:
 def _record_steps(kill_at: int) -> dict[int, Any]:
     """Has every update noted, and the process killed at one of them."""
     steps: dict[int, Any] = {}
-    step_once, count_step = Step.step, Loop._count_step
+    step_once, count_step, save = Step.step, Loop._count_step, CheckpointWriter.save
+    writers: set[CheckpointWriter] = set()
 
     def noted(self: Step, state: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.train:
@@ -197,9 +208,17 @@ def _record_steps(kill_at: int) -> dict[int, Any]:
     def counted(self: Loop, num_examples: int) -> None:
         count_step(self, num_examples)
         if self._returns_new_state and self.step_num == kill_at:
+            for writer in writers:  # A run of a moment would be over before its first save is.
+                writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def saved(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
+        writers.add(self)
+        return save(self, *args, **kwargs)
+
     Step.step, Loop._count_step = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
+    Step.quick_step = lambda self: None  # pyright: ignore[reportAttributeAccessIssue]
+    CheckpointWriter.save = saved
     return steps
 
 

@@ -175,9 +175,10 @@ class TrainLoop(ActionLoop):
         new = self._skipped[self._said_skipped :]
         if new:
             logging.warning(
-                "%r left out %d steps whose numbers were not finite, the first of them step %d: %s.",
+                "%r left out %d step%s whose numbers were not finite, the first of them step %d: %s.",
                 self,
                 len(new),
+                "s" if len(new) > 1 else "",
                 self._first_step + new[0].index,
                 ", ".join(new[0].names[:6]),
             )

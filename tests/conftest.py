@@ -3,7 +3,11 @@
 import _thread
 import os
 import shutil
+import signal
 import tempfile
+
+# A shell has what it starts in the background ignore Ctrl-C, and so all that is started from there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Most tests compile the same few small programs. Each is compiled once a session, for all tests and what they start:
 # the workers of pytest-xdist, and the programs that tests run, find the directory in their environment. What tests

@@ -31,9 +31,14 @@ def test_a_run_that_can_be_resumed_is_certified():
 
 def test_data_that_start_anew_are_found_out():
     with pytest.raises(
-        AssertionError, match="Killed at step 7.*\n.*The data differ: it goes on at update 4 with another"
+        AssertionError, match="Killed at step 7.*\n.*The data differ: it goes on at update 7 with another"
     ):
         testing.assert_resumable(make_run_with_data_that_start_anew, at_steps=[7])
+
+
+def test_a_run_that_begins_anew_shows_nothing():
+    with pytest.raises(AssertionError, match="Killed at step 2, the run began anew: no checkpoint"):
+        testing.assert_resumable(make_run, at_steps=[2])
 
 
 def test_a_function_that_no_process_can_find_is_refused():

@@ -30,10 +30,10 @@ class EarlyStoppingAction(Action):
     (True, 0.98, 200)
 
     Args:
-      monitor: the name of the metric, see `Monitor`. A train metric is its mean since the last call.
+      monitor: the name of the metric, see `jaxloop.actions.Monitor`. A train metric is its mean since the last call.
       patience: how many measurements in a row may bring no improvement; the run ends at the last of them. Or for how
         long none may come, as a period that begins at the best: `after(steps=1000)`, `after(time=600)`.
-      mode: "min", "max" or "auto", see `Monitor`.
+      mode: "min", "max" or "auto", see `jaxloop.actions.Monitor`.
       min_delta: an improvement is better than the best by more than this.
       baseline: as long as it has not been better than this, the patience goes on running through improvements.
       restore_best: keeps a copy of the state with the best value on the devices, as large as the state; the run
@@ -115,7 +115,7 @@ class EarlyStoppingAction(Action):
             if outputs is None:
                 raise TypeError(f"{self!r} can't stop a loop that begins: give it to the end_actions.")
             outputs[types.STOP_LOOP] = True
-            logging.info("Stopped at step %d: %s", now.steps, reason)
+            logging.warning("Stopped at step %d: %s", now.steps, reason)
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
         """Takes a value in; returns why the run is to stop, as half a sentence."""
