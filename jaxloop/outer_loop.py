@@ -451,8 +451,7 @@ class OuterLoop:
             assert restored is not None
             state, saved_step = restored
             resumed = run.load(spec.checkpoint_dir, saved_step, given)
-            # No fault, but the state that was given is not the one to begin with.
-            logging.warning("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
+            logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
         # Evaluators of this directory shall wait for what is trained now.
         spec.stopped_file.unlink(missing_ok=True)
         return state, resumed

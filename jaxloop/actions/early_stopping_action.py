@@ -115,7 +115,7 @@ class EarlyStoppingAction(Action):
             if outputs is None:
                 raise TypeError(f"{self!r} can't stop a loop that begins: give it to the end_actions.")
             outputs[types.STOP_LOOP] = True
-            logging.warning("Stopped at step %d: %s", now.steps, reason)
+            logging.info("Stopped at step %d: %s", now.steps, reason)
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
         """Takes a value in; returns why the run is to stop, as half a sentence."""
