@@ -22,7 +22,7 @@ FLAGS = "jaxloop/bad_numbers"
 """The output with which flags travel to the host."""
 
 # For how many steps the devices keep flags.
-_ROWS = 32
+MAX_STEPS = _ROWS = 32
 
 # How many flags are sent as one number; and in rows of how many numbers parameters are looked through on a CPU.
 _WORD, _COLUMNS = 32, 64
@@ -214,6 +214,19 @@ class Watch:
         state, (outputs, self._flags) = compiled(state, (batch, self._flags))
         self.steps += 1
         return state, outputs
+
+    def run_fused(self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batches: Any) -> Any:
+        """As `run`, of batches that were stacked, which `compiled` takes one after the other."""
+        if looking is not self._looking:
+            self._looking, self._flags = looking, looking.no_flags(state)
+        state, (outputs, self._flags) = compiled(state, (batches, self._flags))
+        self.steps += len(jax.tree.leaves(batches)[0])
+        return state, outputs
+
+    def make_room(self, num_steps: int) -> None:
+        """To be called before several steps in one dispatch: the devices keep the flags of 32."""
+        if self.steps - self._sent + num_steps > _ROWS:
+            self.send()
 
     def with_flags(self, outputs: types.Output) -> dict[str, Any]:
         """The outputs of the newest step, and with those of each `chunk_size`th step the flags."""

@@ -1,7 +1,6 @@
 """A bounded series of steps over one dataset. The only place that repeats steps."""
 
 import dataclasses
-import itertools
 import math
 import numbers
 import sys
@@ -63,6 +62,7 @@ class Loop:
         self._interrupt = interrupt.Interruptible()
         self._was_interrupted = False
         self._consumed = 0
+        self._steps_at_once = 1
         self.steps_before = 0
         self.source: Any = _Uncounted()
 
@@ -199,60 +199,81 @@ class Loop:
         outputs = metrics.LoopOutputs()
         queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch, self._sums_to_go_on_with())
         ahead = self._batches_ahead(dataset)
-        draw, stopwatch, quick_step = self._get_next_batch, self._stopwatch, None
-        place, step_name, num_examples = "the dataset", repr(self._step), 0
+        self._ahead = (dataset, ahead)
+        draw, stopwatch = self._get_next_batch, self._stopwatch
+        place, step_name, number, num_examples = "the dataset", repr(self._step), 0, 0
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
+        quick_step = fused_step = error_of_data = None
         try:
-            for number in itertools.count() if num_steps is None else range(num_steps):
+            state = self._step.prepare_state(state)
+            quick_step = self._quick_step()
+            while number != num_steps:
                 place = "the dataset"
                 time_before = stopwatch.training  # As of the last look below.
+                room = min(next_step - self._step_num, NEVER[0] if num_steps is None else num_steps - number)
+                group: list[types.Batch] = []
                 try:
-                    batch = ahead.pop() if ahead else stopwatch.drawing(draw, dataset)
+                    if error_of_data is not None and not ahead:
+                        raise error_of_data
+                    if quick_step is not None and 1 < self._steps_at_once <= room and not ahead:
+                        group, error_of_data = self._draw_group(dataset)
+                    batch = group[0] if group else ahead.pop(0) if ahead else stopwatch.drawing(draw, dataset)
                 except StopIteration:
                     break
                 self._time_before_step = time_before
                 place = step_name
-                self._note_batch(batch)
-                try:
-                    if quick_step is not None:
-                        state, step_outputs, num_examples = quick_step(state, batch)
-                    else:
-                        num_examples = self._step.num_examples(batch)
-                        state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
-                        quick_step = self._quick_step()
-                except StopIteration as error:  # To a caller that is a generator it would be the end of its data.
-                    self._note_failed_step()
-                    raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
-                except Exception:
-                    self._note_failed_step()
-                    raise
-                self._newest_state = state
-                self._count_step(num_examples)
-                for arrived in queue.push(self._to_push(step_outputs), state):
-                    outputs = self._take(outputs, arrived)
+                if group:
+                    fused_step = fused_step or self._step.fused_step()
+                    took = self._take_group(fused_step, state, group, queue, outputs)
+                    if took is None:  # One by one, then.
+                        ahead += group
+                        continue
+                    state, outputs = took
+                    number += len(group)
+                else:
+                    self._note_batch(batch)
+                    try:
+                        if quick_step is not None:
+                            state, step_outputs, num_examples = quick_step(state, batch)
+                        else:
+                            num_examples = self._step.num_examples(batch)
+                            state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
+                            quick_step = self._quick_step()
+                    except StopIteration as error:  # To a caller that is a generator it would be the end of its data.
+                        self._note_failed_step()
+                        text = "The step raised StopIteration, as next() of an empty iterator does."
+                        raise RuntimeError(text) from error
+                    except Exception:
+                        self._note_failed_step()
+                        raise
+                    self._newest_state = state
+                    self._count_step(num_examples)
+                    number += 1
+                    for arrived in queue.push(self._to_push(step_outputs), state):
+                        outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
-                    self._was_interrupted = number + 1 != num_steps
+                    self._was_interrupted = number != num_steps
                     break
                 is_event = self._step_num >= next_step or stopwatch.training >= next_time
-                if is_event and number + 1 != num_steps:
+                if is_event and number != num_steps:
                     now = self._now(self._loops_ended())
                     if now.is_last:
                         break
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
                     place = "the dataset"
-                    self._before_drawing_ahead(now)
-                    error_of_data = None
-                    try:
-                        ahead.append(stopwatch.drawing(draw, dataset))
-                    except StopIteration:
-                        break
-                    except Exception as error:  # The step is complete, and so is to be what belongs to it.
-                        error_of_data = error
+                    if not ahead and error_of_data is None:
+                        self._before_drawing_ahead(now)
+                        try:
+                            ahead.append(stopwatch.drawing(draw, dataset))
+                        except StopIteration:
+                            break
+                        except Exception as error:  # The step is complete, and so is to be what belongs to it.
+                            error_of_data = error
                     place = "the actions"
                     if quick_step is not None:  # Somebody may keep this state, which the next step takes.
                         checks.mark_taken(state, repr(self))
                     outputs, goes_on = self._at_event(now, state, outputs, queue)
-                    if error_of_data is not None:
+                    if error_of_data is not None and not ahead:
                         place = "the dataset"
                         raise error_of_data
                     if not goes_on:
@@ -268,8 +289,7 @@ class Loop:
             error.add_note(f"in {place}, after step {self._step_num}, in {self!r}")
             raise
         finally:
-            self._ahead = (dataset, ahead)
-            if quick_step is not None:
+            if quick_step is not None and self._newest_state is not None:
                 self._step.remember(self._newest_state)
         return state, outputs
 
@@ -297,6 +317,47 @@ class Loop:
         is_own = not type(self)._run_one_step.__module__.startswith("jaxloop.")
         return None if is_own or not self._returns_new_state else self._step.quick_step()
 
+    def _draw_group(self, dataset: Iterator[types.Batch]) -> tuple[list[types.Batch], Exception | None]:
+        """Draws the batches of a dispatch, or fewer where the data end, and an error that comes after those.
+
+        Raises what the data raise where there is no batch before it.
+        """
+        group: list[types.Batch] = []
+        try:
+            while len(group) < self._steps_at_once:
+                group.append(self._stopwatch.drawing(self._get_next_batch, dataset))
+        except Exception as error:
+            if not group:
+                raise
+            return group, error
+        return group, None
+
+    def _take_group(
+        self, fused_step: Any, state: Any, group: list[types.Batch], queue: metrics.OutputQueue, outputs: Any
+    ) -> tuple[Any, metrics.LoopOutputs] | None:
+        """Takes the steps of a group in one dispatch; None where that can't be done, and none is taken."""
+        shapes = {tuple(map(np.shape, jax.tree.leaves(batch))) for batch in group}
+        if len(group) < self._steps_at_once or len(shapes) > 1:
+            return None
+        self._before_group(len(group))
+        try:
+            state, step_outputs, numbers = fused_step(state, group)
+        except Exception:
+            if not checks.is_alive(state):
+                raise
+            return None  # Taken one by one, the step that fails does so with all that belongs to it.
+        self._newest_state = state
+        for batch, num_examples in zip(group, numbers, strict=True):
+            self._note_batch(batch)
+            self._count_step(num_examples)
+        pushed = self._to_push(step_outputs)
+        for arrived in queue.push_block(pushed, step_outputs or (), len(group), state):
+            outputs = self._take(outputs, arrived)
+        return state, outputs
+
+    def _before_group(self, num_steps: int) -> None:
+        """Called before several steps in one dispatch."""
+
     def _note_batch(self, batch: types.Batch) -> None:
         """Called with each batch, before its step."""
 
@@ -308,7 +369,7 @@ class Loop:
         self._samples += num_examples
         self._stopwatch.steps += 1
         self._stopwatch.samples += num_examples
-        self._consumed = self.source.count
+        self._consumed = self.source.count - len(self._ahead[1])
         if self._returns_new_state:
             self._step_num += 1
 

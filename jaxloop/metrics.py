@@ -184,38 +184,87 @@ def _is_small(value: Any) -> bool:
 _STACKED = 32
 
 
+class _Block:
+    """The outputs of several steps that were one dispatch, stacked on their leading axis.
+
+    Args:
+      outputs: on the devices; those under other names than `stacked` are the last step's.
+      stacked: names.
+      num_steps: how many.
+    """
+
+    def __init__(self, outputs: types.Output, stacked: Iterable[str], num_steps: int):
+        self.outputs, self.stacked, self.num_steps = outputs, frozenset(stacked), num_steps
+
+    def without(self, names: Iterable[str]) -> "_Block":
+        return _Block(_without(self.outputs, dict.fromkeys(names)), self.stacked, self.num_steps)
+
+    def newest_scalars(self) -> dict[str, Any]:
+        """The scalars of the last step, on the host; nothing while one of them is still being computed."""
+        arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
+        if not all(value.is_ready() for value in arrays.values()):
+            return {}
+        return {name: value[-1] for name, value in fetch(arrays).items() if name in self.stacked}
+
+    def rows(self, fetched: types.Output) -> list[types.Output]:
+        """The outputs of each step, of the same on the host."""
+        if fetched is None:
+            return [None] * self.num_steps
+        columns = {name: _unstacked(value) for name, value in fetched.items() if name in self.stacked}
+        rows: list[types.Output] = [
+            {name: column[i] for name, column in columns.items()} for i in range(self.num_steps)
+        ]
+        rows[-1] = {**(rows[-1] or {}), **(_without(fetched, columns) or {})}
+        return rows
+
+
+def _unstacked(value: Any) -> Sequence[Any]:
+    if isinstance(value, np.ndarray):
+        return value  # Of one axis, its items are scalars.
+    leaves, structure = jax.tree.flatten(value)
+    return [jax.tree.unflatten(structure, each) for each in zip(*leaves, strict=True)]
+
+
 class _Chunk:
     """The outputs of some steps on their way to the host: scalars that all of them have go as one array.
 
     Args:
-      outputs: of each step, on the devices.
+      outputs: of each step, or of several as a block, on the devices.
     """
 
-    def __init__(self, outputs: list[types.Output]):
+    def __init__(self, outputs: "list[types.Output | _Block]"):
         self.outputs = outputs
         self._columns: dict[str, jax.Array] = {}
-        self._others: list[types.Output] = outputs
+        self._others: list[types.Output] | None = None  # None: all.
 
     def send(self) -> None:
         """Begins to copy all to the host, without waiting for it."""
-        columns = _columns_of_scalars(self.outputs) if len(self.outputs) == _STACKED else {}
-        if columns:
-            self._columns = _stack(columns)
-            has_more = any(len(outputs or ()) > len(columns) for outputs in self.outputs)
-            self._others = [_without(outputs, columns) for outputs in self.outputs] if has_more else []
-        for leaf in jax.tree.leaves((self._columns, self._others)):
+        if len(self.outputs) == _STACKED and not any(isinstance(outputs, _Block) for outputs in self.outputs):
+            columns = _columns_of_scalars(self.outputs)  # pyright: ignore[reportArgumentType]
+            if columns:
+                self._columns = _stack(columns)
+                others = [_without(outputs, columns) for outputs in self.outputs]  # pyright: ignore
+                self._others = others if any(others) else []
+        for leaf in jax.tree.leaves((self._columns, self._trees())):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
 
+    def _trees(self) -> list[types.Output]:
+        if self._others is not None:
+            return self._others
+        return [outputs.outputs if isinstance(outputs, _Block) else outputs for outputs in self.outputs]
+
     def fetch(self) -> list[types.Output]:
         """Waits for all, and returns it."""
-        columns, others = fetch((self._columns, self._others))
+        columns, others = fetch((self._columns, self._trees()))
         if not columns:
-            return others
-        rows: list[types.Output] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            pairs = zip(self.outputs, others, strict=True)
+            rows = [outputs.rows(host) if isinstance(outputs, _Block) else [host] for outputs, host in pairs]
+            return [row for each in rows for row in each]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         if not others:
-            return rows
-        both = [{**(row or {}), **(other or {})} for row, other in zip(rows, others, strict=True)]
+            return rows  # pyright: ignore[reportReturnType]
+        both = [{**row, **(other or {})} for row, other in zip(rows, others, strict=True)]
         return [{name: row[name] for name in outputs or ()} for row, outputs in zip(both, self.outputs, strict=True)]
 
 
@@ -260,7 +309,8 @@ class OutputQueue:
         self._chunk_size = chunk_size
         self._sums_before = dict(sums or {})
         self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
-        self._newest: list[types.Output] = []
+        self._newest: list[types.Output | _Block] = []
+        self._steps = 0  # Of the newest.
         self._copying = _Chunk([])
         self._merged: dict[str, Any] = {}
         self._last_of_chunk: Any = None
@@ -273,8 +323,25 @@ class OutputQueue:
           state: the state that it returned, to wait for where there are no outputs.
         """
         self._newest.append(outputs)
-        if len(self._newest) < self._chunk_size:
-            return ()
+        self._steps += 1
+        return self._send(outputs, state) if self._steps >= self._chunk_size else ()
+
+    def push_block(
+        self, outputs: types.Output, stacked: Iterable[str], num_steps: int, state: Any
+    ) -> Sequence[types.Output]:
+        """As `push`, of several steps that were one dispatch.
+
+        Args:
+          outputs: under the names of `stacked` those of all the steps, on their leading axis; else the last step's.
+          stacked: names.
+          num_steps: how many.
+          state: the state that the last of them returned.
+        """
+        self._newest.append(_Block(outputs, stacked, num_steps))
+        self._steps += num_steps
+        return self._send(outputs, state) if self._steps >= self._chunk_size else ()
+
+    def _send(self, outputs: types.Output, state: Any) -> Sequence[types.Output]:
         with self._stopwatch.counting("device"):
             arrived = self._copying.fetch()
             # Also where there was nothing to fetch, the devices shall not fall further behind.
@@ -282,7 +349,7 @@ class OutputQueue:
             self._last_of_chunk = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
             if not self._last_of_chunk:
                 wait(state)
-        self._copying, self._newest = _Chunk(self._set_metrics_aside(self._newest)), []
+        self._copying, self._newest, self._steps = _Chunk(self._set_metrics_aside(self._newest)), [], 0
         self._copying.send()
         return arrived
 
@@ -294,40 +361,66 @@ class OutputQueue:
         # Emptied only once all is there: an interrupted read loses nothing.
         self._newest = self._set_metrics_aside(self._newest)
         with self._stopwatch.counting("device"):
-            earlier = self._copying.fetch() if self._copying.outputs else []
-            newest, merged = fetch((self._newest, self._merged))
-        arrived = [*earlier, *newest], merged
+            arrived = [*self._copying.fetch(), *_Chunk(self._newest).fetch()], fetch(self._merged)
         if keep_sums:
             self._sums_before.update(self._merged)
         else:
             self._sums_before = {}
-        self._copying, self._newest, self._merged = _Chunk([]), [], {}
+        self._copying, self._newest, self._merged, self._steps = _Chunk([]), [], {}, 0
         return arrived
 
     def newest_scalars(self) -> dict[str, Any]:
         """The scalars of the newest step on its way whose values are there already. Does not wait."""
         for outputs in reversed([*self._copying.outputs, *self._newest]):
-            scalars = ready_scalars(outputs or {})
+            scalars = outputs.newest_scalars() if isinstance(outputs, _Block) else ready_scalars(outputs or {})
             if scalars:
                 return scalars
         return {}
 
-    def _set_metrics_aside(self, chunk: list[types.Output]) -> list[types.Output]:
+    def _set_metrics_aside(self, chunk: "list[types.Output | _Block]") -> "list[types.Output | _Block]":
         """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
-        names = {name for outputs in chunk for name, value in (outputs or {}).items() if _is_metric(value)}
+        trees = [outputs.outputs if isinstance(outputs, _Block) else outputs for outputs in chunk]
+        names = {name for tree in trees for name, value in (tree or {}).items() if _is_metric(value)}
         if not names:
             return chunk
         for name in sorted(names):
-            states = [outputs[name] for outputs in chunk if outputs and name in outputs]
-            before = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
-            states = [*_as_in(before, states), *states]
-            if any(map(_merges_on_host, states)):
-                self._merged[name] = _merge(fetch(states))
-            elif len(states) >= self._chunk_size:
-                self._merged[name] = _merge_jitted(states)
-            else:  # One by one: compiling for each length of a last chunk would take longer.
-                self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), states)
-        return [outputs and {k: v for k, v in outputs.items() if k not in names} for outputs in chunk]
+            states = []
+            for outputs, tree in zip(chunk, trees, strict=True):
+                if not tree or name not in tree:
+                    continue
+                if isinstance(outputs, _Block):
+                    self._merge(name, states)
+                    self._merge_block(name, tree[name])
+                    states = []
+                else:
+                    states.append(tree[name])
+            self._merge(name, states)
+        return [
+            outputs.without(names) if isinstance(outputs, _Block) else _without(outputs, dict.fromkeys(names))
+            for outputs in chunk
+        ]
+
+    def _sums(self, name: str, states: list[Any]) -> list[Any]:
+        """What there is of a name so far, none or one, as of the class of the states that come."""
+        return _as_in([sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1], states)
+
+    def _merge(self, name: str, states: list[Any]) -> None:
+        if not states:
+            return
+        states = [*self._sums(name, states), *states]
+        if any(map(_merges_on_host, states)):
+            self._merged[name] = _merge(fetch(states))
+        elif len(states) >= self._chunk_size:
+            self._merged[name] = _merge_jitted(states)
+        else:  # One by one: compiling for each length of a last chunk would take longer.
+            self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), states)
+
+    def _merge_block(self, name: str, stacked: Any) -> None:
+        before = self._sums(name, [stacked])
+        if _merges_on_host(stacked):
+            self._merged[name] = _merge([*fetch(before), *_unstacked(fetch(stacked))])
+        else:
+            self._merged[name] = _merge_stacked(before, stacked)
 
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,6 +455,13 @@ def _merge(states: Sequence[Any]) -> Any:
 
 
 _merge_jitted = jax.jit(_merge)
+
+
+@jax.jit
+def _merge_stacked(before: Sequence[Any], stacked: Any) -> Any:
+    """Merges, after `before`, the states along the leading axis of one, from the first to the last."""
+    first, others = (jax.tree.map(lambda leaf, part=part: leaf[part], stacked) for part in (0, slice(1, None)))
+    return jax.lax.scan(lambda sums, state: (sums.merge(state), None), _merge([*before, first]), others)[0]
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:

@@ -55,6 +55,13 @@ class Partitioner(abc.ABC):
         """As `shard_batch`, for an evaluation's last batch, which may not divide over the devices."""
         return self.shard_batch(batch)
 
+    def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
+        """As `shard_batch`, of batches that were stacked on a new leading axis, for steps in one dispatch."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how to place several batches at once, which steps_per_dispatch needs: "
+            "define shard_stacked_batches(batches), or leave steps_per_dispatch at 1."
+        )
+
     def place_state(self, state: Any) -> Any:
         """Moves a state that was made elsewhere to where this partitioner keeps it. By default leaves it to jit."""
         return state
@@ -96,6 +103,9 @@ class SingleDevicePartitioner(Partitioner):
 
     def shard_batch(self, batch):
         return batch
+
+    def shard_stacked_batches(self, batches):
+        return batches
 
     def partition(self, fn, **jit_kwargs):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
@@ -141,17 +151,26 @@ class MeshPartitioner(Partitioner):
         Raises:
           ValueError: the rows of a leaf do not divide over the devices of the axis.
         """
+        self._check_divides(batch, axis=0)
+        if self._mesh.size == 1:
+            return batch  # The jitted call takes host arrays faster than device_put does.
+        return jax.device_put(batch, jax.tree.map(self._leaf_sharding, batch))
+
+    def shard_stacked_batches(self, batches):
+        self._check_divides(batches, axis=1)
+        split = NamedSharding(self._mesh, PartitionSpec(None, self._data_axis))
+        place = lambda leaf: split if np.ndim(leaf) > 1 else self._replicated
+        return batches if self._mesh.size == 1 else jax.device_put(batches, jax.tree.map(place, batches))
+
+    def _check_divides(self, batch, axis):
         shards = self._mesh.shape[self._data_axis]
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape = np.shape(leaf)
+            shape = np.shape(leaf)[axis:]
             if shape and shape[0] % shards:
                 raise ValueError(
                     f"{checks.batch_leaf_name(path)} has {shape[0]} rows, which do not divide over the {shards} "
                     f"devices of mesh axis {self._data_axis!r}. Batch to a multiple of {shards}, or drop the remainder."
                 )
-        if self._mesh.size == 1:
-            return batch  # The jitted call takes host arrays faster than device_put does.
-        return jax.device_put(batch, jax.tree.map(self._leaf_sharding, batch))
 
     def shard_short_batch(self, batch):
         shards = self._mesh.shape[self._data_axis]

@@ -94,6 +94,10 @@ class StatLoop(Loop):
         self._begin_time, self._spent_before = time.time(), self.spent
         return super().begin(state, dataset)
 
+    def _quick_step(self) -> Any:
+        counts = self.step.num_flops is None and STAT_NUM_FLOPS in self._stat_names and not self.num_examples
+        return None if counts else super()._quick_step()  # The first step is to count them.
+
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
         if per_loop_step_number == 0 and self.step.num_flops is None and STAT_NUM_FLOPS in self._stat_names:
             self.step.compute_num_flops(state, batch)

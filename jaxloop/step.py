@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import logging
 from etils import epath
@@ -135,9 +136,8 @@ class Step:
         self._jit_kwargs: dict[str, Any] = {}
         self._compiled_run: Callable[..., Any] | None = None
         self._compiled_evaluation: Callable[..., Any] | None = None
-        self._compiled_looking: dict[
-            bad_numbers.NanPolicy, tuple[bad_numbers.Looking, Callable[..., Any]]
-        ] = {}  # By its policy.
+        # By the policy about bad numbers, and whether of several steps.
+        self._compiled_more: dict[tuple[str | None, bool], tuple[Any, Callable[..., Any]]] = {}
         self._watch: bad_numbers.Watch | None = None
         self._new_state: Callable[[], Any] | None = None
         self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
@@ -274,7 +274,7 @@ class Step:
         self._jit_kwargs = jit_kwargs
         self._compiled_run = self._partitioner.partition(self._checked_run, **jit_kwargs)
         self._compiled_evaluation = None
-        self._compiled_looking = {}
+        self._compiled_more = {}
 
     def prng_key(self, step: Any) -> Any:
         """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
@@ -357,30 +357,14 @@ class Step:
         outputs, number of examples)`. A loop says with `remember` which state it came to. None where more is to be done
         than to take the batch to the device: actions, and an `end` or a `step` of its own.
         """
-        kind = type(self)
-        if kind.step is not Step.step or kind.end is not Step.end:
+        if self._what_comes_between() is not None:
             return None
-        if self._begin_actions.actions or self._end_actions.actions or self._compiled_run is None:
-            return None
-        preprocess = None if kind.preprocess_batch is Step.preprocess_batch else self.preprocess_batch
-        begin = None if kind.begin is Step.begin else self.begin
-        is_plain = preprocess is None and begin is None and kind.num_examples is Step.num_examples
-        run, look, watch = self._watched_run(), self._batch_watch.look, self._batch_watch
-        shard = self.shard_batch
+        if self._compiled_run is None:
+            self.compile()
+        run, prepare, shard = self._watched_run(), self._prepare_batch(), self.shard_batch
 
         def take(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-            num_examples = 0 if is_plain else self.num_examples(batch)
-            if preprocess is not None:
-                batch = preprocess(batch)
-            if begin is not None:
-                new_state, batch = checks.check_pair(begin(state, batch), f"{kind.__name__}.begin", "(state, batch)")
-                if new_state is not state:
-                    state = self.prepare_state(new_state)
-            look(batch, self)
-            if is_plain:
-                num_examples = watch.num_rows
-                if num_examples is None:
-                    num_examples = self.num_examples(batch)
+            state, batch, num_examples = prepare(state, batch)
             try:
                 state, outputs = run(state, shard(batch))
             except Exception as error:
@@ -389,6 +373,75 @@ class Step:
             return state, outputs, num_examples
 
         return take
+
+    def fused_step(self) -> Callable[[Any, Sequence[types.Batch]], tuple[Any, types.Output, list[int]]]:
+        """As `quick_step`, of several batches in one dispatch: a scan of `run` over them, on the devices.
+
+        It takes `(state, batches)`, batches of one shape, to `(state, outputs, numbers of examples)`, the outputs of
+        the steps stacked on a new leading axis. It compiles for each number of batches.
+
+        Raises:
+          ValueError: something is to be done between two steps, on the host.
+        """
+        between = self._what_comes_between()
+        if between is not None:
+            raise ValueError(f"{self!r} can't take several steps in one dispatch: {between}.")
+        if self._compiled_run is None:
+            self.compile()
+        run, prepare = self._watched_run(fused=True), self._prepare_batch()
+        shard = self._partitioner.shard_stacked_batches if self._should_shard_batch else lambda batches: batches
+
+        def take(state: Any, batches: Sequence[types.Batch]) -> tuple[Any, types.Output, list[int]]:
+            prepared = []
+            for batch in batches:
+                new_state, *batch_and_number = prepare(state, batch)
+                if new_state is not state:
+                    raise ValueError(
+                        f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
+                        "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
+                    )
+                prepared.append(batch_and_number)
+            try:
+                state, outputs = run(state, shard(_stacked([batch for batch, _ in prepared])))
+            except Exception as error:
+                _explain(error, prepared[0][0])
+                raise
+            return state, outputs, [number for _, number in prepared]
+
+        return take
+
+    def _what_comes_between(self) -> str | None:
+        """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""
+        for name in ("step", "end"):
+            if getattr(type(self), name) is not getattr(Step, name):
+                return f"it has a {name} of its own, which is called after each step"
+        if self._begin_actions.actions or self._end_actions.actions:
+            return "it has actions, which are called for each step; give them to the loop, with a schedule"
+        return None
+
+    def _prepare_batch(self) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
+        """What takes `(state, batch)` through the hooks before `run`, and counts its examples."""
+        kind, watch = type(self), self._batch_watch
+        preprocess = None if kind.preprocess_batch is Step.preprocess_batch else self.preprocess_batch
+        begin = None if kind.begin is Step.begin else self.begin
+        is_plain = preprocess is None and begin is None and kind.num_examples is Step.num_examples
+        look = watch.look
+
+        def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
+            if is_plain:
+                look(batch, self)
+                number = watch.num_rows
+                return state, batch, self.num_examples(batch) if number is None else number
+            number = self.num_examples(batch)
+            if preprocess is not None:
+                batch = preprocess(batch)
+            if begin is not None:
+                new_state, batch = checks.check_pair(begin(state, batch), f"{kind.__name__}.begin", "(state, batch)")
+                state = state if new_state is state else self.prepare_state(new_state)
+            look(batch, self)
+            return state, batch, number
+
+        return prepare
 
     @contextlib.contextmanager
     def watched(self, watch: bad_numbers.Watch) -> Iterator[None]:
@@ -399,16 +452,23 @@ class Step:
         finally:
             self._watch = before
 
-    def _watched_run(self) -> Any:
-        watch = self._watch
-        if watch is None:
+    def _watched_run(self, *, fused: bool = False) -> Any:
+        """The compiled `run`, which looks for bad numbers where a loop asks for it; fused, of stacked batches."""
+        watch, key = self._watch, (self._watch and self._watch.policy, fused)
+        if key == (None, False):
             return self._compiled_run
-        if watch.policy not in self._compiled_looking:
-            on_mesh = self._partitioner.mesh is not None
-            looking = bad_numbers.Looking(self._checked_run, watch.policy, on_mesh)
-            compiled = self._partitioner.partition(looking.run, **self._jit_kwargs)
-            self._compiled_looking[watch.policy] = looking, compiled
-        return functools.partial(watch.run, *self._compiled_looking[watch.policy])
+        if key not in self._compiled_more:
+            looking, run = None, self._checked_run
+            if watch is not None:
+                looking = bad_numbers.Looking(self._checked_run, watch.policy, self._partitioner.mesh is not None)
+                run = looking.run
+            if fused:
+                run = _scan(run) if looking is None else _scan_with_flags(run)
+            self._compiled_more[key] = looking, self._partitioner.partition(run, **self._jit_kwargs)
+        looking, compiled = self._compiled_more[key]
+        if watch is None:
+            return compiled
+        return functools.partial(watch.run_fused if fused else watch.run, looking, compiled)
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
         """Takes one batch through the hooks as `step` does, without the step's actions. The state is donated.
@@ -567,6 +627,36 @@ _OPTIONS = [
     for parameter in inspect.signature(Step).parameters.values()
     if parameter.kind is not inspect.Parameter.VAR_KEYWORD
 ]
+
+
+def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def fused(state: Any, batches: Any) -> Any:
+        return jax.lax.scan(run, state, batches)
+
+    return fused
+
+
+def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same of a `run` that hands on the flags of `bad_numbers.Looking`."""
+
+    def fused(state: Any, batches_and_flags: Any) -> Any:
+        batches, flags = batches_and_flags
+
+        def body(carry: Any, batch: Any) -> Any:
+            state, flags = carry
+            state, (outputs, flags) = run(state, (batch, flags))
+            return (state, flags), outputs
+
+        (state, flags), outputs = jax.lax.scan(body, (state, flags), batches)
+        return state, (outputs, flags)
+
+    return fused
+
+
+def _stacked(batches: Sequence[types.Batch]) -> types.Batch:
+    """Batches of one shape as one, on a new leading axis; host arrays stay on the host."""
+    stack = lambda *leaves: jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+    return jax.tree.map(stack, *batches)
 
 
 def _explain(error: Exception, batch: types.Batch) -> None:
