@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxloop import checks, interrupt, metrics, partition, timing, types
 from jaxloop.schedules import Elapsed, Schedule, at
-from jaxloop.step import Step
+from jaxloop.step import FusingError, Step
 
 # How many steps' outputs are copied to the host at once; twice as many steps may be under way.
 _CHUNK_SIZE = 32
@@ -204,6 +204,7 @@ class Loop:
         place, step_name, number, num_examples = "the dataset", repr(self._step), 0, 0
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         quick_step = fused_step = error_of_data = None
+        one_by_one = 0  # How many batches ahead can't be a group.
         try:
             state = self._step.prepare_state(state)
             quick_step = self._quick_step()
@@ -215,8 +216,8 @@ class Loop:
                 try:
                     if error_of_data is not None and not ahead:
                         raise error_of_data
-                    if quick_step is not None and 1 < self._steps_at_once <= room and not ahead:
-                        group, error_of_data = self._draw_group(dataset)
+                    if quick_step is not None and 1 < self._steps_at_once <= room and not one_by_one:
+                        group, error_of_data = self._draw_group(ahead, dataset)
                     batch = group[0] if group else ahead.pop(0) if ahead else stopwatch.drawing(draw, dataset)
                 except StopIteration:
                     break
@@ -225,8 +226,9 @@ class Loop:
                 if group:
                     fused_step = fused_step or self._step.fused_step()
                     took = self._take_group(fused_step, state, group, queue, outputs)
-                    if took is None:  # One by one, then.
+                    if took is None:
                         ahead += group
+                        one_by_one = len(group)
                         continue
                     state, outputs = took
                     number += len(group)
@@ -248,7 +250,7 @@ class Loop:
                         raise
                     self._newest_state = state
                     self._count_step(num_examples)
-                    number += 1
+                    number, one_by_one = number + 1, max(one_by_one - 1, 0)
                     for arrived in queue.push(self._to_push(step_outputs), state):
                         outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
@@ -317,15 +319,22 @@ class Loop:
         is_own = not type(self)._run_one_step.__module__.startswith("jaxloop.")
         return None if is_own or not self._returns_new_state else self._step.quick_step()
 
-    def _draw_group(self, dataset: Iterator[types.Batch]) -> tuple[list[types.Batch], Exception | None]:
+    def _draw_group(
+        self, ahead: list[types.Batch], dataset: Iterator[types.Batch]
+    ) -> tuple[list[types.Batch], Exception | None]:
         """Draws the batches of a dispatch, or fewer where the data end, and an error that comes after those.
 
         Raises what the data raise where there is no batch before it.
         """
-        group: list[types.Batch] = []
-        try:
+        group = ahead[: self._steps_at_once]
+        del ahead[: self._steps_at_once]
+
+        def draw_the_rest(dataset: Iterator[types.Batch]) -> None:
             while len(group) < self._steps_at_once:
-                group.append(self._stopwatch.drawing(self._get_next_batch, dataset))
+                group.append(self._get_next_batch(dataset))
+
+        try:
+            self._stopwatch.drawing(draw_the_rest, dataset)
         except Exception as error:
             if not group:
                 raise
@@ -342,8 +351,8 @@ class Loop:
         self._before_group(len(group))
         try:
             state, step_outputs, numbers = fused_step(state, group)
-        except Exception:
-            if not checks.is_alive(state):
+        except Exception as error:
+            if isinstance(error, FusingError) or not checks.is_alive(state):
                 raise
             return None  # Taken one by one, the step that fails does so with all that belongs to it.
         self._newest_state = state

@@ -220,7 +220,7 @@ class _Block:
 
 def _unstacked(value: Any) -> Sequence[Any]:
     if isinstance(value, np.ndarray):
-        return value  # Of one axis, its items are scalars.
+        return list(value)  # Of one axis, its items are scalars.
     leaves, structure = jax.tree.flatten(value)
     return [jax.tree.unflatten(structure, each) for each in zip(*leaves, strict=True)]
 
@@ -245,18 +245,22 @@ class _Chunk:
                 self._columns = _stack(columns)
                 others = [_without(outputs, columns) for outputs in self.outputs]  # pyright: ignore
                 self._others = others if any(others) else []
-        for leaf in jax.tree.leaves((self._columns, self._trees())):
+        for leaf in jax.tree.leaves(self.on_devices()):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
+
+    def on_devices(self) -> Any:
+        """What is to be read, for `rows`."""
+        return self._columns, self._trees()
 
     def _trees(self) -> list[types.Output]:
         if self._others is not None:
             return self._others
         return [outputs.outputs if isinstance(outputs, _Block) else outputs for outputs in self.outputs]
 
-    def fetch(self) -> list[types.Output]:
-        """Waits for all, and returns it."""
-        columns, others = fetch((self._columns, self._trees()))
+    def rows(self, on_host: Any) -> list[types.Output]:
+        """The outputs of each step, of what `on_devices` has given."""
+        columns, others = on_host
         if not columns:
             pairs = zip(self.outputs, others, strict=True)
             rows = [outputs.rows(host) if isinstance(outputs, _Block) else [host] for outputs, host in pairs]
@@ -265,7 +269,8 @@ class _Chunk:
         if not others:
             return rows  # pyright: ignore[reportReturnType]
         both = [{**row, **(other or {})} for row, other in zip(rows, others, strict=True)]
-        return [{name: row[name] for name in outputs or ()} for row, outputs in zip(both, self.outputs, strict=True)]
+        names = [list(outputs or ()) for outputs in self.outputs]  # pyright: ignore (here are no blocks)
+        return [{name: row[name] for name in each} for row, each in zip(both, names, strict=True)]
 
 
 def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
@@ -343,7 +348,7 @@ class OutputQueue:
 
     def _send(self, outputs: types.Output, state: Any) -> Sequence[types.Output]:
         with self._stopwatch.counting("device"):
-            arrived = self._copying.fetch()
+            arrived = self._copying.rows(fetch(self._copying.on_devices()))
             # Also where there was nothing to fetch, the devices shall not fall further behind.
             wait(self._last_of_chunk)
             self._last_of_chunk = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
@@ -361,7 +366,9 @@ class OutputQueue:
         # Emptied only once all is there: an interrupted read loses nothing.
         self._newest = self._set_metrics_aside(self._newest)
         with self._stopwatch.counting("device"):
-            arrived = [*self._copying.fetch(), *_Chunk(self._newest).fetch()], fetch(self._merged)
+            chunks = self._copying, _Chunk(self._newest)
+            *on_host, merged = fetch((*(chunk.on_devices() for chunk in chunks), self._merged))
+        arrived = [row for chunk, each in zip(chunks, on_host, strict=True) for row in chunk.rows(each)], merged
         if keep_sums:
             self._sums_before.update(self._merged)
         else:

@@ -23,6 +23,10 @@ from jaxloop.schedules import Elapsed
 _NO_OPTIMIZER = optax.identity()
 
 
+class FusingError(ValueError):
+    """Several steps can't be taken in one dispatch, and why."""
+
+
 class Step:
     """What happens to one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and write `run`.
 
@@ -381,11 +385,11 @@ class Step:
         the steps stacked on a new leading axis. It compiles for each number of batches.
 
         Raises:
-          ValueError: something is to be done between two steps, on the host.
+          FusingError: something is to be done between two steps, on the host.
         """
         between = self._what_comes_between()
         if between is not None:
-            raise ValueError(f"{self!r} can't take several steps in one dispatch: {between}.")
+            raise FusingError(f"{self!r} can't take several steps in one dispatch: {between}.")
         if self._compiled_run is None:
             self.compile()
         run, prepare = self._watched_run(fused=True), self._prepare_batch()
@@ -396,7 +400,7 @@ class Step:
             for batch in batches:
                 new_state, *batch_and_number = prepare(state, batch)
                 if new_state is not state:
-                    raise ValueError(
+                    raise FusingError(
                         f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
                         "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
                     )
@@ -414,7 +418,7 @@ class Step:
         """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""
         for name in ("step", "end"):
             if getattr(type(self), name) is not getattr(Step, name):
-                return f"it has a {name} of its own, which is called after each step"
+                return f"it has its own `{name}`, which is called after each step"
         if self._begin_actions.actions or self._end_actions.actions:
             return "it has actions, which are called for each step; give them to the loop, with a schedule"
         return None

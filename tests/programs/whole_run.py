@@ -236,6 +236,7 @@ def run(
     watch: Watch = watch_nothing,
     writer: Any = None,
     more_actions: Sequence[actions.Action] = (),
+    steps_per_dispatch: int = 1,
 ) -> dict[str, Any]:
     """Runs the experiment, or goes on with it.
 
@@ -273,7 +274,12 @@ def run(
     if watch is not watch_nothing:
         train_actions.append(TellOfSteps(watch))
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(train_step, begin_actions=[TellOfLoops(watch)], end_actions=train_actions),
+        jaxloop.TrainLoop(
+            train_step,
+            begin_actions=[TellOfLoops(watch)],
+            end_actions=train_actions,
+            steps_per_dispatch=steps_per_dispatch,
+        ),
         [jaxloop.EvalLoop(eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/")])],
         jaxloop.CheckpointSpec(directory / "checkpoints"),
         workdir=directory,

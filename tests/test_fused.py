@@ -1,0 +1,223 @@
+"""Several steps in one dispatch: all is as it is one by one, and at its exact step."""
+
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from clu import metrics as clu_metrics
+from flax import linen as nn
+from programs import whole_run
+from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
+
+import jaxloop
+from jaxloop import bad_numbers, every
+
+
+class FusableStep(jaxloop.Step):
+    """A regression with noise, that reports all kinds of outputs. Counts how often `run` is traced."""
+
+    traces = 0
+
+    def begin(self, state, batch):
+        return state, {"x": batch["x"] * np.float32(2), "y": batch["y"]}
+
+    def run(self, state, batch):
+        self.traces += 1
+        noise = 0.1 * jax.random.normal(self.prng_key(state.step), batch["y"].shape)
+        loss_fn = lambda params: ((state.apply_fn({"params": params}, batch["x"]) - batch["y"] + noise) ** 2).mean()
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        outputs = {
+            "loss": loss,
+            "step": state.step,
+            "rows": batch["x"][:, 0],
+            "nested": {"norm": optax.tree.norm(grads)},
+            "mean": clu_metrics.Average.from_model_output(batch["x"][:, 0]),
+            "seen": clu_metrics.CollectingMetric.from_outputs(("y",)).from_model_output(y=batch["y"]),
+        }
+        return state.apply_gradients(grads=grads), outputs
+
+
+def make_step(partitioner=None, cls=FusableStep, **options):
+    placed = {} if partitioner is None else {"partitioner": partitioner}
+    return cls(jax.random.key(0), nn.Dense(1), optax.sgd(0.01, momentum=0.9), train=True, **placed, **options)
+
+
+def batch_of(number, rows=8):
+    rng = np.random.default_rng(number)
+    x = rng.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(-1, keepdims=True)}
+
+
+class Note(jaxloop.Action):
+    """Notes when it was called, and what it saw."""
+
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.noted = []
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.noted.append((step_num, int(state.step), [int(n) for n in outputs["step"]], outputs.num_examples))
+
+
+def train(steps_per_dispatch, data, num_steps=None, step=None, interval=None, **options):
+    step = step or make_step()
+    note = Note(interval or every(steps=7))
+    loop = jaxloop.TrainLoop(step, end_actions=[note], steps_per_dispatch=steps_per_dispatch, **options)
+    state, outputs = loop(step.initialize_model([1, 3]), data, num_steps)
+    return state, outputs, note.noted, step
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("at_once", [2, 5, 32])
+def test_all_is_as_it_is_one_by_one(at_once, devices, data_parallel):
+    placed = None if devices == 1 else data_parallel(devices)
+    data = [batch_of(number) for number in range(75)]
+    one, outputs, noted, _ = train(1, data, 70, make_step(placed))
+    other, fused_outputs, fused_noted, step = train(at_once, data, 70, make_step(placed))
+    assert fused_noted == noted and [step for step, *_ in noted] == list(range(7, 71, 7))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one.params, other.params)
+    assert list(fused_outputs) == list(outputs) and fused_outputs.num_examples == outputs.num_examples == [8] * 70
+    assert [int(n) for n in fused_outputs["step"]] == list(range(70))
+    assert {type(loss) for loss in fused_outputs["loss"]} == {np.float32}
+    np.testing.assert_allclose(fused_outputs["loss"], outputs["loss"], rtol=1e-4)
+    np.testing.assert_array_equal(fused_outputs["rows"], outputs["rows"])
+    assert [*fused_outputs["nested"][3]] == ["norm"]
+    one_mean, other_mean = (jaxloop.summarize({"mean": each["mean"]}) for each in (outputs, fused_outputs))
+    assert one_mean == other_mean  # To the last bit.
+    np.testing.assert_array_equal(
+        fused_outputs["seen"][0].compute()["y"], np.concatenate([batch["y"] for batch in data[:70]])
+    )
+    assert step.traces == (2 if at_once < 7 else 1)  # For the group, and for one.
+
+
+def test_a_group_is_one_dispatch(monkeypatch):
+    dispatches, partition = [], jaxloop.SingleDevicePartitioner.partition
+
+    def counting(self, fn, **kwargs):
+        compiled = partition(self, fn, **kwargs)
+        return lambda *args: dispatches.append(fn.__name__) or compiled(*args)
+
+    monkeypatch.setattr(jaxloop.SingleDevicePartitioner, "partition", counting)
+    train(32, (batch_of(number) for number in range(200)), 100, interval=every(steps=50))
+    assert len(dispatches) == 2 * (1 + 50 - 32) and dispatches.count("fused") == 2
+
+
+@pytest.mark.parametrize("number_of_batches", [0, 1, 31, 32, 33, 64, 70])
+def test_the_data_may_end_anywhere(number_of_batches):
+    data = (batch_of(number) for number in range(number_of_batches))
+    state, outputs, _, _ = train(32, data, interval=every(steps=1000))
+    assert int(state.step) == number_of_batches == len(outputs.get("loss", ()))
+
+
+def test_a_batch_of_another_shape_is_taken_by_itself():
+    sizes = [4 if number in (9, 30) else 8 for number in range(40)]
+    state, outputs, noted, step = train(4, [batch_of(number, rows) for number, rows in enumerate(sizes)])
+    assert int(state.step) == 40 and outputs.num_examples == sizes and step.traces == 3
+    assert [step for step, *_ in noted] == [7, 14, 21, 28, 35]
+
+
+@pytest.mark.parametrize("place", ["data", "begin"])
+@pytest.mark.parametrize("fails_at", [0, 3, 8, 21])
+def test_an_exception_comes_out_at_its_step(place, fails_at):
+    def data():
+        for number in range(100):
+            if place == "data" and number == fails_at:
+                raise OSError("the disk is gone")
+            yield {**batch_of(number), "number": np.full([8], number)}
+
+    class Failing(FusableStep):
+        def begin(self, state, batch):
+            if place == "begin" and batch["number"][0] == fails_at:
+                raise OSError("the disk is gone")
+            return super().begin(state, batch)
+
+    step = make_step(cls=Failing)
+    loop = jaxloop.TrainLoop(step, steps_per_dispatch=8)
+    iterator = data()
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        loop(step.initialize_model([1, 3]), iterator, 50)
+    assert f"after step {fails_at}" in caught.value.__notes__[-1]
+    assert int(loop.rescued_state.step) == fails_at  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("bad", [1, 20, 32, 33, 50])
+def test_bad_numbers_are_found_at_their_step(bad, policy):
+    data = [batch_of(number) for number in range(64)]
+    data[bad - 1]["x"][0, 0] = np.nan
+    if policy == "raise":
+        with pytest.raises(bad_numbers.BadNumberError) as caught:
+            train(32, data, interval=every(steps=40), nan_policy=policy)
+        assert caught.value.step_num == bad and "outputs/loss" in caught.value.names
+    else:
+        state, outputs, _, _ = train(32, data, interval=every(steps=40), nan_policy=policy)
+        assert outputs["jaxloop/skipped_steps"] == 1 and outputs.num_examples[bad - 1] == 0
+        assert np.isfinite(state.params["kernel"]).all() and int(state.step) == 64
+
+
+@pytest.mark.parametrize("source", ["index", "grain", "list"])
+def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(source, tmp_path):
+    program = whole_run.make_program()
+    options = {
+        "source": source,
+        "program": program,
+        "steps_per_dispatch": 3,
+        "loop_steps": None,
+        "save": 5,
+        "total": 12,
+    }
+    whole = whole_run.run(tmp_path / "whole", **options)
+    assert int(whole["step"]) == 12 or whole["history"]
+    for step in (5, 10):
+        resumed = whole_run.run(as_of(step, tmp_path / "whole", tmp_path / str(step)), **options, saves=False)
+        assert_goes_on_as_if_nothing_had_happened(resumed, whole, step)
+
+
+def test_ctrl_c_ends_a_run_after_the_dispatch_and_it_goes_on_to_the_same_bits(tmp_path):
+    options = {"source": "index", "program": whole_run.make_program(), "steps_per_dispatch": 3, "save": 100}
+    options |= {"loop_steps": None, "total": 20}
+    whole = whole_run.run(tmp_path / "whole", **options)
+
+    def watch(place, number):
+        if (place, number) == ("step", 4):
+            signal.raise_signal(signal.SIGINT)
+
+    broken = whole_run.run(tmp_path / "broken", watch=watch, more_actions=(), **options)
+    assert broken["step"] == 5
+    resumed = whole_run.run(tmp_path / "broken", **options)
+    assert (resumed["state"], resumed["ids"]) == (whole["state"], whole["ids"][5:])
+
+
+class WithEnd(FusableStep):
+    def end(self, state, outputs):
+        return state, outputs
+
+
+class WithBegin(FusableStep):
+    def begin(self, state, batch):
+        return state.replace(params=jax.tree.map(jnp.copy, state.params)), batch
+
+
+class OwnLoop(jaxloop.TrainLoop):
+    def _run_one_step(self, state, batch, per_loop_step_number):
+        return super()._run_one_step(state, batch, per_loop_step_number)
+
+
+def test_what_comes_between_two_steps_is_told():
+    with pytest.raises(ValueError, match="WithEnd.*it has its own `end`"):
+        jaxloop.TrainLoop(make_step(cls=WithEnd), steps_per_dispatch=4)
+    with pytest.raises(ValueError, match="it has actions, which are called for each step"):
+        jaxloop.TrainLoop(make_step(end_actions=[Note(1)]), steps_per_dispatch=4)
+    with pytest.raises(ValueError, match="OwnLoop has a _run_one_step of its own"):
+        OwnLoop(make_step(), steps_per_dispatch=4)
+    with pytest.raises(ValueError, match="can be 32 at most, got 33"):
+        jaxloop.TrainLoop(make_step(), nan_policy="raise", steps_per_dispatch=33)
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match="steps_per_dispatch must be a positive int"):
+            jaxloop.TrainLoop(make_step(), steps_per_dispatch=bad)  # pyright: ignore
+    step = make_step(cls=WithBegin)
+    with pytest.raises(ValueError, match="WithBegin.begin returned another state"):
+        jaxloop.TrainLoop(step, steps_per_dispatch=4)(step.initialize_model([1, 3]), [batch_of(0)] * 8)
