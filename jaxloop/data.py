@@ -128,7 +128,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 # Made by number, and drawn ahead -----------------------------------------------------------------------
 
 
-def prefetch(data: Any, size: int) -> Iterable[types.Batch]:
+def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Has one thread draw up to `size` batches ahead of their use, on the host.
 
     It helps where a batch takes long to make, and the making waits for files or the network, or is done in NumPy or

@@ -314,10 +314,14 @@ class Loop:
         drawn_from, ahead = self._ahead
         return ahead if drawn_from is dataset else []
 
+    def _has_own_step(self) -> bool:
+        """Whether a subclass, or somebody else, has set another `_run_one_step`."""
+        module = getattr(type(self)._run_one_step, "__module__", "")
+        return "_run_one_step" in vars(self) or not module.startswith("jaxloop.")
+
     def _quick_step(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
         """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own, and for evaluations."""
-        is_own = not type(self)._run_one_step.__module__.startswith("jaxloop.")
-        return None if is_own or not self._returns_new_state else self._step.quick_step()
+        return None if self._has_own_step() or not self._returns_new_state else self._step.quick_step()
 
     def _draw_group(
         self, ahead: list[types.Batch], dataset: Iterator[types.Batch]

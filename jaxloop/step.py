@@ -417,19 +417,22 @@ class Step:
     def _what_comes_between(self) -> str | None:
         """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""
         for name in ("step", "end"):
-            if getattr(type(self), name) is not getattr(Step, name):
+            if self._has_own(name):
                 return f"it has its own `{name}`, which is called after each step"
         if self._begin_actions.actions or self._end_actions.actions:
             return "it has actions, which are called for each step; give them to the loop, with a schedule"
         return None
 
+    def _has_own(self, name: str) -> bool:
+        """Whether a method is another one than `Step`'s, by a subclass or set on this object."""
+        return name in vars(self) or getattr(type(self), name) is not getattr(Step, name)
+
     def _prepare_batch(self) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
         """What takes `(state, batch)` through the hooks before `run`, and counts its examples."""
-        kind, watch = type(self), self._batch_watch
-        preprocess = None if kind.preprocess_batch is Step.preprocess_batch else self.preprocess_batch
-        begin = None if kind.begin is Step.begin else self.begin
-        is_plain = preprocess is None and begin is None and kind.num_examples is Step.num_examples
-        look = watch.look
+        watch, look = self._batch_watch, self._batch_watch.look
+        preprocess = self.preprocess_batch if self._has_own("preprocess_batch") else None
+        begin = self.begin if self._has_own("begin") else None
+        is_plain = preprocess is None and begin is None and not self._has_own("num_examples")
 
         def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
             if is_plain:
@@ -440,7 +443,9 @@ class Step:
             if preprocess is not None:
                 batch = preprocess(batch)
             if begin is not None:
-                new_state, batch = checks.check_pair(begin(state, batch), f"{kind.__name__}.begin", "(state, batch)")
+                new_state, batch = checks.check_pair(
+                    begin(state, batch), f"{type(self).__name__}.begin", "(state, batch)"
+                )
                 state = state if new_state is state else self.prepare_state(new_state)
             look(batch, self)
             return state, batch, number
@@ -539,7 +544,7 @@ class Step:
             raise
 
     def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
-        if type(self).end is not Step.end:
+        if self._has_own("end"):
             result = self.end(state, outputs)
             state, outputs = checks.check_result(result, f"{type(self).__name__}.end")
             outputs = _copy_what_is_donated(outputs, state)

@@ -102,7 +102,7 @@ class TrainLoop(ActionLoop):
         self._count_is_checked = False
 
     def _check_can_fuse(self) -> None:
-        if not type(self)._run_one_step.__module__.startswith("jaxloop."):
+        if self._has_own_step():
             raise ValueError(
                 f"{type(self).__name__} has a _run_one_step of its own, which is called for each step: leave "
                 "steps_per_dispatch at 1."
