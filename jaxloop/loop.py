@@ -199,7 +199,7 @@ class Loop:
         outputs = metrics.LoopOutputs()
         queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch, self._sums_to_go_on_with())
         ahead = self._batches_ahead(dataset)
-        self._ahead = (dataset, ahead)
+        self._ahead, self._consumed = (dataset, ahead), self.source.count - len(ahead)
         draw, stopwatch = self._get_next_batch, self._stopwatch
         place, step_name, number, num_examples = "the dataset", repr(self._step), 0, 0
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
@@ -271,6 +271,8 @@ class Loop:
                             break
                         except Exception as error:  # The step is complete, and so is to be what belongs to it.
                             error_of_data = error
+                    elif not ahead and isinstance(error_of_data, StopIteration):
+                        break
                     place = "the actions"
                     if quick_step is not None:  # Somebody may keep this state, which the next step takes.
                         checks.mark_taken(state, repr(self))

@@ -235,16 +235,12 @@ class _Chunk:
     def __init__(self, outputs: "list[types.Output | _Block]"):
         self.outputs = outputs
         self._columns: dict[str, jax.Array] = {}
-        self._others: list[types.Output] | None = None  # None: all.
 
     def send(self) -> None:
         """Begins to copy all to the host, without waiting for it."""
         if len(self.outputs) == _STACKED and not any(isinstance(outputs, _Block) for outputs in self.outputs):
             columns = _columns_of_scalars(self.outputs)  # pyright: ignore[reportArgumentType]
-            if columns:
-                self._columns = _stack(columns)
-                others = [_without(outputs, columns) for outputs in self.outputs]  # pyright: ignore
-                self._others = others if any(others) else []
+            self._columns = _stack(columns) if columns else {}
         for leaf in jax.tree.leaves(self.on_devices()):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
@@ -254,9 +250,12 @@ class _Chunk:
         return self._columns, self._trees()
 
     def _trees(self) -> list[types.Output]:
-        if self._others is not None:
-            return self._others
-        return [outputs.outputs if isinstance(outputs, _Block) else outputs for outputs in self.outputs]
+        """What is not in the columns, as of now: a loop may add to the newest outputs until they are read."""
+        trees = [outputs.outputs if isinstance(outputs, _Block) else outputs for outputs in self.outputs]
+        if not self._columns:
+            return trees
+        has_more = any(len(tree or ()) > len(self._columns) for tree in trees)
+        return [_without(tree, self._columns) for tree in trees] if has_more else []
 
     def rows(self, on_host: Any) -> list[types.Output]:
         """The outputs of each step, of what `on_devices` has given."""

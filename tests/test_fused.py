@@ -112,6 +112,14 @@ def test_the_data_may_end_anywhere(number_of_batches):
     assert int(state.step) == number_of_batches == len(outputs.get("loss", ()))
 
 
+def test_the_data_may_end_where_a_schedule_of_time_fires():
+    clock = iter(range(10**6))
+    state, outputs, noted, _ = train(
+        8, (batch_of(number) for number in range(13)), interval=every(time=1), clock=lambda: float(next(clock))
+    )
+    assert int(state.step) == 13 == len(outputs["loss"]) and noted[-1][0] == 13
+
+
 def test_a_batch_of_another_shape_is_taken_by_itself():
     sizes = [4 if number in (9, 30) else 8 for number in range(40)]
     state, outputs, noted, step = train(4, [batch_of(number, rows) for number, rows in enumerate(sizes)])
