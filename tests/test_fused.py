@@ -70,8 +70,7 @@ def train(steps_per_dispatch, data, num_steps=None, step=None, interval=None, **
     return state, outputs, note.noted, step
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("at_once", [2, 5, 32])
+@pytest.mark.parametrize(("at_once", "devices"), [(2, 1), (5, 1), (32, 1), (5, 8)])
 def test_all_is_as_it_is_one_by_one(at_once, devices, data_parallel):
     placed = None if devices == 1 else data_parallel(devices)
     data = [batch_of(number) for number in range(75)]
@@ -105,7 +104,7 @@ def test_a_group_is_one_dispatch(monkeypatch):
     assert len(dispatches) == 2 * (1 + 50 - 32) and dispatches.count("fused") == 2
 
 
-@pytest.mark.parametrize("number_of_batches", [0, 1, 31, 32, 33, 64, 70])
+@pytest.mark.parametrize("number_of_batches", [0, 1, 31, 32, 70])
 def test_the_data_may_end_anywhere(number_of_batches):
     data = (batch_of(number) for number in range(number_of_batches))
     state, outputs, _, _ = train(32, data, interval=every(steps=1000))
@@ -152,7 +151,7 @@ def test_an_exception_comes_out_at_its_step(place, fails_at):
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
-@pytest.mark.parametrize("bad", [1, 20, 32, 33, 50])
+@pytest.mark.parametrize("bad", [20, 32, 33])
 def test_bad_numbers_are_found_at_their_step(bad, policy):
     data = [batch_of(number) for number in range(64)]
     data[bad - 1]["x"][0, 0] = np.nan
@@ -166,7 +165,7 @@ def test_bad_numbers_are_found_at_their_step(bad, policy):
         assert np.isfinite(state.params["kernel"]).all() and int(state.step) == 64
 
 
-@pytest.mark.parametrize("source", ["index", "grain", "list"])
+@pytest.mark.parametrize("source", ["grain", "list"])
 def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(source, tmp_path):
     program = whole_run.make_program()
     options = {
