@@ -633,11 +633,11 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
       OSError: it can't; the error says why.
     """
     path = absolute(directory)
-    probe = path / f".write_probe_{os.getpid()}"
+    probe = path / ".write_probe"  # Of one name, for the next one to remove it if this process is killed just here.
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_text("")
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(
             error.errno, f"Can't write to the directory {path} ({error.strerror}). Give one that can be written"

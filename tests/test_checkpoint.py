@@ -770,3 +770,16 @@ def test_what_killed_saves_left_is_cleared(runs, logs):
     assert checkpoint.clear_leftovers(runs) == [] == checkpoint.clear_leftovers(runs / "nowhere")
     assert sorted(path.name for path in runs.iterdir()) == ["1", "2"]
     assert checkpoint.restore_newest(runs, a_run(0)[0])[1] == 2
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_the_probe_of_a_killed_process_is_gone_after_the_next(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(checkpoint.absolute(tmp_path)), "unlink", interrupt)
+        checkpoint.prepare_directory(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    checkpoint.prepare_directory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
