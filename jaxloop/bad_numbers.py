@@ -207,20 +207,14 @@ class Watch:
         self._on_their_way.clear()
         self.steps = self._sent = self._read = 0
 
-    def run(self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
-        """Runs one compiled step, of `looking.run`; returns `(state, outputs)`."""
+    def run(
+        self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batch: Any, *, fused: bool = False
+    ) -> Any:
+        """Runs one compiled step, of `looking.run`, or as many as batches are stacked; returns `(state, outputs)`."""
         if looking is not self._looking:
             self._looking, self._flags = looking, looking.no_flags(state)
         state, (outputs, self._flags) = compiled(state, (batch, self._flags))
-        self.steps += 1
-        return state, outputs
-
-    def run_fused(self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batches: Any) -> Any:
-        """As `run`, of batches that were stacked, which `compiled` takes one after the other."""
-        if looking is not self._looking:
-            self._looking, self._flags = looking, looking.no_flags(state)
-        state, (outputs, self._flags) = compiled(state, (batches, self._flags))
-        self.steps += len(jax.tree.leaves(batches)[0])
+        self.steps += len(jax.tree.leaves(batch)[0]) if fused else 1
         return state, outputs
 
     def make_room(self, num_steps: int) -> None:

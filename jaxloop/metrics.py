@@ -472,9 +472,9 @@ def _merge_stacked(before: Sequence[Any], stacked: Any) -> Any:
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
     """The values, merged into one if they are `clu.metrics` states whose class is known."""
-    if len(values) == 1 or any(isinstance(value, _KeptMetric) for value in values[-1:]):
+    if len(values) < 2 or isinstance(values[-1], _KeptMetric) or not all(map(_is_metric, values)):
         return values
-    return [_merge(_as_in(values, values[-1:]))] if values and all(map(_is_metric, values)) else values
+    return [_merge(_as_in(values, values[-1:]))]
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:

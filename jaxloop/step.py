@@ -355,7 +355,7 @@ class Step:
         return state, outputs
 
     def quick_step(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
-        """What a loop may call in place of `step`, from its second step on, with the state of the step before.
+        """What a loop may call in place of `step`, with a state that was prepared or that the step before returned.
 
         It passes over what `step` does for states that come from elsewhere, and takes `(state, batch)` to `(state,
         outputs, number of examples)`. A loop says with `remember` which state it came to. None where more is to be done
@@ -369,11 +369,7 @@ class Step:
 
         def take(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
             state, batch, num_examples = prepare(state, batch)
-            try:
-                state, outputs = run(state, shard(batch))
-            except Exception as error:
-                _explain(error, batch)
-                raise
+            state, outputs = self._dispatch(run, shard, state, batch)
             return state, outputs, num_examples
 
         return take
@@ -430,9 +426,7 @@ class Step:
     def _prepare_batch(self) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
         """What takes `(state, batch)` through the hooks before `run`, and counts its examples."""
         watch, look = self._batch_watch, self._batch_watch.look
-        preprocess = self.preprocess_batch if self._has_own("preprocess_batch") else None
-        begin = self.begin if self._has_own("begin") else None
-        is_plain = preprocess is None and begin is None and not self._has_own("num_examples")
+        is_plain = not any(map(self._has_own, ("preprocess_batch", "begin", "num_examples")))
 
         def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
             if is_plain:
@@ -440,13 +434,7 @@ class Step:
                 number = watch.num_rows
                 return state, batch, self.num_examples(batch) if number is None else number
             number = self.num_examples(batch)
-            if preprocess is not None:
-                batch = preprocess(batch)
-            if begin is not None:
-                new_state, batch = checks.check_pair(
-                    begin(state, batch), f"{type(self).__name__}.begin", "(state, batch)"
-                )
-                state = state if new_state is state else self.prepare_state(new_state)
+            state, batch = self._call_begin(state, batch)
             look(batch, self)
             return state, batch, number
 
@@ -477,7 +465,7 @@ class Step:
         looking, compiled = self._compiled_more[key]
         if watch is None:
             return compiled
-        return functools.partial(watch.run_fused if fused else watch.run, looking, compiled)
+        return functools.partial(watch.run, looking, compiled, fused=fused)
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
         """Takes one batch through the hooks as `step` does, without the step's actions. The state is donated.
@@ -486,13 +474,12 @@ class Step:
         """
         if self._compiled_run is None:
             self.compile()
-        result = self.begin(self.prepare_state(state), self.preprocess_batch(batch))
-        state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
+        state, batch = self._call_begin(self.prepare_state(state), batch)
         shard = self.shard_batch
         if eagerly:  # Else NumPy would compute with NumPy arrays.
             shard = lambda batch: jax.tree.map(jnp.asarray, self.shard_batch(batch))
         with jax.disable_jit(eagerly):
-            state, outputs = self._dispatch(self._watched_run(), shard, self.prepare_state(state), batch)
+            state, outputs = self._dispatch(self._watched_run(), shard, state, batch)
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
@@ -529,12 +516,15 @@ class Step:
         self._known_state = weakref.ref(state) if has_step else None
 
     def _begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
+        state, batch = self._call_begin(state, batch)
+        self._call_actions(self._begin_actions, state, None, number, elapsed)
+        return state, batch
+
+    def _call_begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
+        """Takes a state that is prepared, and a batch, through the hooks before `run`."""
         result = self.begin(state, self.preprocess_batch(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
-        if new_state is not state:
-            new_state = self.prepare_state(new_state)
-        self._call_actions(self._begin_actions, new_state, None, number, elapsed)
-        return new_state, batch
+        return state if new_state is state else self.prepare_state(new_state), batch
 
     def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: types.Batch) -> Any:
         try:

@@ -121,19 +121,11 @@ class Stopwatch:
 
     def drawing(self, draw: Callable[[Any], Any], source: Any) -> Any:
         """Calls `draw(source)` for a batch, and counts that as "data". As `counting`, for less."""
-        before, began = self._kind, self._clock()
-        if before is not None:
-            self._seconds[before] += began - self._since
-            if before not in _NOT_TRAINING:
-                self.training += began - self._since
-        self._kind, self._since = "data", began
+        before = self.switch("data")
         try:
             return draw(source)
         finally:
-            ended = self._clock()
-            self._seconds["data"] += ended - self._since
-            self.training += ended - self._since
-            self._kind, self._since = before, ended
+            self.switch(before)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:

@@ -736,7 +736,17 @@ def donated(arena: Arena, count: int, seed: int) -> Broken:
 
 def ends(arena: Arena, count: int, seed: int) -> Broken:
     """Ends a run at each of its places; the count is given by the run."""
-    child = arena.server.start(arena.new_directory("ends"), "end_everywhere")
+    yield from compare_in_one_process(arena, "end_everywhere", count)
+
+
+def resumes(arena: Arena, count: int, seed: int) -> Broken:
+    """Goes on from every step of each source with each prefetch; the count is given by those."""
+    yield from compare_in_one_process(arena, "resume_everywhere", count)
+
+
+def compare_in_one_process(arena: Arena, job: str, count: int) -> Broken:
+    """Does a job that returns, for each run that it broke, in what it then differed."""
+    child = arena.server.start(arena.new_directory(job), job)
     if child.wait(5 * PATIENCE_SECS) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
@@ -804,16 +814,6 @@ def long_run(arena: Arena, count: int, seed: int) -> Broken:
         if len(there) > len(were):
             problems.append(f"{what} are left: {dict(left)}")
     yield count, problems
-
-
-def resumes(arena: Arena, count: int, seed: int) -> Broken:
-    """Goes on from every step of each source with each prefetch; the count is given by those."""
-    child = arena.server.start(arena.new_directory("resumes"), "resume_everywhere")
-    if child.wait(5 * PATIENCE_SECS) != 0:
-        yield count, [child.log.read_text()[-3000:]]
-        return
-    for where, differ in child.result().items():
-        yield 1, [f"{where}: {', '.join(differ)} differ"] if differ else []
 
 
 # The longest first, for two at a time are done.
