@@ -165,6 +165,26 @@ def test_bad_numbers_are_found_at_their_step(bad, policy):
         assert np.isfinite(state.params["kernel"]).all() and int(state.step) == 64
 
 
+class Idle(jaxloop.Action):
+    """An event at which nobody reads outputs."""
+
+    uses_outputs = False
+
+    def __call__(self, state, outputs, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize("bad", [3, 20, 37])
+def test_the_flags_of_steps_before_a_group_are_not_lost(bad):
+    data = [batch_of(number) for number in range(64)]
+    data[bad - 1]["x"][0, 0] = np.nan
+    step = make_step()
+    loop = jaxloop.TrainLoop(step, end_actions=[Idle(jaxloop.at(steps=5))], nan_policy="raise", steps_per_dispatch=32)
+    with pytest.raises(bad_numbers.BadNumberError) as caught:
+        loop(step.initialize_model([1, 3]), data)
+    assert caught.value.step_num == bad
+
+
 @pytest.mark.parametrize("source", ["grain", "list"])
 def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(source, tmp_path):
     program = whole_run.make_program()
