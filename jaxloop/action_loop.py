@@ -12,7 +12,8 @@ from jaxloop import encoding, metrics, timing, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.history import History
-from jaxloop.loop import NEVER, Loop
+from jaxloop.loop import NEVER
+from jaxloop.output_queue import Arrived, OutputQueue
 from jaxloop.schedules import Elapsed, Schedule, earliest
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
@@ -92,8 +93,9 @@ class ActionLoop(StatLoop):
         global_batch_size: int | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        max_steps_in_flight: int | None = None,
     ):
-        super().__init__(step, stat_names, global_batch_size, clock=clock)
+        super().__init__(step, stat_names, global_batch_size, clock=clock, max_steps_in_flight=max_steps_in_flight)
         self._begin_actions = ActionList(begin_actions, unit="loops")
         self._end_actions = ActionList(end_actions, unit="loops")
         self._attached: list[_Slot] = []
@@ -396,7 +398,7 @@ class ActionLoop(StatLoop):
         if any(slot.saves for slot in self._due(now, at_end=False)):
             self.source.mark()
 
-    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+    def _rescue_outputs(self, queue: OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         if not self._returns_new_state:
             return
         self._is_failing = True
@@ -417,7 +419,7 @@ class ActionLoop(StatLoop):
         return NEVER[0] if step is None else step, NEVER[1] if time is None else time - self._time_offset - 1e-9
 
     def _at_event(
-        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
         self._looked = now
         due = self._due(now, at_end=False)
@@ -492,11 +494,11 @@ class ActionLoop(StatLoop):
             if outputs.get(types.STOP_LOOP):
                 self._stop_asked = True
 
-    def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
+    def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
         if self._keeps_pieces:
-            Loop.update_outputs(self, self._piece, arrived)
+            arrived.add_to(self._piece)
         if self.steps_before:  # In the order of the steps, for sums to have the same bits as without a break.
-            self._so_far = self.update_outputs(self._so_far, arrived)
+            self._so_far = super()._take(self._so_far, arrived)
         return super()._take(outputs, arrived)
 
     # `clu.metrics` sums have the same bits however often a run was saved, or broken off, only if they are made in the

@@ -236,12 +236,9 @@ class Watch:
             self._on_their_way.append(self.steps - self._sent)
             self._sent = self.steps
 
-    def take_flags(self, arrived: types.Output, state: Any) -> tuple[types.Output, list[Found]]:
-        """Takes the flags, if any, out of outputs on the host; returns those, and what the flags say."""
-        if not arrived or FLAGS not in arrived:
-            return arrived, []
-        arrived = dict(arrived)
-        return arrived, self._found(arrived.pop(FLAGS), self._on_their_way.popleft(), state)
+    def take_flags(self, flags: np.ndarray, state: Any) -> list[Found]:
+        """What the next flags say that have reached the host."""
+        return self._found(flags, self._on_their_way.popleft(), state)
 
     def read(self, state: Any) -> list[Found]:
         """Reads the flags of the steps since the last ones that arrived: of one that failed after its update."""

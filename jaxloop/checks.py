@@ -148,10 +148,12 @@ class BatchWatch:
     """Looks at the batches of a step for what JAX would take without a word.
 
     Attributes:
-      num_rows: the length of the leading axis that all leaves of the last batch share; None where they don't.
+      known_shapes: those of the leaves of the last batch; None where each batch is to be looked at.
+      num_rows: the length of the leading axis that its leaves share; None where they don't.
     """
 
     def __init__(self):
+        self.known_shapes: list[Any] | None = None
         self.num_rows: int | None = None
         self._shapes: list[Any] | None = None  # Of the last batch.
         self._seen: set[tuple[Any, ...]] = set()
@@ -160,18 +162,24 @@ class BatchWatch:
         self._wide: list[str] = []  # The paths of 64-bit integers.
         self._has_warned = False
 
-    def look(self, batch: Any, step: Any) -> None:
+    def look(self, batch: Any, step: Any) -> int | None:
         """Looks at the next batch of a step, whose `max_batch_shapes` says how many shapes may come.
+
+        Returns:
+          The length of the leading axis that all leaves of the batch share; None where they don't.
 
         Raises:
           ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them; or there are too many shapes.
         """
-        leaves = batch.values() if type(batch) is dict else jax.tree.leaves(batch)
-        shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+        try:
+            shapes = [leaf.shape for leaf in batch.values()]
+        except AttributeError:  # Something else than a dict of arrays.
+            shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(batch)]
         if shapes != self._shapes:
             self._look_closely(batch, shapes, step)
         if self._wide:
             _check_range(batch, self._wide)
+        return self.num_rows
 
     def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
         by_path = {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
@@ -208,6 +216,7 @@ class BatchWatch:
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
         self.num_rows = num_examples(batch)
+        self.known_shapes = None if self._wide or self.num_rows is None else shapes
 
     def _is_short(self, by_path: dict[str, Any]) -> bool:
         """Whether a batch is as the first one, with fewer rows."""

@@ -28,6 +28,7 @@ class EvalLoop(ActionLoop):
       step: what happens to one batch.
       begin_actions: see `ActionLoop`, as all that follows.
       endless_after: a call without `num_steps` says after so many steps that its dataset may be endless.
+      max_steps_in_flight: see `Loop`.
     """
 
     def __init__(
@@ -40,8 +41,17 @@ class EvalLoop(ActionLoop):
         *,
         clock: Callable[[], float] = time.perf_counter,
         endless_after: int = 10_000,
+        max_steps_in_flight: int | None = None,
     ):
-        super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
+        super().__init__(
+            step,
+            begin_actions,
+            end_actions,
+            stat_names,
+            global_batch_size,
+            clock=clock,
+            max_steps_in_flight=max_steps_in_flight,
+        )
         if step.train:
             logging.warning(
                 "EvalLoop got %r, a step with train=True: a model with dropout or batch statistics would be evaluated "
@@ -75,12 +85,13 @@ class EvalLoop(ActionLoop):
         # Part of an evaluation is none: no action shall take its means for those of the dataset.
         return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
-    def _get_next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        if not self._is_bounded and len(self.num_examples) == self._endless_after:
+    def _count_steps(self, *, undone: bool = False) -> int:
+        before, new = len(self.num_examples), super()._count_steps(undone=undone)
+        if not self._is_bounded and before - new < self._endless_after < before:
             logging.warning(
-                "The evaluation by %r has run %d steps, and its dataset has not ended. If it repeats without end, "
-                "set num_steps in its EvalSpec, or leave out .repeat().",
+                "The evaluation by %r has run more than %d steps, and its dataset has not ended. If it repeats without "
+                "end, set num_steps in its EvalSpec, or leave out .repeat().",
                 self.step,
                 self._endless_after,
             )
-        return super()._get_next_batch(dataset)
+        return new

@@ -141,7 +141,7 @@ class CompiledFunction:
         else:
             found = step.evaluate(state, (batch, broadcasts))
         self._num_calls += 1
-        if self._is_on_cpu_mesh and self._num_calls % partition.STEPS_UNDER_WAY_ON_A_CPU_MESH == 0:
+        if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
             metrics.wait((state, found))
         return found["outputs"], found["logs"], found.get("state", state)
 

@@ -19,13 +19,14 @@ from etils import epath
 from jax import core
 
 from jaxloop import checks, metrics
+from jaxloop.output_queue import OutputQueue
 from jaxloop.schedules import Elapsed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# How many rows are copied from the devices at once; twice as many may be under way.
-_CHUNK_SIZE = 32
+# Of how many rows the values may be on their way from the devices.
+_MOST_ROWS_UNDER_WAY = 64
 _UNITS = ("steps", "samples", "time", "loops")
 # A curve of at most so many points shows each of them.
 _FEW_POINTS = 30
@@ -109,7 +110,7 @@ class History:
         self._paths_by_end: dict[str, list[str]] = {}
         # The rows of which not all values have arrived, by number, whether or not the queue still has them.
         self._waiting: dict[int, list[_Place]] = {}
-        self._queue = metrics.OutputQueue(_CHUNK_SIZE)
+        self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
 
     @property
     def path(self) -> epath.Path | None:
@@ -141,7 +142,8 @@ class History:
             return
         self._waiting[number] = places
         outputs = {"row": number, "values": _values_of(places)}
-        arrived = self._explain_donated(lambda: self._queue.push(outputs, state=None))
+        self._queue.newest.append(outputs)
+        arrived = self._explain_donated(lambda: self._queue.push(1, state=None).rows())
         self._put({int(each["row"]): each["values"] for each in arrived if each})
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
@@ -157,7 +159,7 @@ class History:
         if self._waiting:
             waiting = {number: _values_of(places) for number, places in self._waiting.items()}
             arrived = self._explain_donated(lambda: metrics.fetch(waiting))
-            self._queue = metrics.OutputQueue(_CHUNK_SIZE)
+            self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
             self._put(arrived)
 
     def close(self) -> None:
@@ -468,7 +470,7 @@ class History:
             if not lost:
                 raise
             # The rest still waits, for the next to read.
-            self._queue = metrics.OutputQueue(_CHUNK_SIZE)
+            self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
             raise ValueError(
                 f"A value was committed to the history, and then donated to a step before it arrived: {_listed(lost)}. "
                 "The history has NaN for it. Commit a copy of what is part of the state: jnp.copy(value)."

@@ -51,7 +51,7 @@ class Interruptible:
         self._clock = clock
         self._outer: Interruptible | None = None
         self._pid = 0
-        self._signum: int | None = None  # The first signal.
+        self.signum: int | None = None  # The first signal.
         self._times: dict[int, float] = {}  # When each signal came last, also in an earlier run.
         # The handlers we took the place of, Python's and the C library's.
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -59,17 +59,22 @@ class Interruptible:
     @property
     def requested(self) -> bool:
         """Whether a signal has come since the outermost one was opened."""
-        return self._signum is not None if self._outer is None else self._outer.requested
+        return self.signum is not None if self._outer is None else self._outer.requested
+
+    @property
+    def outermost(self) -> "Interruptible":
+        """The one whose handlers are installed, this one or one around it; its `signum` is what has come first."""
+        return self if self._outer is None else self._outer.outermost
 
     @property
     def signal_name(self) -> str | None:
         """What has come first, "Ctrl-C" or "SIGTERM"; None where nothing has."""
         if self._outer is not None:
             return self._outer.signal_name
-        return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self._signum]
+        return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self.signum]
 
     def __enter__(self) -> "Interruptible":
-        self._signum = None
+        self.signum = None
         self._outer = _find_open()
         if self._outer is None and threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
@@ -81,7 +86,7 @@ class Interruptible:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._put_back()
-        if self._outer is None and self._signum == signal.SIGTERM:
+        if self._outer is None and self.signum == signal.SIGTERM:
             if error is None:
                 raise SystemExit(_EXIT_CODE)
             error.add_note(f"SIGTERM had come: without this error the process would have exited with {_EXIT_CODE}")
@@ -90,13 +95,13 @@ class Interruptible:
         is_worker = os.getpid() != self._pid  # Forked during the run: `Process.terminate()` shall end it.
         if is_worker and signum == signal.SIGTERM:
             _end_at_once(signum)
-        first, now = self._signum, self._clock()
+        first, now = self.signum, self._clock()
         since = now - self._times.get(signum, float("-inf"))
         if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
             return
         # A program may repeat a short run, and swallow one request after the other.
         is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS
-        self._signum, self._times[signum] = first or signum, now
+        self.signum, self._times[signum] = first or signum, now
         # Nothing to put back: we are closed, and somebody else has put our handler back.
         if first is not None or is_repeated or not self._before:
             self._put_back()  # Here, for `KeyboardInterrupt` may be raised on the way into `__exit__`.

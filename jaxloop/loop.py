@@ -13,11 +13,14 @@ import numpy as np
 from absl import logging
 
 from jaxloop import checks, interrupt, metrics, partition, timing, types
+from jaxloop.feed import Feed
+from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import Elapsed, Schedule, at
 from jaxloop.step import FusingError, Step
 
-# How many steps' outputs are copied to the host at once; twice as many steps may be under way.
-_CHUNK_SIZE = 32
+# Of how many steps the devices keep scalars until somebody asks for them.
+_MOST_STEPS_HELD = 1024
+_Take = Callable[[Any, types.Batch], tuple[Any, types.Output, int]]
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
@@ -35,6 +38,8 @@ class Loop:
     Args:
       step: what happens to one batch.
       clock: tells the time in seconds, for durations.
+      max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, and
+        for 8 where several devices are one CPU.
 
     Attributes:
       steps_before: how many steps of the next loop an earlier run has done; the next call goes on after them.
@@ -42,9 +47,13 @@ class Loop:
         data, sets it.
     """
 
-    def __init__(self, step: Step, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, step: Step, *, clock: Callable[[], float] = time.perf_counter, max_steps_in_flight: int | None = None
+    ):
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__} takes a jaxloop Step, got {step!r}.")
+        checks.check_positive("max_steps_in_flight", max_steps_in_flight, optional=True)
+        self._max_in_flight = max_steps_in_flight or partition.max_steps_in_flight(step.partitioner.mesh)
         self._step = step
         self._returns_new_state = True
         self._step_num = 0
@@ -52,10 +61,11 @@ class Loop:
         self._stopwatch = timing.Stopwatch(clock)
         self._time_offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
         self._time_before_step = 0.0  # By the stopwatch.
-        self._ahead: tuple[Any, list[types.Batch]] = (None, [])  # An iterator, and what was drawn from it too early.
+        self._feed = Feed(iter(()))
         self._looked = Elapsed()  # How far the training was at the last look.
         self._before_step = Elapsed()  # For the step's own actions: how far it was after the step before.
         self._num_examples: list[int] = []
+        self._counted = 0  # Of these.
         self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
         self._rescued_state: Any = None
@@ -63,6 +73,7 @@ class Loop:
         self._was_interrupted = False
         self._consumed = 0
         self._steps_at_once = 1
+        self._place = ""  # Where an exception has come from.
         self.steps_before = 0
         self.source: Any = _Uncounted()
 
@@ -80,7 +91,8 @@ class Loop:
 
         For a state without `step`, the number of steps that this loop has run.
         """
-        return self._step_num
+        taken = len(self._num_examples) - self._counted if self._returns_new_state else 0
+        return self._step_num + taken
 
     @property
     def num_examples(self) -> list[int]:
@@ -160,7 +172,7 @@ class Loop:
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         self._returns_new_state = return_state_from_step
-        self._num_examples = []
+        self._num_examples, self._counted = [], 0
         self._rescued_state = None
         self._was_interrupted = False
         self._consumed = self.source.count
@@ -196,106 +208,155 @@ class Loop:
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
-        outputs = metrics.LoopOutputs()
-        queue = metrics.OutputQueue(self._chunk_size(), self._stopwatch, self._sums_to_go_on_with())
-        ahead = self._batches_ahead(dataset)
-        self._ahead, self._consumed = (dataset, ahead), self.source.count - len(ahead)
-        draw, stopwatch = self._get_next_batch, self._stopwatch
-        place, step_name, number, num_examples = "the dataset", repr(self._step), 0, 0
+        outputs, queue = metrics.LoopOutputs(), self._new_queue()
+        feed, stopwatch = self._feed_of(dataset), self._stopwatch
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
-        quick_step = fused_step = error_of_data = None
-        one_by_one = 0  # How many batches ahead can't be a group.
+        take = take_group = None
+        self._place, step_name = "the dataset", repr(self._step)
         try:
             state = self._step.prepare_state(state)
-            quick_step = self._quick_step()
-            while number != num_steps:
-                place = "the dataset"
-                time_before = stopwatch.training  # As of the last look below.
-                room = min(next_step - self._step_num, NEVER[0] if num_steps is None else num_steps - number)
-                group: list[types.Batch] = []
-                try:
-                    if error_of_data is not None and not ahead:
-                        raise error_of_data
-                    if quick_step is not None and 1 < self._steps_at_once <= room and not one_by_one:
-                        group, error_of_data = self._draw_group(ahead, dataset)
-                    batch = group[0] if group else ahead.pop(0) if ahead else stopwatch.drawing(draw, dataset)
-                except StopIteration:
-                    break
-                self._time_before_step = time_before
-                place = step_name
-                if group:
-                    fused_step = fused_step or self._step.fused_step()
-                    took = self._take_group(fused_step, state, group, queue, outputs)
-                    if took is None:
-                        ahead += group
-                        one_by_one = len(group)
-                        continue
-                    state, outputs = took
-                    number += len(group)
-                else:
-                    self._note_batch(batch)
-                    try:
-                        if quick_step is not None:
-                            state, step_outputs, num_examples = quick_step(state, batch)
-                        else:
-                            num_examples = self._step.num_examples(batch)
-                            state, step_outputs = self._run_one_step(state, batch, self.steps_before + number)
-                            quick_step = self._quick_step()
-                    except StopIteration as error:  # To a caller that is a generator it would be the end of its data.
-                        self._note_failed_step()
-                        text = "The step raised StopIteration, as next() of an empty iterator does."
-                        raise RuntimeError(text) from error
-                    except Exception:
-                        self._note_failed_step()
-                        raise
-                    self._newest_state = state
-                    self._count_step(num_examples)
-                    number, one_by_one = number + 1, max(one_by_one - 1, 0)
-                    for arrived in queue.push(self._to_push(step_outputs), state):
-                        outputs = self._take(outputs, arrived)
+            take = self._quick_step()
+            while len(self._num_examples) != num_steps:
+                left = NEVER[0] if num_steps is None else num_steps - len(self._num_examples)
+                room = 1 if take is None else min(left, next_step - self._step_num)
+                deadline = stopwatch.reading_at(next_time)
+                arrived = None
+                if 1 < self._steps_at_once <= room and len(feed.ahead) <= 1:
+                    take_group = take_group or self._step.fused_step(evaluates=not self._returns_new_state)
+                    state, arrived = self._take_group(take_group, state, feed, queue)
+                if arrived is None:
+                    state, arrived = self._take_some(
+                        take or self._take_careful, state, feed, queue, min(room, queue.room), deadline
+                    )
+                    take = take or self._quick_step()
+                if arrived:
+                    self._place = step_name
+                    outputs = self._take(outputs, arrived)
                 if self._interrupt.requested:
-                    self._was_interrupted = number != num_steps
+                    self._was_interrupted = len(self._num_examples) != num_steps
+                    break
+                if feed.has_ended:
                     break
                 is_event = self._step_num >= next_step or stopwatch.training >= next_time
-                if is_event and number != num_steps:
+                if is_event and len(self._num_examples) != num_steps:
                     now = self._now(self._loops_ended())
                     if now.is_last:
                         break
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
-                    place = "the dataset"
-                    if not ahead and error_of_data is None:
+                    self._place = "the dataset"
+                    if not feed.ahead:
                         self._before_drawing_ahead(now)
-                        try:
-                            ahead.append(stopwatch.drawing(draw, dataset))
-                        except StopIteration:
+                    with stopwatch.counting("data"):
+                        if not feed.has_more():
                             break
-                        except Exception as error:  # The step is complete, and so is to be what belongs to it.
-                            error_of_data = error
-                    elif not ahead and isinstance(error_of_data, StopIteration):
-                        break
-                    place = "the actions"
-                    if quick_step is not None:  # Somebody may keep this state, which the next step takes.
+                    self._place = "the actions"
+                    if take is not None:  # Somebody may keep this state, which the next step takes.
                         checks.mark_taken(state, repr(self))
                     outputs, goes_on = self._at_event(now, state, outputs, queue)
-                    if error_of_data is not None and not ahead:
-                        place = "the dataset"
-                        raise error_of_data
                     if not goes_on:
                         self._was_interrupted = self._interrupt.requested
                         break
                     next_step, next_time = self._next_event()
+                self._place = "the dataset"
+            self._place = step_name
             outputs = self._drain(queue, outputs)
         except BaseException as error:
             self._rescue_outputs(queue, outputs, error)
-            if self._step.rescued_state is not None:  # Only what came after the update has failed.
-                self._newest_state = self._step.rescued_state
-                self._count_step(num_examples)
-            error.add_note(f"in {place}, after step {self._step_num}, in {self!r}")
+            error.add_note(f"in {self._place}, after step {self._step_num}, in {self!r}")
             raise
         finally:
-            if quick_step is not None and self._newest_state is not None:
+            if take is not None and self._newest_state is not None:
                 self._step.remember(self._newest_state)
         return state, outputs
+
+    def _take_some(
+        self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, deadline: float
+    ) -> tuple[Any, Arrived]:
+        """Takes up to `room` steps, with nothing between them but to draw a batch.
+
+        Ends sooner with the data, at the deadline, and when a signal has come. Each step of a run goes through these
+        lines and `take`: they are what a loop costs.
+        """
+        clock, draw, interrupt = self._stopwatch.clock, feed.drawer(), self._interrupt.outermost
+        keep, add_number, add_outputs = self._batch_keeper(), self._num_examples.append, queue.newest.append
+        before = looked = clock()
+        in_data, in_step = 0.0, False
+        try:
+            for _ in range(room):
+                began = clock()
+                try:
+                    batch = draw()
+                except StopIteration:
+                    feed.has_ended = True
+                    break
+                in_step = True
+                before, looked = looked, clock()
+                in_data += looked - began
+                if keep is not None:
+                    keep(batch)
+                state, outputs, num_examples = take(state, batch)
+                add_outputs(outputs)
+                add_number(num_examples)
+                in_step = False
+                if looked >= deadline or interrupt.signum is not None:
+                    break
+        except BaseException as error:
+            self._newest_state = state
+            self._count_steps(undone=in_step)
+            if in_step:
+                self._place = repr(self._step)
+                self._end_by_step(error)
+            raise
+        self._stopwatch.move(in_data, "data")
+        self._time_before_step = self._stopwatch.training_at(before)
+        return state, self._push(state, queue, self._count_steps())
+
+    def _take_group(self, take_group: Any, state: Any, feed: Feed, queue: OutputQueue) -> tuple[Any, Arrived | None]:
+        """Takes the steps of a group in one dispatch; none of them, and returns None, where that can't be done."""
+        before = self._stopwatch.training
+        with self._stopwatch.counting("data"):
+            group = feed.take(self._steps_at_once)
+        if feed.has_ended:
+            return state, Arrived()
+        self._before_group(len(group))
+        taken = None
+        if len(group) == self._steps_at_once:
+            try:
+                taken = take_group(state, group)
+            except Exception as error:
+                if isinstance(error, FusingError) or not checks.is_alive(state):
+                    self._place = repr(self._step)
+                    raise
+                # Taken one by one, the step that fails does so with all that belongs to it.
+        if taken is None:
+            feed.put_back(group)
+            return state, None
+        state, outputs, numbers = taken
+        keep = self._batch_keeper()
+        for batch in group if keep is not None else ():
+            keep(batch)  # pyright: ignore[reportOptionalCall]
+        self._num_examples += numbers
+        self._time_before_step = before
+        queue.newest.append(Block(outputs, outputs or (), len(group)))
+        return state, self._push(state, queue, self._count_steps())
+
+    def _take_careful(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+        """Takes one step where there is more to do than to give the batch to the devices."""
+        self._examples_at_hand = num_examples = self._step.num_examples(batch)
+        number = self.steps_before + len(self._num_examples)
+        state, outputs = self._run_one_step(state, batch, number)
+        return state, outputs, num_examples
+
+    def _end_by_step(self, error: BaseException) -> None:
+        """Called where a step has raised; raises another error where that one would be taken for something else."""
+        if isinstance(error, Exception):
+            self._note_failed_step()
+        if self._step.rescued_state is not None:  # Only what came after the update has failed.
+            self._newest_state = self._step.rescued_state
+            self._num_examples.append(self._examples_at_hand)
+            self._count_steps()
+        if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
+            raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Runs after the last step, with the `LoopOutputs` on the host."""
@@ -311,82 +372,68 @@ class Loop:
             loop_outputs.setdefault(name, []).append(value)
         return loop_outputs
 
-    def _batches_ahead(self, dataset: Iterator[types.Batch]) -> list[types.Batch]:
-        """The batch, if any, that an earlier call has drawn from this iterator without running its step."""
-        drawn_from, ahead = self._ahead
-        return ahead if drawn_from is dataset else []
+    def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
+        """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
+        if self._feed.dataset is not dataset:
+            self._feed = Feed(dataset, self._get_next_batch if _is_overridden(self, "_get_next_batch") else None)
+        self._feed.has_ended = False
+        self._consumed = self.source.count - len(self._feed.ahead)
+        return self._feed
+
+    def _new_queue(self) -> OutputQueue:
+        most_held = None if self._wants_outputs_soon() else _MOST_STEPS_HELD
+        return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._sums_to_go_on_with())
+
+    def _wants_outputs_soon(self) -> bool:
+        """Whether the outputs are wanted as soon as their step is done, rather than when somebody asks for them."""
+        return _is_overridden(self, "update_outputs")
 
     def _has_own_step(self) -> bool:
         """Whether a subclass, or somebody else, has set another `_run_one_step`."""
         module = getattr(type(self)._run_one_step, "__module__", "")
         return "_run_one_step" in vars(self) or not module.startswith("jaxloop.")
 
-    def _quick_step(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
-        """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own, and for evaluations."""
-        return None if self._has_own_step() or not self._returns_new_state else self._step.quick_step()
-
-    def _draw_group(
-        self, ahead: list[types.Batch], dataset: Iterator[types.Batch]
-    ) -> tuple[list[types.Batch], Exception | None]:
-        """Draws the batches of a dispatch, or fewer where the data end, and an error that comes after those.
-
-        Raises what the data raise where there is no batch before it.
-        """
-        group = ahead[: self._steps_at_once]
-        del ahead[: self._steps_at_once]
-
-        def draw_the_rest(dataset: Iterator[types.Batch]) -> None:
-            while len(group) < self._steps_at_once:
-                group.append(self._get_next_batch(dataset))
-
-        try:
-            self._stopwatch.drawing(draw_the_rest, dataset)
-        except Exception as error:
-            if not group:
-                raise
-            return group, error
-        return group, None
-
-    def _take_group(
-        self, fused_step: Any, state: Any, group: list[types.Batch], queue: metrics.OutputQueue, outputs: Any
-    ) -> tuple[Any, metrics.LoopOutputs] | None:
-        """Takes the steps of a group in one dispatch; None where that can't be done, and none is taken."""
-        shapes = {tuple(map(np.shape, jax.tree.leaves(batch))) for batch in group}
-        if len(group) < self._steps_at_once or len(shapes) > 1:
-            return None
-        self._before_group(len(group))
-        try:
-            state, step_outputs, numbers = fused_step(state, group)
-        except Exception as error:
-            if isinstance(error, FusingError) or not checks.is_alive(state):
-                raise
-            return None  # Taken one by one, the step that fails does so with all that belongs to it.
-        self._newest_state = state
-        for batch, num_examples in zip(group, numbers, strict=True):
-            self._note_batch(batch)
-            self._count_step(num_examples)
-        pushed = self._to_push(step_outputs)
-        for arrived in queue.push_block(pushed, step_outputs or (), len(group), state):
-            outputs = self._take(outputs, arrived)
-        return state, outputs
+    def _quick_step(self) -> _Take | None:
+        """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own."""
+        return None if self._has_own_step() else self._step.quick_step(evaluates=not self._returns_new_state)
 
     def _before_group(self, num_steps: int) -> None:
         """Called before several steps in one dispatch."""
 
-    def _note_batch(self, batch: types.Batch) -> None:
-        """Called with each batch, before its step."""
+    def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
+        """What is called with each batch before its step; None for nothing."""
+        return None
 
     def _note_failed_step(self) -> None:
         """Called where a step has raised, before it was counted."""
 
-    def _count_step(self, num_examples: int) -> None:
-        self._num_examples.append(num_examples)
-        self._samples += num_examples
-        self._stopwatch.steps += 1
-        self._stopwatch.samples += num_examples
-        self._consumed = self.source.count - len(self._ahead[1])
+    def _count_steps(self, *, undone: bool = False) -> int:
+        """Counts the steps whose numbers of examples have been added; returns how many those are.
+
+        Args:
+          undone: whether another batch was drawn, whose step was not done.
+        """
+        new = self._num_examples[self._counted :]
+        self._counted += len(new)
+        samples = sum(new)
+        self._samples += samples
+        self._stopwatch.steps += len(new)
+        self._stopwatch.samples += samples
+        self._consumed = self.source.count - len(self._feed.ahead) - undone
         if self._returns_new_state:
-            self._step_num += 1
+            self._step_num += len(new)
+        return len(new)
+
+    def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
+        """Sends the outputs of the newest steps to the host; returns those that have arrived."""
+        self._newest_state = state
+        if not num_steps:
+            return Arrived()
+        self._before_push(queue)
+        return queue.push(num_steps, state)
+
+    def _before_push(self, queue: OutputQueue) -> None:
+        """Called before the outputs of the newest steps are sent."""
 
     # When something happens inside the loop: what the layers above fill in ------------------------------
 
@@ -425,7 +472,7 @@ class Loop:
     def _before_drawing_ahead(self, now: Elapsed) -> None:
         """Called after a step that is an event, while `source` stands after the batch of that step."""
 
-    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+    def _rescue_outputs(self, queue: OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         """Called with the outputs of the steps up to an exception."""
 
     def _sums_to_go_on_with(self) -> dict[str, Any]:
@@ -436,34 +483,35 @@ class Loop:
         """Whether the state as of the last whole step is one to go on with."""
         return True
 
-    def _to_push(self, outputs: types.Output) -> types.Output:
-        """What of a step goes to the host."""
-        return outputs
-
     def _weights(self) -> list[int]:
         """For each step of the call how many examples its values stand for."""
         return self._num_examples
 
     def _at_event(
-        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
         """Called after a step that is an event; returns the outputs, and whether the loop goes on."""
         raise NotImplementedError
 
-    def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
-        """Takes in the outputs of one step that have reached the host."""
-        return self.update_outputs(outputs, arrived)
+    def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
+        """Takes in the outputs of steps that have reached the host."""
+        if not _is_overridden(self, "update_outputs"):
+            arrived.add_to(outputs)
+            return outputs
+        for row in arrived.rows():
+            outputs = self.update_outputs(outputs, row)
+        return outputs
 
     def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
         for name, metric in merged.items():
             outputs[name] = metrics.merge_if_metrics([*outputs.get(name, ()), metric])
 
     def _drain(
-        self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
+        self, queue: OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
     ) -> metrics.LoopOutputs:
         """Waits for the outputs of all steps so far, and takes them in."""
-        rest, merged = queue.drain(keep_sums=keep_sums)
-        for arrived in rest:
+        arrived, merged = queue.drain(keep_sums=keep_sums)
+        if arrived:
             outputs = self._take(outputs, arrived)
         self._take_merged(outputs, merged)
         return outputs
@@ -483,10 +531,6 @@ class Loop:
         outputs.num_examples = list(self._weights())
         return outputs
 
-    def _chunk_size(self) -> int:
-        on_cpu_mesh = partition.is_cpu_mesh(self._step.partitioner.mesh)
-        return partition.STEPS_UNDER_WAY_ON_A_CPU_MESH if on_cpu_mesh else _CHUNK_SIZE
-
     def _read_step_num(self, state: Any) -> int:
         count = getattr(state, "step", None)
         if count is None:
@@ -494,6 +538,11 @@ class Loop:
         if count is not self._known_step:
             return int(metrics.fetch(count))
         return self._step_num  # Reading it would wait for the device.
+
+
+def _is_overridden(loop: Loop, name: str) -> bool:
+    """Whether a method is another one than `Loop`'s, by a subclass or set on this object."""
+    return name in vars(loop) or getattr(type(loop), name) is not getattr(Loop, name)
 
 
 class _Uncounted:

@@ -257,11 +257,9 @@ class LossStep(Step):
 
     # Running -------------------------------------------------------------------------------------
 
-    def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
-        if per_loop_step_number == 0:
-            # To forget the loops before makes an evaluation the same in a run that was resumed.
-            self._rows_of_first = None
-        return super().evaluate(state, batch, per_loop_step_number)
+    def _begin_evaluation(self) -> None:
+        # To forget the loops before makes an evaluation the same in a run that was resumed.
+        self._rows_of_first = None
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         if not isinstance(batch, _MaskedBatch):  # An override of `begin` has made it.

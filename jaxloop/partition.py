@@ -13,13 +13,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, types
 
-STEPS_UNDER_WAY_ON_A_CPU_MESH = 4
-"""With several devices on one CPU, the collectives of more steps than this compete for the same threads."""
-
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
     """Whether several devices are one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def max_steps_in_flight(mesh: Mesh | None) -> int:
+    """How many steps the devices may have before them: enough for them never to wait for the host.
+
+    Where several devices are one CPU, the collectives of many steps would compete for the same threads.
+    """
+    return 8 if is_cpu_mesh(mesh) else 64
 
 
 class Partitioner(abc.ABC):
@@ -42,6 +47,11 @@ class Partitioner(abc.ABC):
     @abc.abstractmethod
     def sharding(self) -> Any:
         """Where the state lives: one sharding for all leaves, or a tree of them shaped like the state."""
+
+    @property
+    def places_batches(self) -> bool:
+        """Whether `shard_batch` does anything: False where the jitted call takes host arrays as they are."""
+        return True
 
     @abc.abstractmethod
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +108,10 @@ class SingleDevicePartitioner(Partitioner):
     def sharding(self) -> Sharding:
         return jax.sharding.SingleDeviceSharding(_default_device())
 
+    @property
+    def places_batches(self) -> bool:
+        return False
+
     def shard_init_fn(self, init_fn):
         return jax.jit(init_fn)
 
@@ -145,15 +159,19 @@ class MeshPartitioner(Partitioner):
     def data_axis(self) -> str:
         return self._data_axis
 
+    @property
+    def places_batches(self) -> bool:
+        return self._mesh.size > 1
+
     def shard_batch(self, batch):
         """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
 
         Raises:
           ValueError: the rows of a leaf do not divide over the devices of the axis.
         """
-        self._check_divides(batch, axis=0)
         if self._mesh.size == 1:
             return batch  # The jitted call takes host arrays faster than device_put does.
+        self._check_divides(batch, axis=0)
         return jax.device_put(batch, jax.tree.map(self._leaf_sharding, batch))
 
     def shard_stacked_batches(self, batches):

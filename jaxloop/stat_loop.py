@@ -69,6 +69,7 @@ class StatLoop(Loop):
         which have to be counted in a trace of their own.
       global_batch_size: examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: tells the time in seconds, for durations.
+      max_steps_in_flight: see `Loop`.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class StatLoop(Loop):
         global_batch_size: int | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        max_steps_in_flight: int | None = None,
     ):
-        super().__init__(step, clock=clock)
+        super().__init__(step, clock=clock, max_steps_in_flight=max_steps_in_flight)
         for name in stat_names or ():
             if name not in ALL_STATS:
                 raise ValueError(f"stat_names holds {name!r}, which is none of {', '.join(ALL_STATS)}.")

@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import logging
 from etils import epath
@@ -18,9 +17,11 @@ from etils import epath
 from jaxloop import bad_numbers, checkpoint, checks, metrics, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
+from jaxloop.compiled import Compiled, stacked
 from jaxloop.schedules import Elapsed
 
 _NO_OPTIMIZER = optax.identity()
+_SHAPE_OF = operator.attrgetter("shape")
 
 
 class FusingError(ValueError):
@@ -137,11 +138,7 @@ class Step:
         self._nnx_model_kwargs = nnx_model_kwargs
         self._begin_actions = ActionList(begin_actions, unit="steps within the loop")
         self._end_actions = ActionList(end_actions, unit="steps within the loop")
-        self._jit_kwargs: dict[str, Any] = {}
-        self._compiled_run: Callable[..., Any] | None = None
-        self._compiled_evaluation: Callable[..., Any] | None = None
-        # By the policy about bad numbers, and whether of several steps.
-        self._compiled_more: dict[tuple[str | None, bool], tuple[Any, Callable[..., Any]]] = {}
+        self._compiled = Compiled(self._checked_run, self._checked_outputs, partitioner)
         self._watch: bad_numbers.Watch | None = None
         self._new_state: Callable[[], Any] | None = None
         self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
@@ -261,24 +258,19 @@ class Step:
 
         Traces `run` on the batch as the hooks before it leave it, without running it. The state stays usable.
         """
-        if self._compiled_run is None:
-            self.compile()
         state, batch = self.begin(self.prepare_state(state), self.preprocess_batch(batch))
-        costs = self._compiled_run.lower(state, self._shard_short_batch(batch)).cost_analysis()  # pyright: ignore
+        costs = self._compiled.training().lower(state, self._shard_short_batch(batch)).cost_analysis()  # pyright: ignore
         self._num_flops = (costs or {}).get("flops")
         return self._num_flops
 
     # Running -------------------------------------------------------------------------------------
 
     def compile(self, **jit_kwargs: Any) -> None:
-        """Prepares `run` for the devices. Called by the first step; by hand to give arguments of `jax.jit`.
+        """Prepares `run` for the devices with arguments of `jax.jit`. Without, there is no need to call it.
 
         XLA compiles when the first batch shows its shapes.
         """
-        self._jit_kwargs = jit_kwargs
-        self._compiled_run = self._partitioner.partition(self._checked_run, **jit_kwargs)
-        self._compiled_evaluation = None
-        self._compiled_more = {}
+        self._compiled = Compiled(self._checked_run, self._checked_outputs, self._partitioner, **jit_kwargs)
 
     def prng_key(self, step: Any) -> Any:
         """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
@@ -335,8 +327,6 @@ class Step:
         Raises:
           Whatever a hook or an action raises. Where `run` had returned before, its state is in `rescued_state`.
         """
-        if self._compiled_run is None:
-            self.compile()
         given = state
         state = self.prepare_state(state)
         if log_num_flops and self._num_flops is None:
@@ -344,7 +334,7 @@ class Step:
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
         self._batch_watch.look(batch, self)
-        state, outputs = self._dispatch(self._watched_run(), self.shard_batch, state, batch)
+        state, outputs = self._dispatch(self._compiled.training(self._watch), self.shard_batch, state, batch)
         checks.mark_taken(given, f"{type(self).__name__}.step")
         try:
             state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
@@ -354,65 +344,109 @@ class Step:
         self.remember(state)
         return state, outputs
 
-    def quick_step(self) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
+    def quick_step(
+        self, *, evaluates: bool = False
+    ) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
         """What a loop may call in place of `step`, with a state that was prepared or that the step before returned.
 
         It passes over what `step` does for states that come from elsewhere, and takes `(state, batch)` to `(state,
         outputs, number of examples)`. A loop says with `remember` which state it came to. None where more is to be done
         than to take the batch to the device: actions, and an `end` or a `step` of its own.
+
+        Args:
+          evaluates: as `evaluate` does: the state stays as it is.
         """
-        if self._what_comes_between() is not None:
+        if self._what_comes_between(evaluates) is not None:
             return None
-        if self._compiled_run is None:
-            self.compile()
-        run, prepare, shard = self._watched_run(), self._prepare_batch(), self.shard_batch
+        prepare = self._prepare_batch(evaluates)
+        if evaluates:
+            self._begin_evaluation()
+            compiled, shard = self._compiled.evaluation(), self._shard_short_batch
+            run = lambda state, batch: (state, compiled(state, batch))
+        else:
+            run, shard = self._compiled.training(self._watch), self.shard_batch
 
         def take(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
             state, batch, num_examples = prepare(state, batch)
-            state, outputs = self._dispatch(run, shard, state, batch)
+            try:
+                state, outputs = run(state, shard(batch))
+            except Exception as error:
+                _explain(error, batch)
+                raise
             return state, outputs, num_examples
 
-        return take
+        is_plain = not (evaluates or self._places_batches() or self._has_hooks_of_batches())
+        return self._take_plain(run, take) if is_plain else take
 
-    def fused_step(self) -> Callable[[Any, Sequence[types.Batch]], tuple[Any, types.Output, list[int]]]:
+    def _take_plain(self, run: Callable[..., Any], take: Callable[..., Any]) -> Callable[..., Any]:
+        """As `take`, for less, where nothing is to be done to a batch of a known shape but to give it to `run`."""
+        watch = self._batch_watch
+
+        def take_plain(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+            try:
+                is_known = list(map(_SHAPE_OF, batch.values())) == watch.known_shapes
+            except AttributeError:  # No dict of arrays.
+                is_known = False
+            if not is_known:
+                return take(state, batch)
+            try:
+                state, outputs = run(state, batch)
+            except Exception as error:
+                _explain(error, batch)
+                raise
+            return state, outputs, watch.num_rows  # pyright: ignore[reportReturnType]
+
+        return take_plain
+
+    def fused_step(
+        self, *, evaluates: bool = False
+    ) -> Callable[[Any, Sequence[types.Batch]], tuple[Any, types.Output, list[int]] | None]:
         """As `quick_step`, of several batches in one dispatch: a scan of `run` over them, on the devices.
 
-        It takes `(state, batches)`, batches of one shape, to `(state, outputs, numbers of examples)`, the outputs of
-        the steps stacked on a new leading axis. It compiles for each number of batches.
+        It takes `(state, batches)` to `(state, outputs, numbers of examples)`, the outputs of the steps stacked on a
+        new leading axis; it returns None, and does nothing, where the batches are not of one shape. It compiles for
+        each number of batches.
 
         Raises:
           FusingError: something is to be done between two steps, on the host.
         """
-        between = self._what_comes_between()
+        between = self._what_comes_between(evaluates)
         if between is not None:
             raise FusingError(f"{self!r} can't take several steps in one dispatch: {between}.")
-        if self._compiled_run is None:
-            self.compile()
-        run, prepare = self._watched_run(fused=True), self._prepare_batch()
+        prepare = self._prepare_batch(evaluates)
         shard = self._partitioner.shard_stacked_batches if self._should_shard_batch else lambda batches: batches
+        if evaluates:
+            compiled = self._compiled.evaluation(fused=True)
+            run = lambda state, batches: (state, compiled(state, batches))
+        else:
+            run = self._compiled.training(self._watch, fused=True)
 
-        def take(state: Any, batches: Sequence[types.Batch]) -> tuple[Any, types.Output, list[int]]:
-            prepared = []
+        def take(state: Any, batches: Sequence[types.Batch]) -> tuple[Any, types.Output, list[int]] | None:
+            prepared, numbers = [], []
             for batch in batches:
-                new_state, *batch_and_number = prepare(state, batch)
+                new_state, batch, number = prepare(state, batch)
                 if new_state is not state:
                     raise FusingError(
                         f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
                         "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
                     )
-                prepared.append(batch_and_number)
+                prepared.append(batch)
+                numbers.append(number)
+            whole = stacked(prepared)
+            if whole is None:
+                return None
             try:
-                state, outputs = run(state, shard(_stacked([batch for batch, _ in prepared])))
+                state, outputs = run(state, shard(whole))
             except Exception as error:
-                _explain(error, prepared[0][0])
+                _explain(error, prepared[0])
                 raise
-            return state, outputs, [number for _, number in prepared]
+            return state, outputs, numbers
 
         return take
 
-    def _what_comes_between(self) -> str | None:
+    def _what_comes_between(self, evaluates: bool) -> str | None:
         """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""
-        for name in ("step", "end"):
+        for name in ("evaluate" if evaluates else "step", "end"):
             if self._has_own(name):
                 return f"it has its own `{name}`, which is called after each step"
         if self._begin_actions.actions or self._end_actions.actions:
@@ -423,20 +457,27 @@ class Step:
         """Whether a method is another one than `Step`'s, by a subclass or set on this object."""
         return name in vars(self) or getattr(type(self), name) is not getattr(Step, name)
 
-    def _prepare_batch(self) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
+    def _has_hooks_of_batches(self) -> bool:
+        return any(map(self._has_own, ("preprocess_batch", "begin", "num_examples")))
+
+    def _places_batches(self) -> bool:
+        return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
+
+    def _prepare_batch(self, evaluates: bool) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
         """What takes `(state, batch)` through the hooks before `run`, and counts its examples."""
-        watch, look = self._batch_watch, self._batch_watch.look
-        is_plain = not any(map(self._has_own, ("preprocess_batch", "begin", "num_examples")))
+        look = self._batch_watch.look
+        has_own_hooks = self._has_own("preprocess_batch") or self._has_own("begin")
+        counts = evaluates or self._has_hooks_of_batches()
 
         def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-            if is_plain:
-                look(batch, self)
-                number = watch.num_rows
-                return state, batch, self.num_examples(batch) if number is None else number
-            number = self.num_examples(batch)
-            state, batch = self._call_begin(state, batch)
-            look(batch, self)
-            return state, batch, number
+            number = self.num_examples(batch) if counts else None
+            if has_own_hooks:
+                state, batch = self._call_begin(state, batch)
+            if not evaluates:
+                rows = look(batch, self)
+                if number is None:
+                    number = self.num_examples(batch) if rows is None else rows
+            return state, batch, number  # pyright: ignore[reportReturnType]
 
         return prepare
 
@@ -449,37 +490,17 @@ class Step:
         finally:
             self._watch = before
 
-    def _watched_run(self, *, fused: bool = False) -> Any:
-        """The compiled `run`, which looks for bad numbers where a loop asks for it; fused, of stacked batches."""
-        watch, key = self._watch, (self._watch and self._watch.policy, fused)
-        if key == (None, False):
-            return self._compiled_run
-        if key not in self._compiled_more:
-            looking, run = None, self._checked_run
-            if watch is not None:
-                looking = bad_numbers.Looking(self._checked_run, watch.policy, self._partitioner.mesh is not None)
-                run = looking.run
-            if fused:
-                run = _scan(run) if looking is None else _scan_with_flags(run)
-            self._compiled_more[key] = looking, self._partitioner.partition(run, **self._jit_kwargs)
-        looking, compiled = self._compiled_more[key]
-        if watch is None:
-            return compiled
-        return functools.partial(watch.run, looking, compiled, fused=fused)
-
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
         """Takes one batch through the hooks as `step` does, without the step's actions. The state is donated.
 
         Eagerly, `run` is not compiled, and keeps the state.
         """
-        if self._compiled_run is None:
-            self.compile()
         state, batch = self._call_begin(self.prepare_state(state), batch)
         shard = self.shard_batch
         if eagerly:  # Else NumPy would compute with NumPy arrays.
             shard = lambda batch: jax.tree.map(jnp.asarray, self.shard_batch(batch))
         with jax.disable_jit(eagerly):
-            state, outputs = self._dispatch(self._watched_run(), shard, state, batch)
+            state, outputs = self._dispatch(self._compiled.training(self._watch), shard, state, batch)
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
@@ -491,15 +512,15 @@ class Step:
 
         A batch whose rows do not divide over the devices is replicated.
         """
-        if self._compiled_evaluation is None:
-            # The state is not donated, and what `run` makes of it is never computed.
-            kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
-            jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": None}
-            self._compiled_evaluation = self._partitioner.partition(self._checked_outputs, **jit_kwargs)
+        if per_loop_step_number == 0:
+            self._begin_evaluation()
         elapsed = Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number, elapsed)
-        outputs = self._dispatch(self._compiled_evaluation, self._shard_short_batch, state, batch)
+        outputs = self._dispatch(self._compiled.evaluation(), self._shard_short_batch, state, batch)
         return self._end(state, outputs, per_loop_step_number, elapsed)[1]
+
+    def _begin_evaluation(self) -> None:
+        """Called before the first batch of an evaluation."""
 
     def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
@@ -626,36 +647,6 @@ _OPTIONS = [
     for parameter in inspect.signature(Step).parameters.values()
     if parameter.kind is not inspect.Parameter.VAR_KEYWORD
 ]
-
-
-def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def fused(state: Any, batches: Any) -> Any:
-        return jax.lax.scan(run, state, batches)
-
-    return fused
-
-
-def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same of a `run` that hands on the flags of `bad_numbers.Looking`."""
-
-    def fused(state: Any, batches_and_flags: Any) -> Any:
-        batches, flags = batches_and_flags
-
-        def body(carry: Any, batch: Any) -> Any:
-            state, flags = carry
-            state, (outputs, flags) = run(state, (batch, flags))
-            return (state, flags), outputs
-
-        (state, flags), outputs = jax.lax.scan(body, (state, flags), batches)
-        return state, (outputs, flags)
-
-    return fused
-
-
-def _stacked(batches: Sequence[types.Batch]) -> types.Batch:
-    """Batches of one shape as one, on a new leading axis; host arrays stay on the host."""
-    stack = lambda *leaves: jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
-    return jax.tree.map(stack, *batches)
 
 
 def _explain(error: Exception, batch: types.Batch) -> None:

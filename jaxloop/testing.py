@@ -192,7 +192,7 @@ def _digest(tree: Any) -> dict[str, str]:
 def _record_steps(kill_at: int) -> dict[int, Any]:
     """Has every update noted, and the process killed at one of them."""
     steps: dict[int, Any] = {}
-    step_once, count_step, save = Step.step, Loop._count_step, CheckpointWriter.save
+    step_once, count_steps, save = Step.step, Loop._count_steps, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
     def noted(self: Step, state: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,19 +204,20 @@ def _record_steps(kill_at: int) -> dict[int, Any]:
         steps[number] = {**before, "outputs": _digest(outputs)}
         return state, outputs
 
-    def counted(self: Loop, num_examples: int) -> None:
-        count_step(self, num_examples)
+    def counted(self: Loop, *, undone: bool = False) -> int:
+        new = count_steps(self, undone=undone)
         if self._returns_new_state and self.step_num == kill_at:
             for writer in writers:  # A run of a moment would be over before its first save is.
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
+        return new
 
     def saved(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Step.step, Loop._count_step = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
-    Step.quick_step = lambda self: None  # pyright: ignore[reportAttributeAccessIssue]
+    Step.step, Loop._count_steps = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
+    Step.quick_step = lambda self, evaluates=False: None  # pyright: ignore[reportAttributeAccessIssue]
     CheckpointWriter.save = saved
     return steps
 

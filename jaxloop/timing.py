@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 _NAMES = {
     "data": "waiting for data",
@@ -99,7 +98,7 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
+        self.clock = self._clock = clock
         self._seconds = dict.fromkeys(_NAMES, 0.0)
         self._kind: str | None = None
         self._since = 0.0
@@ -119,13 +118,19 @@ class Stopwatch:
         self._kind, self._since = kind, now
         return before
 
-    def drawing(self, draw: Callable[[Any], Any], source: Any) -> Any:
-        """Calls `draw(source)` for a batch, and counts that as "data". As `counting`, for less."""
-        before = self.switch("data")
-        try:
-            return draw(source)
-        finally:
-            self.switch(before)
+    def move(self, seconds: float, kind: str) -> None:
+        """Counts for another thing what goes to the present one: for whoever times a part of it himself, for less."""
+        if self._kind is not None:
+            self._seconds[self._kind] -= seconds
+            self._seconds[kind] += seconds
+
+    def training_at(self, reading: float) -> float:
+        """`spent().training` when the clock shows this, as long as what is counted now is training."""
+        return self.training + (reading - self._since)
+
+    def reading_at(self, training: float) -> float:
+        """What the clock shows when `spent().training` comes to this, as long as what is counted now is training."""
+        return self._since + (training - self.training)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:

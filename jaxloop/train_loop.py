@@ -13,6 +13,7 @@ from absl import logging
 from jaxloop import bad_numbers, checks, metrics, timing, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.output_queue import Arrived, OutputQueue, chunk_size
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
 
@@ -66,6 +67,7 @@ class TrainLoop(ActionLoop):
         or of the data) is done at its exact step: up to there steps are taken one by one. What comes out is the same,
         but XLA may round otherwise in the last bit. `Step.begin` is called for each batch, with the state before the
         dispatch, and may not change it; a Step with actions or with an `end` of its own is a ValueError.
+      max_steps_in_flight: see `Loop`.
     """
 
     def __init__(
@@ -79,8 +81,18 @@ class TrainLoop(ActionLoop):
         clock: Callable[[], float] = time.perf_counter,
         nan_policy: bad_numbers.NanPolicy = "ignore",
         steps_per_dispatch: int = 1,
+        max_steps_in_flight: int | None = None,
     ):
-        super().__init__(step, begin_actions, end_actions, stat_names, global_batch_size, clock=clock)
+        self._kept = _KeptBatches()
+        super().__init__(
+            step,
+            begin_actions,
+            end_actions,
+            stat_names,
+            global_batch_size,
+            clock=clock,
+            max_steps_in_flight=max_steps_in_flight,
+        )
         if nan_policy not in bad_numbers.POLICIES:
             raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
         checks.check_positive("TrainLoop.steps_per_dispatch", steps_per_dispatch)
@@ -93,12 +105,11 @@ class TrainLoop(ActionLoop):
             self._check_can_fuse()
         self._steps_at_once = steps_per_dispatch
         self._nan_policy: bad_numbers.NanPolicy = nan_policy
-        self._watch = None if nan_policy == "ignore" else bad_numbers.Watch(nan_policy, self._chunk_size())
+        self._watch = None if nan_policy == "ignore" else bad_numbers.Watch(nan_policy, chunk_size(self._max_in_flight))
         self._bad: bad_numbers.BadNumberError | None = None
         self._skipped: list[bad_numbers.Found] = []  # Of this call.
         self._said_skipped = 0
         self._failed_step: int | None = None
-        self._kept_batches: collections.deque[tuple[int, types.Batch]] = collections.deque(maxlen=0)
         self._count_is_checked = False
 
     def _check_can_fuse(self) -> None:
@@ -122,7 +133,9 @@ class TrainLoop(ActionLoop):
     @property
     def kept_batches(self) -> dict[int, types.Batch]:
         """The last batches, as the dataset gave them, by their steps; only in a run that wants them."""
-        return dict(self._kept_batches)
+        newest = self.step_num + 1 if self._failed_step == self.step_num + 1 else self.step_num
+        batches = list(self._kept.batches)
+        return dict(zip(range(newest - len(batches) + 1, newest + 1), batches, strict=True))
 
     def __call__(
         self,
@@ -131,10 +144,16 @@ class TrainLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
+        if self._failed_step is not None:
+            self._kept = _KeptBatches()
         self._bad, self._failed_step, self._skipped, self._said_skipped = None, None, [], 0
         looks = self._watch is not None and return_state_from_step
         with self._step.watched(self._watch) if looks else contextlib.nullcontext():  # pyright: ignore
             return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
+
+    def resume(self, elapsed: Elapsed) -> None:
+        super().resume(elapsed)
+        self._kept = _KeptBatches()
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         if self._watch is not None:
@@ -146,9 +165,9 @@ class TrainLoop(ActionLoop):
         self._check_count(state)
         return super().end(state, outputs)
 
-    def _note_batch(self, batch: types.Batch) -> None:
-        if self.run_info is not None and self.run_info.keeps_batches:
-            self._keep_batch(batch)
+    def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
+        keeps = self.run_info is not None and self.run_info.keeps_batches
+        return self._kept.add if keeps else None
 
     def _before_group(self, num_steps: int) -> None:
         if self._watch is not None:
@@ -157,26 +176,23 @@ class TrainLoop(ActionLoop):
     def _note_failed_step(self) -> None:
         self._failed_step = self._step_num + 1
 
-    def _keep_batch(self, batch: types.Batch) -> None:
-        if not self._kept_batches or self._kept_batches[-1][0] != self._step_num:
-            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
-            number = min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1)))
-            self._kept_batches = collections.deque(maxlen=number)
-        self._kept_batches.append((self._step_num + 1, batch))
-
     # Bad numbers -------------------------------------------------------------------------------------
 
-    def _to_push(self, outputs: types.Output) -> types.Output:
-        return outputs if self._watch is None else self._watch.with_flags(outputs)
+    def _wants_outputs_soon(self) -> bool:
+        return self._watch is not None or super()._wants_outputs_soon()
 
-    def _take(self, outputs: metrics.LoopOutputs, arrived: types.Output) -> metrics.LoopOutputs:
+    def _before_push(self, queue: OutputQueue) -> None:
         if self._watch is not None:
-            arrived, found = self._watch.take_flags(arrived, self._newest_state)
-            self._look_at(found)
+            queue.change_newest(self._watch.with_flags)
+
+    def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
+        if self._watch is not None:
+            for flags in arrived.pop(bad_numbers.FLAGS):
+                self._look_at(self._watch.take_flags(flags, self._newest_state))
         return super()._take(outputs, arrived)
 
     def _drain(
-        self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
+        self, queue: OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
     ) -> metrics.LoopOutputs:
         if self._watch is not None:
             self._watch.send()
@@ -212,7 +228,7 @@ class TrainLoop(ActionLoop):
             )
             self._said_skipped = len(self._skipped)
 
-    def _rescue_outputs(self, queue: metrics.OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+    def _rescue_outputs(self, queue: OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
         if error is self._bad:
             return
         super()._rescue_outputs(queue, outputs, error)
@@ -238,7 +254,7 @@ class TrainLoop(ActionLoop):
     # The count ---------------------------------------------------------------------------------------
 
     def _at_event(
-        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: metrics.OutputQueue
+        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
         is_ready = getattr(getattr(state, "step", None), "is_ready", None)
         if is_ready is not None and is_ready():
@@ -264,3 +280,23 @@ class TrainLoop(ActionLoop):
                 + ("" if self.step.train else " (The step has train=False: did you mean Step(..., train=True)?)")
             )
         self._count_is_checked = True
+
+
+class _KeptBatches:
+    """The last batches, for the record of a failure: those of the steps that may be under way, within some bytes.
+
+    Attributes:
+      batches: the batches, the newest last.
+      add: adds one.
+    """
+
+    def __init__(self):
+        self.batches: collections.deque[types.Batch] = collections.deque()
+        self.add: Callable[[types.Batch], None] = self._add_first
+
+    def _add_first(self, batch: types.Batch) -> None:
+        if not self.batches:
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
+            self.batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
+            self.add = self.batches.append
+        self.batches.append(batch)

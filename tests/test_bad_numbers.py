@@ -171,7 +171,7 @@ def test_another_error_saves_no_bad_state_and_tells_of_it(data_parallel, tmp_pat
     assert any("Step 8 is the first" in note for note in raised.value.__notes__)
 
 
-def test_looking_costs_no_reads_and_no_dispatches(data_parallel, monkeypatch):
+def test_looking_costs_one_read_in_a_chunk(data_parallel, monkeypatch):
     def count(policy):
         step, state = make(1, data_parallel)
         loop = jaxloop.TrainLoop(step, nan_policy=policy)
@@ -182,7 +182,8 @@ def test_looking_costs_no_reads_and_no_dispatches(data_parallel, monkeypatch):
             loop(state, iter(batches(100)), num_steps=100)
         return len(reads)
 
-    assert count("raise") == count("skip") == count("ignore")
+    assert count("ignore") == 1  # At the end.
+    assert count("raise") == count("skip") <= 100 / 32  # With the flags come the outputs of the same steps.
 
 
 def test_an_unknown_policy_is_an_error(data_parallel):

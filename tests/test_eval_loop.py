@@ -73,7 +73,7 @@ def test_an_endless_dataset_is_said_out_loud(warnings_logged):
     endless = itertools.islice(itertools.cycle(batches), 120)  # For the test to end.
     EvalLoop(step, endless_after=100)(state, endless)
     assert len(warnings_logged()) == 1
-    assert "has run 100 steps, and its dataset has not ended" in warnings_logged()[0]
+    assert "has run more than 100 steps, and its dataset has not ended" in warnings_logged()[0]
     assert "num_steps" in warnings_logged()[0]
 
 

@@ -286,7 +286,7 @@ def test_an_output_that_is_a_leaf_of_the_state_is_read_before_it_is_donated():
 @pytest.mark.parametrize("kind", ["scalars", "metrics", "host values", "nothing"])
 @pytest.mark.parametrize(("devices", "chunk"), [(1, 32), (8, 4)])
 def test_the_host_is_never_more_than_two_chunks_ahead(kind, devices, chunk, monkeypatch, data_parallel):
-    """Whatever a step puts out: once in each chunk the loop waits for the chunk before."""
+    """Whatever a step puts out: the loop waits for a step before it is two chunks ahead of it."""
 
     class Kind(Counts):
         def run(self, state, batch):
@@ -301,7 +301,7 @@ def test_the_host_is_never_more_than_two_chunks_ahead(kind, devices, chunk, monk
     wait = metrics.wait
     monkeypatch.setattr(metrics, "wait", lambda tree: waits.append(bool(jax.tree.leaves(tree))) or wait(tree))
     counting_loop(Kind, num_steps=160, devices=data_parallel(devices))
-    assert sum(waits) >= 160 / chunk - 1
+    assert sum(waits) >= 160 / (chunk + 1) - 1
 
 
 def test_a_state_of_any_form_is_trained():

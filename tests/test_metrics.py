@@ -12,35 +12,6 @@ from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.types import MetricType, MetricWithMetadata
 
 
-def push_all(queue, steps):
-    """Runs a queue over the outputs of all steps; returns them as a loop would see them."""
-    arrived = [each for outputs in steps for each in queue.push(outputs, state=jnp.zeros(()))]
-    rest, merged = queue.drain()
-    return [*arrived, *rest], merged
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 4, 5, 8, 9, 21])
-def test_a_queue_loses_nothing_and_keeps_the_order(num_steps):
-    steps = [{"loss": jnp.float32(i)} for i in range(num_steps)]
-    arrived, merged = push_all(metrics.OutputQueue(chunk_size=4), steps)
-    assert [outputs["loss"] for outputs in arrived] == list(range(num_steps))
-    assert all(isinstance(outputs["loss"], np.float32) for outputs in arrived)
-    assert merged == {}
-
-
-def test_a_queue_holds_at_most_two_chunks():
-    queue = metrics.OutputQueue(chunk_size=4)
-    waiting = 0
-    for i in range(40):
-        waiting += 1 - len(queue.push({"loss": jnp.float32(i)}, state=None))
-        assert waiting <= 8
-
-
-def test_a_queue_takes_steps_without_outputs():
-    arrived, _ = push_all(metrics.OutputQueue(chunk_size=2), [None, {"a": jnp.ones(())}, None, None, None])
-    assert [outputs is None for outputs in arrived] == [True, False, True, True, True]
-
-
 @flax.struct.dataclass
 class Scores(clu_metrics.Collection):
     accuracy: clu_metrics.Accuracy
@@ -50,36 +21,6 @@ class Scores(clu_metrics.Collection):
 def scores(logits, labels):
     loss = -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
     return Scores.single_from_model_output(logits=logits, labels=labels, loss=loss)
-
-
-@pytest.mark.parametrize("num_steps", [1, 3, 4, 9])
-def test_clu_metrics_are_merged_on_the_device_and_computed_once(num_steps, monkeypatch):
-    rng = np.random.default_rng(0)
-    batches = [(rng.normal(size=(n, 3)).astype(np.float32), rng.integers(3, size=n)) for n in range(2, 2 + num_steps)]
-    states = [{"scores": jax.jit(scores)(*batch), "other": jnp.ones(())} for batch in batches]
-
-    reads = []
-    device_get = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or device_get(tree))
-    arrived, merged = push_all(metrics.OutputQueue(chunk_size=4), states)
-    read_before_the_end = jax.tree.leaves(reads[:-1], is_leaf=lambda node: isinstance(node, Scores))
-    assert not any(isinstance(leaf, Scores) for leaf in read_before_the_end)
-    assert all(set(outputs) == {"other"} for outputs in arrived)
-
-    logits, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    expected = np.mean(np.argmax(logits, -1) == labels)
-    summary = summarize({"scores": [merged["scores"]]})
-    assert summary["scores/accuracy"] == pytest.approx(expected)
-    assert set(summary) == {"scores/accuracy", "scores/loss"}
-
-
-def test_collecting_metrics_are_merged_on_the_host():
-    collecting = clu_metrics.CollectingMetric.from_outputs(("labels",))
-    steps = [{"all": collecting.from_model_output(labels=jnp.arange(3) + i)} for i in range(5)]
-    _, merged = push_all(metrics.OutputQueue(chunk_size=2), steps)
-    np.testing.assert_array_equal(
-        merged["all"].compute()["labels"], np.concatenate([np.arange(3) + i for i in range(5)])
-    )
 
 
 def test_a_mean_is_weighted_by_examples():
@@ -257,19 +198,3 @@ def test_two_parts_of_a_class_that_nobody_can_find_are_left_out_with_a_warning(w
     assert summarize(parts[0]) == {} and "The output 'odd' is left out" in warnings_logged()[-1]
     parts[0].extend(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1]))
     assert summarize(parts[0]) == {"odd": 1000.0}
-
-
-def test_what_only_some_steps_of_a_chunk_report_arrives_too():
-    steps = [{"loss": jnp.float32(i)} | ({"rare": jnp.ones(2)} if i % 20 == 19 else {}) for i in range(80)]
-    steps[40] = {"first": jnp.int32(1), "loss": jnp.float32(40)}
-    arrived, _ = push_all(metrics.OutputQueue(chunk_size=32), steps)
-    assert [list(outputs) for outputs in arrived] == [list(outputs) for outputs in steps]
-    assert [outputs["loss"] for outputs in arrived] == list(range(80))
-    assert all(np.all(outputs.get("rare", 1) == 1) and outputs["loss"].dtype == np.float32 for outputs in arrived)
-
-
-def test_the_scalars_of_a_chunk_are_read_as_one_array(monkeypatch):
-    reads, device_get = [], jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: reads.extend(jax.tree.leaves(tree)) or device_get(tree))
-    arrived, _ = push_all(metrics.OutputQueue(32), [{"loss": jnp.float32(i), "n": jnp.int32(i)} for i in range(64)])
-    assert len(reads) == 2 * 2 and [outputs["n"] for outputs in arrived] == list(range(64))

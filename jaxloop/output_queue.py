@@ -1,0 +1,404 @@
+"""The outputs of a loop's steps on their way from the devices to the host.
+
+A loop pushes what its steps return into an `OutputQueue`, which hands it back, column by column, some steps later. On
+the way it bounds how far the host is ahead of the devices, and merges `clu.metrics` states on the devices.
+"""
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxloop import metrics, timing, types
+
+CHUNK_SIZE = 32
+"""How many steps' scalars leave an accelerator as one array; for less, compiling that takes longer than it saves."""
+
+
+def chunk_size(max_steps_in_flight: int) -> int:
+    """How many steps a loop takes before it looks after their outputs: while the devices work on as many others."""
+    return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
+
+
+class Arrived:
+    """The outputs of consecutive steps on the host, in columns: for each name the values of the steps.
+
+    >>> arrived = Arrived()
+    >>> arrived.add({"loss": [3.0, 2.0]}, num_steps=2)
+    >>> arrived.rows()
+    [{'loss': 3.0}, {'loss': 2.0}]
+    """
+
+    def __init__(self):
+        self._blocks: list[tuple[dict[str, Any] | None, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def add(self, columns: dict[str, Any] | None, num_steps: int) -> None:
+        """Appends steps that report alike; None for those that report nothing."""
+        self._blocks.append((columns, num_steps))
+
+    def rows(self) -> list[types.Output]:
+        """The outputs of each step."""
+        rows: list[types.Output] = []
+        for columns, num_steps in self._blocks:
+            if columns is None:
+                rows += [None] * num_steps
+            else:
+                rows += [{name: column[i] for name, column in columns.items()} for i in range(num_steps)]
+        return rows
+
+    def pop(self, name: str) -> list[Any]:
+        """Takes a column out, and returns the values that there are."""
+        return [value for columns, _ in self._blocks for value in (columns or {}).pop(name, ())]
+
+    def add_to(self, outputs: dict[str, Any]) -> None:
+        """Appends the values of the steps to the lists of a loop's outputs."""
+        for columns, _ in self._blocks:
+            for name, column in (columns or {}).items():
+                if name in outputs:
+                    outputs[name].extend(column)
+                else:
+                    outputs[name] = list(column)
+
+
+class Block:
+    """The outputs of several steps that were one dispatch, stacked on their leading axis.
+
+    Args:
+      outputs: on the devices; those under other names than `stacked` are the last step's.
+      stacked: names.
+      num_steps: how many.
+    """
+
+    def __init__(self, outputs: types.Output, stacked: Iterable[str], num_steps: int):
+        self.outputs, self.stacked, self.num_steps = outputs, frozenset(stacked), num_steps
+
+    def without(self, names: Iterable[str]) -> "Block":
+        return Block(_without(self.outputs, names), self.stacked, self.num_steps)
+
+    def newest_scalars(self) -> dict[str, Any]:
+        """The scalars of the last step, on the host; nothing while one of them is still being computed."""
+        arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
+        if not all(value.is_ready() for value in arrays.values()):
+            return {}
+        return {name: value[-1] for name, value in metrics.fetch(arrays).items() if name in self.stacked}
+
+    def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
+        """Hands on what of its outputs is on the host."""
+        stacked = {name: _unstacked(value) for name, value in (fetched or {}).items() if name in self.stacked}
+        arrived.add(stacked if fetched is not None else None, self.num_steps)
+        others = {name: [value] for name, value in (fetched or {}).items() if name not in self.stacked}
+        if others:
+            arrived.add(others, 0)
+
+
+def _unstacked(value: Any) -> Sequence[Any]:
+    if isinstance(value, np.ndarray):
+        return list(value)  # Of one axis, its items are scalars.
+    leaves, structure = jax.tree.flatten(value)
+    return [jax.tree.unflatten(structure, each) for each in zip(*leaves, strict=True)]
+
+
+class _Chunk:
+    """The outputs of some steps on their way to the host.
+
+    Args:
+      outputs: of each step, or of several as a block, on the devices.
+    """
+
+    def __init__(self, outputs: "list[types.Output | Block]", num_steps: int):
+        self.outputs, self.num_steps = outputs, num_steps
+        self._stacked: dict[str, jax.Array] = {}
+        self._parts: list[Any] = []
+
+    def is_light(self) -> bool:
+        """Whether each step reports scalars alone."""
+        newest = self.outputs[-1]
+        axes = 1 if isinstance(newest, Block) else 0
+        return all(getattr(leaf, "ndim", 0) <= axes for leaf in jax.tree.leaves(_outputs_of(newest)))
+
+    def send(self) -> None:
+        """Begins to copy all from an accelerator, without waiting for it: scalars that all steps have as one array."""
+        if len(self.outputs) == CHUNK_SIZE and not any(isinstance(outputs, Block) for outputs in self.outputs):
+            columns = _columns_of_scalars(self.outputs)  # pyright: ignore[reportArgumentType]
+            self._stacked = _stack(columns) if columns else {}
+        for leaf in jax.tree.leaves(self.on_devices()):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+
+    def on_devices(self) -> Any:
+        """What is to be read, for `arrive`. As of now: a loop may add to the newest outputs until they are read."""
+        columns = _columns_if_alike(self.outputs)
+        if columns is not None:
+            self._parts = [self.outputs]
+            return self._stacked, [_without(columns, self._stacked)]
+        self._parts = [list(part) for _, part in itertools.groupby(self.outputs, _kind)]
+        return self._stacked, [self._to_read(part) for part in self._parts]
+
+    def _to_read(self, part: list[Any]) -> Any:
+        first = part[0]
+        if isinstance(first, Block):
+            return first.outputs
+        return first and {name: [row[name] for row in part] for name in first if name not in self._stacked}
+
+    def arrive(self, on_host: Any, arrived: Arrived) -> None:
+        """Hands on all, once what `on_devices` gave is on the host."""
+        stacked, fetched = on_host
+        begin = 0
+        for part, columns in zip(self._parts, fetched, strict=True):
+            first, end = part[0], begin + len(part)
+            if isinstance(first, Block):
+                first.arrive(columns, arrived)
+            elif not stacked:
+                arrived.add(columns, len(part))
+            else:
+                whole = {name: columns[name] if name in columns else list(stacked[name][begin:end]) for name in first}
+                arrived.add(whole, len(part))
+            begin = end
+
+
+def _outputs_of(outputs: "types.Output | Block") -> types.Output:
+    return outputs.outputs if isinstance(outputs, Block) else outputs
+
+
+def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[Any]] | None:
+    """The outputs of steps in columns, if all have the same names; else None."""
+    if not rows or not isinstance(rows[0], dict):
+        return None
+    try:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}  # pyright: ignore
+        # Each has the names of the first; and no others, where the first has as many as the mean.
+        return columns if sum(map(len, rows)) == len(columns) * len(rows) else None  # pyright: ignore
+    except (KeyError, TypeError):
+        return None
+
+
+def _kind(outputs: "types.Output | Block") -> Any:
+    """What is equal of steps that report alike."""
+    return outputs.keys() if isinstance(outputs, dict) else outputs
+
+
+def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
+    """For each name under which all steps have a scalar of one dtype, on the devices, its values."""
+    columns = {}
+    for name, first in (chunk[0] or {}).items():
+        values = [outputs.get(name) if outputs else None for outputs in chunk]
+        scalars = [value for value in values if isinstance(value, jax.Array) and not value.ndim]
+        is_whole = len(scalars) == len(values) and {value.dtype for value in scalars} == {first.dtype}
+        if is_whole and isinstance(first.dtype, np.dtype):  # No typed keys.
+            columns[name] = scalars
+    return columns
+
+
+def _without(outputs: types.Output, names: Iterable[str]) -> types.Output:
+    return outputs and {name: value for name, value in outputs.items() if name not in names}
+
+
+_stack = jax.jit(lambda columns: {name: jnp.stack(values) for name, values in columns.items()})
+
+
+class OutputQueue:
+    """Takes the outputs of a loop's steps, and hands them back when they are on the host.
+
+    The host reads no value before it has to: only when it is asked to, with `drain`, or when the devices hold those of
+    more than `most_steps_held` steps, so that their memory does not grow. It waits for them only when it is more than
+    `max_steps_in_flight` ahead, so that their queue of pending steps does not grow either.
+
+    States of `clu.metrics` are merged one after the other, from the first to the last. So it does not matter to a bit
+    of them where a chunk ends, nor whether another queue had begun.
+
+    Args:
+      max_steps_in_flight: how many steps the devices may have before them.
+      most_steps_held: of how many steps they may hold the outputs, as long as these are scalars; others are read when
+        their step is done. None for no more than may be in flight.
+      stopwatch: counts the time spent waiting.
+      sums: by name, the merged `clu.metrics` states that an earlier queue came to, to go on with.
+      is_on_host: whether the devices' memory is the host's, so that nothing has to be sent. None to look.
+
+    Attributes:
+      newest: what the newest steps returned; to be appended to before `push`.
+    """
+
+    def __init__(
+        self,
+        max_steps_in_flight: int,
+        most_steps_held: int | None = None,
+        stopwatch: timing.Stopwatch | None = None,
+        sums: Mapping[str, Any] | None = None,
+        is_on_host: bool | None = None,
+    ):
+        self._max_in_flight = max_steps_in_flight
+        self._chunk_size = chunk_size(max_steps_in_flight)
+        self._most_held = max(max_steps_in_flight, most_steps_held or 0)
+        self._sums_before = dict(sums or {})
+        self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
+        self._is_on_host = jax.default_backend() == "cpu" if is_on_host is None else is_on_host
+        self.newest: list[types.Output | Block] = []
+        self._steps = 0  # Of the newest.
+        self._chunks: list[_Chunk] = []  # Those before.
+        self._held = 0  # Their steps.
+        self._merged: dict[str, Any] = {}
+        # Arrays of some steps, with the number of steps up to the next such, oldest first.
+        self._in_flight: collections.deque[tuple[jax.Array | None, int]] = collections.deque()
+        self._num_in_flight = 0
+
+    @property
+    def room(self) -> int:
+        """How many steps at most are to be taken before the next push."""
+        return self._chunk_size - self._steps
+
+    def push(self, num_steps: int, state: Any) -> Arrived:
+        """Takes what was appended to `newest`, by at most `room` steps or one dispatch; returns what has arrived.
+
+        Args:
+          num_steps: how many steps it was.
+          state: the state that the last of them returned, to wait for where there are no outputs.
+        """
+        self._steps += num_steps
+        self._wait(num_steps, state)
+        arrived = Arrived()
+        if self._steps < self._chunk_size:
+            return arrived
+        chunk = _Chunk(self._set_metrics_aside(self.newest), self._steps)
+        if not self._is_on_host:
+            chunk.send()
+        most_held = self._most_held if chunk.is_light() else self._max_in_flight
+        if self._held + self._steps >= most_held:
+            self._read(self._chunks, arrived)
+            self._chunks, self._held = [], 0
+        self._chunks.append(chunk)
+        self._held += chunk.num_steps
+        self.newest, self._steps = [], 0
+        return arrived
+
+    def change_newest(self, change: Callable[[types.Output], types.Output]) -> None:
+        """Changes the outputs that were appended last."""
+        newest = self.newest[-1]
+        if isinstance(newest, Block):
+            newest.outputs = change(newest.outputs)
+        else:
+            self.newest[-1] = change(newest)
+
+    def _wait(self, num_steps: int, state: Any) -> None:
+        """Waits until the devices are no further behind than they may be before the next steps."""
+        newest = _outputs_of(self.newest[-1])
+        marker = next((leaf for leaf in jax.tree.leaves(newest) if isinstance(leaf, jax.Array)), None)
+        self._in_flight.append((marker, num_steps))
+        self._num_in_flight += num_steps
+        while self._num_in_flight > self._max_in_flight - self._chunk_size and self._in_flight:
+            marker, num_steps = self._in_flight.popleft()
+            self._num_in_flight -= num_steps
+            before = self._stopwatch.switch("device")
+            try:
+                metrics.wait(state if marker is None else marker)
+            finally:
+                self._stopwatch.switch(before)
+            if marker is None:  # A state of then was donated since, so we have waited for the newest.
+                self._in_flight.clear()
+                self._num_in_flight = 0
+
+    def _read(self, chunks: Sequence[_Chunk], arrived: Arrived, others: Any = None) -> Any:
+        with self._stopwatch.counting("device"):
+            *on_host, others = metrics.fetch([*(chunk.on_devices() for chunk in chunks), others])
+        for chunk, each in zip(chunks, on_host, strict=True):
+            chunk.arrive(each, arrived)
+        return others
+
+    def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
+        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time, if any came.
+
+        With `keep_sums` it goes on with those sums, and returns them again with what comes.
+        """
+        # Emptied only once all is there: an interrupted read loses nothing.
+        self.newest, arrived = self._set_metrics_aside(self.newest), Arrived()
+        merged = self._read([*self._chunks, _Chunk(self.newest, self._steps)], arrived, self._merged)
+        if keep_sums:
+            self._sums_before.update(self._merged)
+        else:
+            self._sums_before = {}
+        self._in_flight.clear()
+        self._chunks, self.newest, self._merged = [], [], {}
+        self._steps = self._held = self._num_in_flight = 0
+        return arrived, merged
+
+    def newest_scalars(self) -> dict[str, Any]:
+        """The scalars of the newest step on its way whose values are there already. Does not wait."""
+        for outputs in self._newest_first():
+            is_block = isinstance(outputs, Block)
+            scalars = outputs.newest_scalars() if is_block else metrics.ready_scalars(outputs or {})
+            if scalars:
+                return scalars
+        return {}
+
+    def _newest_first(self) -> "Iterator[types.Output | Block]":
+        yield from reversed(self.newest)
+        for chunk in reversed(self._chunks):
+            yield from reversed(chunk.outputs)
+
+    # States of clu.metrics -----------------------------------------------------------------------
+
+    def _set_metrics_aside(self, chunk: "list[types.Output | Block]") -> "list[types.Output | Block]":
+        """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
+        columns = _columns_if_alike(chunk)
+        if columns is not None:
+            kinds = {name: set(map(type, column)) for name, column in columns.items()}
+            if not any(metrics.is_metric_class(kind) for each in kinds.values() for kind in each):
+                return chunk
+        trees = [_outputs_of(outputs) for outputs in chunk]
+        names = {name for tree in trees for name, value in (tree or {}).items() if metrics.is_metric(value)}
+        if not names:
+            return chunk
+        for name in sorted(names):
+            states = []
+            for outputs, tree in zip(chunk, trees, strict=True):
+                if not tree or name not in tree:
+                    continue
+                if isinstance(outputs, Block):
+                    self._merge(name, states)
+                    self._merge_block(name, tree[name])
+                    states = []
+                else:
+                    states.append(tree[name])
+            self._merge(name, states)
+        return [outputs.without(names) if isinstance(outputs, Block) else _without(outputs, names) for outputs in chunk]
+
+    def _sums(self, name: str, states: list[Any]) -> list[Any]:
+        """What there is of a name so far, none or one, as of the class of the states that come."""
+        found = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
+        return metrics.as_states_like(found, states)
+
+    def _merge(self, name: str, states: list[Any]) -> None:
+        if not states:
+            return
+        states = [*self._sums(name, states), *states]
+        if any(map(metrics.merges_on_host, states)):
+            self._merged[name] = metrics.merge(metrics.fetch(states))
+        elif len(states) >= self._chunk_size:
+            self._merged[name] = _merge_jitted(states)
+        else:  # One by one: compiling for each length of a last chunk would take longer.
+            self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), states)
+
+    def _merge_block(self, name: str, stacked: Any) -> None:
+        before = self._sums(name, [stacked])
+        if metrics.merges_on_host(stacked):
+            self._merged[name] = metrics.merge([*metrics.fetch(before), *_unstacked(metrics.fetch(stacked))])
+        else:
+            self._merged[name] = _merge_stacked(before, stacked)
+
+
+_merge_jitted = jax.jit(metrics.merge)
+
+
+@jax.jit
+def _merge_stacked(before: Sequence[Any], stacked: Any) -> Any:
+    """Merges, after `before`, the states along the leading axis of one, from the first to the last."""
+    first, others = (jax.tree.map(lambda leaf, part=part: leaf[part], stacked) for part in (0, slice(1, None)))
+    fold = lambda sums, state: (sums.merge(state), None)
+    return jax.lax.scan(fold, metrics.merge([*before, first]), others)[0]

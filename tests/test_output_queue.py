@@ -1,0 +1,106 @@
+"""Outputs on their way to the host: none lost, in order, bounded."""
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import metrics as clu_metrics
+
+from jaxloop import metrics
+from jaxloop.metrics import summarize
+from jaxloop.output_queue import OutputQueue
+
+
+def push_all(queue, steps):
+    """Runs a queue over the outputs of all steps; returns them, step by step, and the merged metrics."""
+    rows = []
+    for outputs in steps:
+        queue.newest.append(outputs)
+        rows += queue.push(1, state=jnp.zeros(())).rows()
+    rest, merged = queue.drain()
+    return [*rows, *rest.rows()], merged
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 4, 5, 8, 9, 21])
+def test_a_queue_loses_nothing_and_keeps_the_order(num_steps, is_on_host):
+    steps = [{"loss": jnp.float32(i)} for i in range(num_steps)]
+    arrived, merged = push_all(OutputQueue(8, is_on_host=is_on_host), steps)
+    assert [outputs["loss"] for outputs in arrived] == list(range(num_steps))
+    assert all(isinstance(outputs["loss"], np.float32) for outputs in arrived)
+    assert merged == {}
+
+
+@pytest.mark.parametrize(("options", "shape", "most"), [((8,), (), 8), ((8, 40), (), 40), ((8, 40), (2,), 8)])
+def test_a_queue_holds_a_bounded_number_of_steps(options, shape, most):
+    queue, waiting, held = OutputQueue(*options), 0, []
+    for _ in range(200):
+        queue.newest.append({"x": jnp.zeros(shape)})
+        waiting += 1 - len(queue.push(1, state=None).rows())
+        held.append(waiting)
+    assert most - 4 <= max(held) <= most
+
+
+def test_a_queue_takes_steps_without_outputs():
+    arrived, _ = push_all(OutputQueue(4), [None, {"a": jnp.ones(())}, None, None, None])
+    assert [outputs is None for outputs in arrived] == [True, False, True, True, True]
+
+
+@flax.struct.dataclass
+class Scores(clu_metrics.Collection):
+    accuracy: clu_metrics.Accuracy
+    loss: clu_metrics.Average.from_output("loss")
+
+
+def scores(logits, labels):
+    loss = -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+    return Scores.single_from_model_output(logits=logits, labels=labels, loss=loss)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 4, 9])
+def test_clu_metrics_are_merged_on_the_device_and_computed_once(num_steps, monkeypatch):
+    rng = np.random.default_rng(0)
+    batches = [(rng.normal(size=(n, 3)).astype(np.float32), rng.integers(3, size=n)) for n in range(2, 2 + num_steps)]
+    states = [{"scores": jax.jit(scores)(*batch), "other": jnp.ones(())} for batch in batches]
+
+    reads, fetch = [], metrics.fetch
+    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(tree) or fetch(tree))
+    arrived, merged = push_all(OutputQueue(8), states)
+    read_before_the_end = jax.tree.leaves(reads[:-1], is_leaf=lambda node: isinstance(node, Scores))
+    assert not any(isinstance(leaf, Scores) for leaf in read_before_the_end)
+    assert all(set(outputs) == {"other"} for outputs in arrived)
+
+    logits, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    expected = np.mean(np.argmax(logits, -1) == labels)
+    summary = summarize({"scores": [merged["scores"]]})
+    assert summary["scores/accuracy"] == pytest.approx(expected)
+    assert set(summary) == {"scores/accuracy", "scores/loss"}
+
+
+def test_collecting_metrics_are_merged_on_the_host():
+    collecting = clu_metrics.CollectingMetric.from_outputs(("labels",))
+    steps = [{"all": collecting.from_model_output(labels=jnp.arange(3) + i)} for i in range(5)]
+    _, merged = push_all(OutputQueue(4), steps)
+    np.testing.assert_array_equal(
+        merged["all"].compute()["labels"], np.concatenate([np.arange(3) + i for i in range(5)])
+    )
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_what_only_some_steps_of_a_chunk_report_arrives_too(is_on_host):
+    steps = [{"loss": jnp.float32(i)} | ({"rare": jnp.ones(2)} if i % 20 == 19 else {}) for i in range(80)]
+    steps[40] = {"first": jnp.int32(1), "loss": jnp.float32(40)}
+    arrived, _ = push_all(OutputQueue(64, is_on_host=is_on_host), steps)
+    assert [list(outputs) for outputs in arrived] == [list(outputs) for outputs in steps]
+    assert [outputs["loss"] for outputs in arrived] == list(range(80))
+    assert all(np.all(outputs.get("rare", 1) == 1) and outputs["loss"].dtype == np.float32 for outputs in arrived)
+
+
+def test_the_scalars_of_a_chunk_leave_an_accelerator_as_one_array(monkeypatch):
+    reads, fetch = [], metrics.fetch
+    monkeypatch.setattr(metrics, "fetch", lambda tree: reads.extend(jax.tree.leaves(tree)) or fetch(tree))
+    arrived, _ = push_all(
+        OutputQueue(64, is_on_host=False), [{"loss": jnp.float32(i), "n": jnp.int32(i)} for i in range(64)]
+    )
+    assert len(reads) == 2 * 2 and [outputs["n"] for outputs in arrived] == list(range(64))
