@@ -304,6 +304,7 @@ class ActionLoop(StatLoop):
             "has_stopped": self._stop_asked and not self._interrupt.requested,
             "steps_in_loop": self.steps_before + (len(self.num_examples) if is_inside else 0),
             "last_beginning": self._last_beginning.to_dict(),
+            "steps_per_dispatch": self._steps_at_once,
             "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
             "open_sums": self._encode(self._open_sums.sums),
             "outputs_without": self._encode(self._open_sums.so_far_without if keeps_outputs else metrics.LoopOutputs()),
@@ -321,6 +322,8 @@ class ActionLoop(StatLoop):
         self._is_ending = state_dict["is_ending"]
         self.steps_before = state_dict["steps_in_loop"]
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
+        if self._steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
+            self._steps_at_once = state_dict.get("steps_per_dispatch")
         self._outputs_before = self._so_far = metrics.LoopOutputs.decode(state_dict["outputs"])
         sums, without = (metrics.LoopOutputs.decode(state_dict[name]) for name in ("open_sums", "outputs_without"))
         self._open_sums = _OpenSums(sums, so_far_without=without)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 
@@ -28,6 +28,7 @@ class EvalLoop(ActionLoop):
       step: what happens to one batch.
       begin_actions: see `ActionLoop`, as all that follows.
       endless_after: a call without `num_steps` says after so many steps that its dataset may be endless.
+      steps_per_dispatch: see `TrainLoop`.
       max_steps_in_flight: see `Loop`.
     """
 
@@ -41,6 +42,7 @@ class EvalLoop(ActionLoop):
         *,
         clock: Callable[[], float] = time.perf_counter,
         endless_after: int = 10_000,
+        steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(
@@ -52,6 +54,7 @@ class EvalLoop(ActionLoop):
             clock=clock,
             max_steps_in_flight=max_steps_in_flight,
         )
+        self._set_steps_per_dispatch(steps_per_dispatch, evaluates=True)
         if step.train:
             logging.warning(
                 "EvalLoop got %r, a step with train=True: a model with dropout or batch statistics would be evaluated "

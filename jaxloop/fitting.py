@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -52,6 +52,7 @@ def fit(
     partitioner: partition.Partitioner | None = None,
     progress: str | None = "auto",
     seed: int = 0,
+    steps_per_dispatch: int | Literal["auto"] = 1,
     actions: Sequence[Action] = (),
 ) -> tuple[Any, History]:
     """Trains, in one call. It builds the loops and actions that you would build, and runs them.
@@ -112,6 +113,7 @@ def fit(
       partitioner: where the state and the batches live; None for one device.
       progress: "auto", "tqdm", "keras" or "plain", see `ProgressAction`; None to show nothing.
       seed: of the parameters and of dropout.
+      steps_per_dispatch: how many steps the devices take at a time, a number or "auto", see `TrainLoop`.
       actions: more end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
 
     Returns:
@@ -172,9 +174,12 @@ def fit(
         ]
         eval_actions.append(SummaryAction(writer, prefix="eval/"))
 
+    eval_loops = []
+    if eval_data is not None:
+        eval_loops = [EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch)]
     outer_loop = OuterLoop(
-        TrainLoop(step, end_actions=train_actions),
-        [] if eval_data is None else [EvalLoop(step_for_eval, end_actions=eval_actions)],
+        TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch),
+        eval_loops,
         checkpoint_spec,
         workdir=workdir,
         log_interval=log_points,

@@ -6,7 +6,7 @@ import numbers
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import Elapsed, Schedule, at
 from jaxloop.step import FusingError, Step
+from jaxloop.tuning import STEPS_TRIED, find_steps_per_dispatch
 
 # Of how many steps the devices keep scalars until somebody asks for them.
 _MOST_STEPS_HELD = 1024
@@ -72,7 +73,7 @@ class Loop:
         self._interrupt = interrupt.Interruptible()
         self._was_interrupted = False
         self._consumed = 0
-        self._steps_at_once = 1
+        self._steps_at_once: int | None = 1  # None until it is found out.
         self._place = ""  # Where an exception has come from.
         self.steps_before = 0
         self.source: Any = _Uncounted()
@@ -221,7 +222,9 @@ class Loop:
                 room = 1 if take is None else min(left, next_step - self._step_num)
                 deadline = stopwatch.reading_at(next_time)
                 arrived = None
-                if 1 < self._steps_at_once <= room and len(feed.ahead) <= 1:
+                if self._steps_at_once is None and take is not None and room >= STEPS_TRIED:
+                    self._find_steps_at_once(state, feed)
+                if 1 < (self._steps_at_once or 1) <= room:
                     take_group = take_group or self._step.fused_step(evaluates=not self._returns_new_state)
                     state, arrived = self._take_group(take_group, state, feed, queue)
                 if arrived is None:
@@ -315,7 +318,7 @@ class Loop:
         """Takes the steps of a group in one dispatch; none of them, and returns None, where that can't be done."""
         before = self._stopwatch.training
         with self._stopwatch.counting("data"):
-            group = feed.take(self._steps_at_once)
+            group = feed.take(self._steps_at_once)  # pyright: ignore[reportArgumentType]
         if feed.has_ended:
             return state, Arrived()
         self._before_group(len(group))
@@ -396,6 +399,34 @@ class Loop:
     def _quick_step(self) -> _Take | None:
         """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own."""
         return None if self._has_own_step() else self._step.quick_step(evaluates=not self._returns_new_state)
+
+    def _set_steps_per_dispatch(self, value: int | Literal["auto"], *, evaluates: bool) -> None:
+        """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
+        if value == "auto":
+            self._steps_at_once = None
+            return
+        checks.check_positive(f"{type(self).__name__}.steps_per_dispatch", value)
+        if value > 1 and self._has_own_step():
+            raise ValueError(
+                f"{type(self).__name__} has a _run_one_step of its own, which is called for each step: leave "
+                "steps_per_dispatch at 1."
+            )
+        if value > 1:
+            self._step.fused_step(evaluates=evaluates)  # Says why it can't.
+        self._steps_at_once = value
+
+    def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
+        """Tries how many steps are best taken in one dispatch, on copies, with batches that are given back."""
+        with self._stopwatch.counting("data"):
+            batches = feed.take(STEPS_TRIED)
+        try:
+            if len(batches) == STEPS_TRIED:
+                evaluates = not self._returns_new_state
+                self._steps_at_once = find_steps_per_dispatch(self._step, state, batches, evaluates=evaluates)
+        except Exception:  # The step that fails does so when it is its turn, with all that belongs to it.
+            self._steps_at_once = 1
+        finally:
+            feed.put_back(batches)
 
     def _before_group(self, num_steps: int) -> None:
         """Called before several steps in one dispatch."""

@@ -40,10 +40,11 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
     return lambda leaf: leaf
 
 
-def wait(tree: Any) -> None:
-    """Waits until the devices have computed a tree, without reading it."""
+def wait(tree: Any) -> Any:
+    """Waits until the devices have computed a tree, without reading it; returns it."""
     if not (isinstance(tree, jax.Array) and tree.is_ready()):  # pyright: ignore
         jax.block_until_ready(tree)
+    return tree
 
 
 def _read(array: jax.Array) -> Any:

@@ -413,7 +413,7 @@ class Step:
         between = self._what_comes_between(evaluates)
         if between is not None:
             raise FusingError(f"{self!r} can't take several steps in one dispatch: {between}.")
-        prepare = self._prepare_batch(evaluates)
+        prepare_all = self._prepare_batches(evaluates)
         shard = self._partitioner.shard_stacked_batches if self._should_shard_batch else lambda batches: batches
         if evaluates:
             compiled = self._compiled.evaluation(fused=True)
@@ -422,16 +422,7 @@ class Step:
             run = self._compiled.training(self._watch, fused=True)
 
         def take(state: Any, batches: Sequence[types.Batch]) -> tuple[Any, types.Output, list[int]] | None:
-            prepared, numbers = [], []
-            for batch in batches:
-                new_state, batch, number = prepare(state, batch)
-                if new_state is not state:
-                    raise FusingError(
-                        f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
-                        "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
-                    )
-                prepared.append(batch)
-                numbers.append(number)
+            prepared, numbers = prepare_all(state, batches)
             whole = stacked(prepared)
             if whole is None:
                 return None
@@ -443,6 +434,30 @@ class Step:
             return state, outputs, numbers
 
         return take
+
+    def _prepare_batches(
+        self, evaluates: bool
+    ) -> Callable[[Any, Sequence[types.Batch]], tuple[Sequence[types.Batch], list[int]]]:
+        """As `_prepare_batch`, of the batches of one dispatch."""
+        prepare, watch = self._prepare_batch(evaluates), self._batch_watch
+        looks_at_one = not self._has_hooks_of_batches()
+
+        def prepare_all(state: Any, batches: Sequence[types.Batch]) -> tuple[Sequence[types.Batch], list[int]]:
+            prepared, numbers = [], []
+            for batch in batches:
+                new_state, batch, number = prepare(state, batch)
+                if new_state is not state:
+                    raise FusingError(
+                        f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
+                        "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
+                    )
+                if looks_at_one and (evaluates or watch.known_shapes is not None):
+                    return batches, [number] * len(batches)  # Those that differ can't be stacked.
+                prepared.append(batch)
+                numbers.append(number)
+            return prepared, numbers
+
+        return prepare_all
 
     def _what_comes_between(self, evaluates: bool) -> str | None:
         """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from absl import logging
 from jaxloop import bad_numbers, checks, metrics, timing, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue, chunk_size
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
@@ -66,7 +67,9 @@ class TrainLoop(ActionLoop):
         convolutions are ten times slower so. What happens between two steps on the host (schedules, the end of a loop
         or of the data) is done at its exact step: up to there steps are taken one by one. What comes out is the same,
         but XLA may round otherwise in the last bit. `Step.begin` is called for each batch, with the state before the
-        dispatch, and may not change it; a Step with actions or with an `end` of its own is a ValueError.
+        dispatch, and may not change it; a Step with actions or with an `end` of its own is a ValueError. "auto" tries
+        1 and 32 on the first 32 batches, with copies of the state, and keeps what is faster, for a checkpoint's resume
+        too; the hooks before `run` are called more often then.
       max_steps_in_flight: see `Loop`.
     """
 
@@ -80,7 +83,7 @@ class TrainLoop(ActionLoop):
         *,
         clock: Callable[[], float] = time.perf_counter,
         nan_policy: bad_numbers.NanPolicy = "ignore",
-        steps_per_dispatch: int = 1,
+        steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
     ):
         self._kept = _KeptBatches()
@@ -95,15 +98,12 @@ class TrainLoop(ActionLoop):
         )
         if nan_policy not in bad_numbers.POLICIES:
             raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
-        checks.check_positive("TrainLoop.steps_per_dispatch", steps_per_dispatch)
-        if nan_policy != "ignore" and steps_per_dispatch > bad_numbers.MAX_STEPS:
+        self._set_steps_per_dispatch(steps_per_dispatch, evaluates=False)
+        if nan_policy != "ignore" and (self._steps_at_once or 1) > bad_numbers.MAX_STEPS:
             raise ValueError(
                 f"With nan_policy={nan_policy!r}, steps_per_dispatch can be {bad_numbers.MAX_STEPS} at most, got "
                 f"{steps_per_dispatch}."
             )
-        if steps_per_dispatch > 1:
-            self._check_can_fuse()
-        self._steps_at_once = steps_per_dispatch
         self._nan_policy: bad_numbers.NanPolicy = nan_policy
         self._watch = None if nan_policy == "ignore" else bad_numbers.Watch(nan_policy, chunk_size(self._max_in_flight))
         self._bad: bad_numbers.BadNumberError | None = None
@@ -111,14 +111,6 @@ class TrainLoop(ActionLoop):
         self._said_skipped = 0
         self._failed_step: int | None = None
         self._count_is_checked = False
-
-    def _check_can_fuse(self) -> None:
-        if self._has_own_step():
-            raise ValueError(
-                f"{type(self).__name__} has a _run_one_step of its own, which is called for each step: leave "
-                "steps_per_dispatch at 1."
-            )
-        self.step.fused_step()  # Says why it can't.
 
     @property
     def nan_policy(self) -> bad_numbers.NanPolicy:
@@ -168,6 +160,12 @@ class TrainLoop(ActionLoop):
     def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
         keeps = self.run_info is not None and self.run_info.keeps_batches
         return self._kept.add if keeps else None
+
+    def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
+        looks = self._watch is not None  # The flags of steps that are only tried are nobody's.
+        watch = bad_numbers.Watch(self._nan_policy, bad_numbers.MAX_STEPS) if looks else None
+        with self._step.watched(watch) if watch is not None else contextlib.nullcontext():
+            super()._find_steps_at_once(state, feed)
 
     def _before_group(self, num_steps: int) -> None:
         if self._watch is not None:

@@ -13,7 +13,7 @@ from programs import whole_run
 from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
 
 import jaxloop
-from jaxloop import bad_numbers, every
+from jaxloop import bad_numbers, every, tuning
 
 
 class FusableStep(jaxloop.Step):
@@ -257,3 +257,115 @@ def test_what_comes_between_two_steps_is_told():
     step = make_step(cls=WithBegin)
     with pytest.raises(ValueError, match="WithBegin.begin returned another state"):
         jaxloop.TrainLoop(step, steps_per_dispatch=4)(step.initialize_model([1, 3]), [batch_of(0)] * 8)
+
+
+# "auto" -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one_by_one", "fused", "expected"), [(30e-6, 6e-6, 32), (11e-3, 110e-3, 1), (1e-3, 0.99e-3, 1), (11e-3, None, 1)]
+)
+def test_the_faster_is_kept(one_by_one, fused, expected):
+    tried = tuning.Tried(one_by_one, fused)
+    assert tried.steps_per_dispatch == expected and "one by one a step takes" in str(tried)
+
+
+@pytest.mark.parametrize("policy", ["ignore", "skip"])
+@pytest.mark.parametrize("faster", [1, 32])
+def test_auto_tries_on_copies_and_loses_no_step(faster, policy, monkeypatch):
+    def find(*args, **kwargs):
+        found.append(tried(*args, **kwargs))
+        return faster
+
+    tried, found, data = tuning.find_steps_per_dispatch, [], [batch_of(number) for number in range(75)]
+    monkeypatch.setattr("jaxloop.loop.find_steps_per_dispatch", find)
+    state, outputs, noted, step = train("auto", iter(data), 70, interval=every(steps=40), nan_policy=policy)
+    expected, expected_outputs, expected_noted, _ = train(
+        faster, iter(data), 70, interval=every(steps=40), nan_policy=policy
+    )
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    np.testing.assert_array_equal(outputs["loss"], expected_outputs["loss"])
+    assert noted == expected_noted and found[0] in (1, 32) and len(found) == 1 and step.traces <= 2
+
+
+def test_auto_takes_a_step_that_fails_for_what_it_is():
+    data = [batch_of(number) for number in range(40)]
+    data[20]["y"] = np.array(["a"] * 8)
+    step = make_step()
+    loop = jaxloop.TrainLoop(step, steps_per_dispatch="auto")
+    with pytest.raises(TypeError, match=r"batch\['y'\] is .*strings") as caught:
+        loop(step.initialize_model([1, 3]), data)
+    assert "after step 20" in caught.value.__notes__[-1]
+    assert int(loop.rescued_state.step) == 20  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_auto_leaves_what_can_not_be_fused_and_what_is_too_short_alone():
+    for cls in (WithEnd, WithBegin, FusableStep):
+        step = make_step(cls=cls)
+        loop = jaxloop.TrainLoop(step, steps_per_dispatch="auto")
+        number = 20 if cls is FusableStep else 40
+        state, outputs = loop(step.initialize_model([1, 3]), [batch_of(0)] * number)
+        assert int(state.step) == number == len(outputs["loss"])
+
+
+def test_a_run_that_goes_on_keeps_what_auto_has_found(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("jaxloop.loop.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
+    for total in (80, 160):
+        step = make_step()
+        save = jaxloop.CheckpointAction(tmp_path, interval=every(steps=80))
+        train_loop = jaxloop.TrainLoop(step, end_actions=[save], steps_per_dispatch="auto")
+        run = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
+        run(step.initialize_model([1, 3]), [batch_of(number) for number in range(200)], total)
+    assert asked == [1] and step.traces == 2  # For the group, and for one.
+
+
+# Evaluations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("at_once", [4, "auto"])
+def test_evaluations_are_the_same(devices, at_once, data_parallel):
+    step = make_step(None if devices == 1 else data_parallel(devices))
+    state = step.initialize_model([1, 3])
+    data = [batch_of(number, 4 if number in (5, 41) else 8) for number in range(42)]  # The last one is short.
+    one, other = (jaxloop.EvalLoop(step, stat_names=[], steps_per_dispatch=n)(state, data)[1] for n in (1, at_once))
+    assert list(one) == list(other) and one.num_examples == other.num_examples
+    one, other = (jaxloop.summarize({name: each[name] for name in ("loss", "mean")}) for each in (one, other))
+    assert one == pytest.approx(other, rel=1e-6) and one["mean"] == other["mean"]
+
+
+def test_an_evaluation_of_many_batches_is_few_dispatches(monkeypatch):
+    dispatches, partition = [], jaxloop.SingleDevicePartitioner.partition
+
+    def counting(self, fn, **kwargs):
+        compiled = partition(self, fn, **kwargs)
+        return lambda *args: dispatches.append(fn.__name__) or compiled(*args)
+
+    monkeypatch.setattr(jaxloop.SingleDevicePartitioner, "partition", counting)
+    step = make_step()
+    jaxloop.EvalLoop(step, steps_per_dispatch=8)(step.initialize_model([1, 3]), [batch_of(0)] * 20)
+    assert len(dispatches) == 2 + 4
+
+
+def test_fit_takes_it_too():
+    data = [batch_of(number) for number in range(40)]
+    loss = lambda predicted, batch: ((predicted - batch["y"]) ** 2).mean(-1)
+    fits = [
+        jaxloop.fit(
+            nn.Dense(1),
+            data,
+            data[:3],
+            loss=loss,
+            optimizer=optax.sgd(0.1),
+            num_epochs=2,
+            inputs="x",
+            progress=None,
+            steps_per_dispatch=number,
+        )
+        for number in (1, 8)
+    ]
+    (one, one_history), (other, other_history) = fits
+    assert int(other.step) == 80
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one.params, other.params)
+    assert [row.elapsed.steps for row in one_history.rows] == [row.elapsed.steps for row in other_history.rows]
