@@ -1,10 +1,10 @@
-# `make demo` trains a model, `make test` checks everything, `make chaos` breaks many runs. All make their own virtual
-# environment in .venv.
+# `make demo` trains a model, `make test` checks everything, `make chaos` breaks many runs, `make bench` measures how
+# long they take. All make their own virtual environment in .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test chaos colabs clean
+.PHONY: demo test chaos bench colabs clean
 
 demo: .venv/demo.installed
 	$(BIN)/python -m jaxloop.examples.digits --workdir=runs/digits
@@ -17,6 +17,9 @@ test: .venv/test.installed
 
 chaos: .venv/test.installed
 	$(BIN)/python tests/chaos.py
+
+bench: .venv/bench.installed
+	$(BIN)/python -m benchmarks --output=BENCHMARKS.md
 
 colabs: .venv/test.installed
 	$(BIN)/python colabs/execute.py

@@ -1,0 +1,57 @@
+"""Measures, prints tables, and writes the report; see `python -m benchmarks --help`."""
+
+import argparse
+import pathlib
+import shlex
+import subprocess
+import sys
+
+from benchmarks import part, report
+from benchmarks.contestants import SCAN_LENGTH, PassesWithStart
+
+MULTIPLE = SCAN_LENGTH * PassesWithStart.num_passes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="How long jaxloop takes.")
+    parser.add_argument("--workloads", default=",".join(part.NAMES), help="what to measure, of %(default)s")
+    parser.add_argument("--rounds", type=int, help="how many rounds of each workload count")
+    parser.add_argument("--steps", type=int, help=f"how many steps a round has, a multiple of {MULTIPLE}")
+    parser.add_argument("--devices", default="8", help="over how many virtual devices W4 is split: 8, or 2,4,8")
+    parser.add_argument("--output", type=pathlib.Path, help="the Markdown file to write, such as BENCHMARKS.md")
+    options = parser.parse_args()
+    names = options.workloads.split(",")
+    if unknown := set(names) - set(part.NAMES):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(part.NAMES)}")
+    if options.steps is not None and (options.steps <= 0 or options.steps % MULTIPLE):
+        parser.error(f"--steps must be a multiple of {MULTIPLE}, got {options.steps}")
+
+    comparisons, failed = [], []
+    for name in names:
+        for devices in map(int, options.devices.split(",") if name == "W4" else ["8"]):
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            try:
+                measured = part.measure(name, options.rounds, options.steps, devices)
+            except subprocess.CalledProcessError:
+                failed.append(name)  # Why, it has told itself.
+                continue
+            if devices != 8:
+                measured[0].name = f"{name} on {devices} devices"
+            if name == part.GPU and not measured:
+                print("The GPU part was not run: JAX has no GPU here.\n")
+            for comparison in measured:
+                print(report.text_table(comparison), flush=True)
+            comparisons += measured
+    if options.output is not None:
+        plot = pathlib.Path(__file__).parent / "benchmarks.png"
+        report.plot(comparisons, plot)
+        command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+        was_asked = part.GPU in names
+        options.output.write_text(report.markdown(comparisons, command, plot, options.output, failed, was_asked))
+    if failed:
+        print(f"Failed: {', '.join(failed)}.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Who trains a workload: loops, each written as its users write it.
+
+A contestant is a function of a workload that does what a program does once, and returns a function `train(num_steps)`.
+That makes a fresh state, trains, waits for the devices, and returns the seconds a step took and the parameters that
+came out. The state is made before the clock starts; what a loop does at its begin and end counts.
+"""
+
+import io
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from clu import metrics as clu_metrics
+from flax.training import train_state
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxloop
+from benchmarks.workloads import Workload, cross_entropy
+from jaxloop import functional as jf
+
+SCAN_LENGTH = 32
+LOG_EVERY = 100
+
+
+class Absent(Exception):
+    """A contestant does not take part, and why."""
+
+
+class Trained(NamedTuple):
+    """What `train` returns."""
+
+    secs_per_step: float
+    params: Any
+
+
+Train = Callable[[int], Trained]
+Contestant = Callable[[Workload], Train]
+
+
+# By hand ---------------------------------------------------------------------------------------------
+
+
+def flax_state(workload: Workload) -> train_state.TrainState:
+    state = train_state.TrainState.create(
+        apply_fn=workload.model.apply, params=workload.new_params(), tx=workload.optimizer
+    )
+    # With a Python number for the step, the first call would compile a second time.
+    return jax.block_until_ready(jax.device_put(state.replace(step=jnp.int32(0)), _replicated(workload)))
+
+
+def hand_written_loop(workload: Workload) -> Train:
+    """The least that trains. It keeps no outputs, and looks at nothing before the end."""
+    step = jax.jit(workload.train_step, donate_argnums=0)
+    place = _placing(workload, PartitionSpec("data"))
+
+    def train(num_steps):
+        state, batches = flax_state(workload), workload.batches()
+        start = time.perf_counter()
+        for batch in itertools.islice(batches, num_steps):
+            state, outputs = step(state, place(batch))
+        jax.block_until_ready((state, outputs))
+        return Trained((time.perf_counter() - start) / num_steps, state.params)
+
+    return train
+
+
+def hand_written_scan(workload: Workload) -> Train:
+    """Stacks 32 batches on the host, and scans over them in one dispatch."""
+    if not workload.scans:
+        raise Absent("XLA is ten times slower at convolutions inside a scan on a CPU.")
+    steps = jax.jit(lambda state, batches: jax.lax.scan(workload.train_step, state, batches), donate_argnums=0)
+    place = _placing(workload, PartitionSpec(None, "data"))
+
+    def train(num_steps):
+        state, batches = flax_state(workload), workload.batches()
+        start = time.perf_counter()
+        for _ in range(num_steps // SCAN_LENGTH):
+            group = list(itertools.islice(batches, SCAN_LENGTH))
+            state, outputs = steps(state, place(jax.tree.map(lambda *leaves: np.stack(leaves), *group)))
+        jax.block_until_ready((state, outputs))
+        return Trained((time.perf_counter() - start) / num_steps, state.params)
+
+    return train
+
+
+def _mesh(workload: Workload) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[: workload.num_devices]), ("data",))
+
+
+def _replicated(workload: Workload) -> Any:
+    return None if workload.num_devices == 1 else NamedSharding(_mesh(workload), PartitionSpec())
+
+
+def _placing(workload: Workload, spec: PartitionSpec) -> Callable[[Any], Any]:
+    """Puts host batches on the devices. On a single one the jitted call does, which is faster."""
+    if workload.num_devices == 1:
+        return lambda batch: batch
+    sharding = NamedSharding(_mesh(workload), spec)
+    return lambda batch: jax.device_put(batch, sharding)
+
+
+def clu_style_loop(workload: Workload) -> Train:
+    """As the examples of clu: the metrics of each step are merged into a collection, read every 100 steps."""
+
+    @flax.struct.dataclass
+    class TrainMetrics(clu_metrics.Collection):
+        loss: clu_metrics.Average.from_output("loss")
+
+    def train_step(state, batch):
+        state, outputs = workload.train_step(state, batch)
+        return state, TrainMetrics.single_from_model_output(loss=outputs["loss"])
+
+    step = jax.jit(train_step, donate_argnums=0)
+
+    def train(num_steps):
+        state, batches = flax_state(workload), workload.batches()
+        start = time.perf_counter()
+        train_metrics = None
+        for number, batch in enumerate(itertools.islice(batches, num_steps), start=1):
+            state, update = step(state, batch)
+            train_metrics = update if train_metrics is None else train_metrics.merge(update)
+            if number % LOG_EVERY == 0 or number == num_steps:
+                train_metrics.compute()
+                train_metrics = None
+        jax.block_until_ready(state)
+        return Trained((time.perf_counter() - start) / num_steps, state.params)
+
+    return train
+
+
+# jaxloop ---------------------------------------------------------------------------------------------
+
+
+class WorkloadStep(jaxloop.Step):
+    """Repeats the function that the loops by hand repeat."""
+
+    def __init__(self, workload: Workload, **options: Any):
+        super().__init__(jax.random.key(0), workload.model, workload.optimizer, train=True, **options)
+        self.workload = workload
+
+    def run(self, state, batch):
+        return self.workload.train_step(state, batch)
+
+
+def new_state(workload: Workload, step: jaxloop.Step) -> jaxloop.TrainState:
+    state = jaxloop.TrainState.create(
+        apply_fn=workload.model.apply, params=workload.new_params(), tx=workload.optimizer
+    )
+    return jax.block_until_ready(step.prepare_state(state))
+
+
+def make_step(workload: Workload, data_parallel: bool) -> WorkloadStep:
+    if not data_parallel:
+        return WorkloadStep(workload)
+    return WorkloadStep(workload, partitioner=jaxloop.DataParallelPartitioner(_mesh(workload), "data"))
+
+
+def train_loop(data_parallel: bool = False, **options: Any) -> Contestant:
+    """A `TrainLoop` with options. What it returns are the losses of all steps, on the host."""
+
+    def contestant(workload):
+        if options.get("steps_per_dispatch") == SCAN_LENGTH and not workload.scans:
+            raise Absent("XLA is ten times slower at convolutions inside a scan on a CPU.")
+        step = make_step(workload, data_parallel)
+        try:
+            loop = jaxloop.TrainLoop(step, **options)
+        except (TypeError, ValueError) as error:
+            if options.get("steps_per_dispatch") != "auto":
+                raise
+            raise Absent(f"this jaxloop does not choose: {error}") from error
+
+        def train(num_steps):
+            state, batches = new_state(workload, step), workload.batches()
+            start = time.perf_counter()
+            state, _ = loop(state, batches, num_steps)
+            jax.block_until_ready(state)
+            return Trained((time.perf_counter() - start) / num_steps, state.params)
+
+        return train
+
+    return contestant
+
+
+class Terminal(io.StringIO):
+    """Where a bar is drawn as on a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def train_loop_with_all(workload: Workload) -> Train:
+    """What an experiment has: a bar, summaries in TensorBoard files and a history; the last two every 100 steps."""
+    step, when = WorkloadStep(workload), jaxloop.every(steps=LOG_EVERY)
+
+    def train(num_steps):
+        state, batches = new_state(workload, step), workload.batches()
+        with tempfile.TemporaryDirectory() as workdir:
+            writer = jaxloop.default_writer(workdir)
+            actions = [jaxloop.ProgressAction(stream=Terminal()), jaxloop.SummaryAction(writer, when)]
+            outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions), log_interval=when)
+            start = time.perf_counter()
+            state, _ = outer_loop(state, batches, num_steps, log_train_total_steps=False)
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - start
+            writer.close()
+        return Trained(seconds / num_steps, state.params)
+
+    return train
+
+
+def functional_loop(workload: Workload) -> Train:
+    """The loop language: a compiled function at each step, whose loss goes to the history."""
+
+    def with_logs(state, batch):
+        state, outputs = workload.train_step(state, batch)
+        return jf.logs().add_loss("loss", outputs["loss"]), state
+
+    step = jax.jit(with_logs, donate_argnums=0)
+
+    def train(num_steps):
+        state, batches = flax_state(workload), workload.batches()
+        start = time.perf_counter()
+        state, _, _ = jf.loop(state, batches, {jf.every(1): [step]}, stop=num_steps)
+        jax.block_until_ready(state)
+        return Trained((time.perf_counter() - start) / num_steps, state.params)
+
+    return train
+
+
+class PassesWithStart:
+    """Two passes over a workload's batches, half of the steps each; notes when the second one began.
+
+    For what compiles at the start of each call: that is in the first pass, and the clock starts with the second.
+    """
+
+    num_passes = 2
+
+    def __init__(self, workload: Workload, num_steps: int):
+        self._batches = workload.batches()
+        self._pass_length = num_steps // self.num_passes
+        self._begun = 0
+        self._start = 0.0
+
+    def __call__(self):
+        self._begun += 1
+        if self._begun == 2:
+            self._start = time.perf_counter()
+        return itertools.islice(self._batches, self._pass_length)
+
+    def secs_per_step(self) -> float:
+        """From the start of the second pass to now."""
+        return (time.perf_counter() - self._start) / (self._pass_length * (self.num_passes - 1))
+
+
+def fit(workload: Workload) -> Train:
+    """One call, without a bar; two epochs, of which the first, where it compiles, does not count."""
+
+    def train(num_steps):
+        passes = PassesWithStart(workload, num_steps)
+        state, _ = jaxloop.fit(
+            workload.model,  # Whose first parameters are those of the others: the seed is the same.
+            passes,
+            loss=cross_entropy,
+            optimizer=workload.optimizer,
+            num_epochs=passes.num_passes,
+            progress=None,
+        )
+        jax.block_until_ready(state)
+        return Trained(passes.secs_per_step(), state.params)
+
+    return train

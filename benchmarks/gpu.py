@@ -1,0 +1,67 @@
+"""What there is to see on a GPU only: a model that fills it, and loops that can't keep up with it."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import lineup, moments, transformer, workloads
+from benchmarks.lineup import AUTO, DEFAULTS, FUSED, REFERENCE, SCAN
+from benchmarks.rounds import Comparison, compare
+
+
+def matmul_peak(size: int = 8192, times: int = 50) -> float:
+    """The floating-point operations a second of a large multiplication in bfloat16: what there is to be had."""
+
+    @jax.jit
+    def multiply(one, other):
+        product = jax.lax.fori_loop(0, times, lambda _, matrix: matrix @ other, one)
+        return product[0, 0]
+
+    # Of random numbers: with zeros, a chip takes less power, and is faster. So scaled, the products keep their size.
+    matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
+    seconds = [moments.timed(lambda: multiply(matrix, matrix)) for _ in range(4)][1:]  # The first one compiles.
+    return 2 * size**3 * times / min(seconds)
+
+
+def transformer_step(num_rounds: int = 4) -> Comparison:
+    """Step time, and the share of the peak that the model makes use of."""
+    workload = transformer.workload()
+    chosen = {name: lineup.contestants_for(workload)[name] for name in (REFERENCE, DEFAULTS, AUTO)}
+    comparison = compare(workload, chosen, num_rounds)
+    comparison.unit = "ms a step"
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(workload.first_params))
+    flops, peak = transformer.step_flops(workload.model, num_params, workload.batch_size), matmul_peak()
+    comparison.figures["million parameters"] = num_params / 1e6
+    comparison.figures["measured peak, TFLOP/s"] = peak / 1e12
+    for name, seconds in comparison.seconds.items():
+        comparison.figures[f"MFU of {name}, %"] = 100 * flops / statistics.median(seconds) / peak
+    return comparison
+
+
+def small_model(name: str, num_rounds: int = 8) -> Comparison:
+    """A model whose step takes less time than to start it."""
+    workload = workloads.workload(name)
+    workload = dataclasses.replace(workload, name=f"{name} on the GPU", title=f"{workload.title}, on the GPU")
+    fastest = (REFERENCE, SCAN, DEFAULTS, FUSED, AUTO)
+    return compare(workload, {each: lineup.contestants_for(workload)[each] for each in fastest}, num_rounds)
+
+
+def on_gpu(moment: Callable[[], Comparison]) -> Comparison:
+    comparison = moment()
+    return dataclasses.replace(comparison, name=f"{comparison.name} on the GPU")
+
+
+def compare_all() -> list[Comparison]:
+    """All of it; nothing where JAX has no GPU."""
+    if jax.default_backend() != "gpu":
+        return []
+    return [
+        transformer_step(),
+        small_model("W0"),
+        small_model("W1"),
+        on_gpu(moments.slow_data),
+        on_gpu(lambda: moments.checkpoint_stall(200)),
+    ]

@@ -1,0 +1,51 @@
+"""Who takes part in what, and under which name."""
+
+from benchmarks.contestants import (
+    SCAN_LENGTH,
+    Contestant,
+    clu_style_loop,
+    fit,
+    functional_loop,
+    hand_written_loop,
+    hand_written_scan,
+    train_loop,
+    train_loop_with_all,
+)
+from benchmarks.keras_contestant import keras_fit
+from benchmarks.workloads import Workload
+
+REFERENCE = "hand-written loop"
+SCAN = "hand-written scan of 32"
+DEFAULTS = "TrainLoop"
+FUSED = "TrainLoop, steps_per_dispatch=32"
+AUTO = "TrainLoop, steps_per_dispatch='auto'"
+ON_ONE_DEVICE = "TrainLoop, DataParallelPartitioner on one device"
+NAN_POLICY = "TrainLoop, nan_policy='raise'"
+WITH_ALL = "TrainLoop, with bar, summaries and history, read every 100 steps"
+FUNCTIONAL = "functional loop"
+FIT = "fit, without a bar"
+CLU = "clu-style loop"
+KERAS = "Keras 3 on JAX"
+KERAS_32 = "Keras 3 on JAX, steps_per_execution=32"
+
+
+def contestants_for(workload: Workload) -> dict[str, Contestant]:
+    """The contestants of a workload by name, the reference first."""
+    is_parallel = workload.num_devices > 1
+    lineup: dict[str, Contestant] = {
+        REFERENCE: hand_written_loop,
+        SCAN: hand_written_scan,
+        DEFAULTS: train_loop(is_parallel),
+        FUSED: train_loop(is_parallel, steps_per_dispatch=SCAN_LENGTH),
+        AUTO: train_loop(is_parallel, steps_per_dispatch="auto"),
+    }
+    if is_parallel:
+        return lineup
+    if workload.name == "W0":
+        lineup[ON_ONE_DEVICE] = train_loop(data_parallel=True)
+    if workload.name in ("W0", "W2", "W3"):
+        lineup[NAN_POLICY] = train_loop(nan_policy="raise")
+    if workload.name == "W1":
+        lineup[WITH_ALL] = train_loop_with_all
+    lineup |= {FUNCTIONAL: functional_loop, FIT: fit, CLU: clu_style_loop}
+    return {**lineup, KERAS: keras_fit(1), KERAS_32: keras_fit(SCAN_LENGTH)}

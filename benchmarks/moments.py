@@ -1,0 +1,287 @@
+"""What does not happen in each step: the end of a loop, a checkpoint, waiting for data, the start of a program."""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+import jaxloop
+from benchmarks import workloads
+from benchmarks.contestants import WorkloadStep, new_state
+from benchmarks.lineup import DEFAULTS, REFERENCE
+from benchmarks.rounds import Comparison, take_turns
+from jaxloop import checkpoint
+from jaxloop.function_step import FunctionStep
+
+# Who is compared with whom.
+BARE_SAVE, SAVE = "CheckpointManager.save of Orbax", "CheckpointAction.save"
+BARE_RESTORE, RESTORE = "CheckpointManager.restore of Orbax", "checkpoint.restore"
+BARE_IMPORT, IMPORT = "import jax, flax, optax, orbax.checkpoint", "import jaxloop"
+SLOWER, PREFETCH = "the slower of the two alone", f"{DEFAULTS}, jaxloop.prefetch"
+
+
+def timed(fn: Callable[[], Any]) -> float:
+    """The seconds that a call takes, with what it has the devices do."""
+    start = time.perf_counter()
+    jax.block_until_ready(fn())
+    return time.perf_counter() - start
+
+
+def compared(
+    name: str, title: str, contestants: Mapping[str, Callable[[], float]], num_rounds: int, unit: str
+) -> Comparison:
+    """Takes turns among functions that return seconds, the first of which is the reference."""
+    rounds = take_turns(contestants, num_rounds)
+    seconds = {each: [results[each] for results in rounds] for each in contestants}
+    return Comparison(name, title, next(iter(contestants)), seconds, unit=unit)
+
+
+# The end of a loop -----------------------------------------------------------------------------------
+
+
+class StampedBatches:
+    """Batches without end, with the time at which each hundredth was drawn."""
+
+    def __init__(self, batches: Iterator[Any]):
+        self._batches, self._count = batches, 0
+        self.times: list[float] = []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._count += 1
+        if self._count % 100 == 50:  # Far from the ends of loops, which are at multiples of 100.
+            self.times.append(time.perf_counter())
+        return next(self._batches)
+
+
+def loop_boundary(num_rounds: int = 20, num_steps: int = 8000) -> Comparison:
+    """Where a loop ends and the next begins, with nothing to be done between them.
+
+    The median time of a hundred steps with such a boundary among them, and of a hundred without.
+    """
+    workload = workloads.workload("W0")
+    step = WorkloadStep(workload)
+    loop, never = jaxloop.TrainLoop(step), jaxloop.every(steps=10**9)
+
+    def secs_per_hundred(loop_steps):
+        batches = StampedBatches(workload.batches())
+        outer_loop = jaxloop.OuterLoop(loop, log_interval=never)
+        outer_loop(new_state(workload, step), batches, num_steps, loop_steps, log_train_total_steps=False)
+        return statistics.median(after - before for before, after in itertools.pairwise(batches.times))
+
+    comparison = compared(
+        "loop boundary",
+        "100 steps of W0 with the end of a loop among them, against 100 steps without",
+        {"one loop": lambda: secs_per_hundred(None), "loops of 100 steps": lambda: secs_per_hundred(100)},
+        num_rounds,
+        unit="us",
+    )
+    pairs = zip(comparison.seconds["loops of 100 steps"], comparison.seconds["one loop"], strict=True)
+    comparison.figures["us a boundary"] = 1e6 * statistics.median(one - other for one, other in pairs)
+    return comparison
+
+
+# Checkpoints -----------------------------------------------------------------------------------------
+
+
+def state_of_size(megabytes: int) -> dict[str, Any]:
+    """A state in matrices of a MB, and the step."""
+    key = jax.random.key(0)
+    matrices = {
+        f"{index:03}": jax.random.normal(jax.random.fold_in(key, index), (512, 512)) for index in range(megabytes)
+    }
+    return {"params": matrices, "step": jnp.int32(0)}
+
+
+def checkpoint_stall(megabytes: int, num_rounds: int = 8) -> Comparison:
+    """For how long a loop waits when a checkpoint is saved. It is written in the background, which does not count."""
+    state, steps = state_of_size(megabytes), itertools.count(1)
+    with tempfile.TemporaryDirectory() as directory:
+        manager = ocp.CheckpointManager(
+            f"{directory}/bare", options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=True)
+        )
+        action = jaxloop.CheckpointAction(f"{directory}/jaxloop", keep=1)
+
+        def bare():
+            seconds = timed(lambda: manager.save(next(steps), args=ocp.args.PyTreeSave(state)))
+            manager.wait_until_finished()
+            return seconds
+
+        def ours():
+            seconds = timed(lambda: action.save(next(steps), state, {}))
+            action.flush()
+            return seconds
+
+        comparison = compared(
+            f"checkpoint of {megabytes} MB",
+            f"how long an asynchronous save of {megabytes} MB holds the loop up",
+            {BARE_SAVE: bare, SAVE: ours},
+            num_rounds,
+            unit="ms",
+        )
+        manager.close()
+        action.close()
+    comparison.figures["ms of stall"] = 1e3 * comparison.times(SAVE).median
+    return comparison
+
+
+def restore(megabytes: int = 200, num_rounds: int = 6) -> Comparison:
+    """Reading a checkpoint, which jaxloop verifies by its checksums first."""
+    state = state_of_size(megabytes)
+    with tempfile.TemporaryDirectory() as directory:
+        manager = ocp.CheckpointManager(f"{directory}/bare")
+        manager.save(1, args=ocp.args.PyTreeSave(state))
+        manager.wait_until_finished()
+        action = jaxloop.CheckpointAction(f"{directory}/jaxloop")
+        action.save(1, state, {})
+        action.close()
+        restore_args = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), state)
+        args = ocp.args.PyTreeRestore(item=state, restore_args=restore_args)
+        comparison = compared(
+            f"restoring {megabytes} MB",
+            f"reading a checkpoint of {megabytes} MB, by jaxloop with its checksums",
+            {
+                BARE_RESTORE: lambda: timed(lambda: manager.restore(1, args=args)),
+                RESTORE: lambda: timed(lambda: checkpoint.restore(action.directory, 1, state)),
+            },
+            num_rounds,
+            unit="ms",
+        )
+        manager.close()
+    return comparison
+
+
+# Waiting for data ------------------------------------------------------------------------------------
+
+
+def power(matrix: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A step that multiplies a matrix as often as the batch says, and so takes as long as is wanted."""
+    matrix = jax.lax.fori_loop(0, batch["times"][0], lambda _, matrix: jnp.tanh(matrix @ matrix), matrix)
+    return matrix, {"loss": matrix[0, 0]}
+
+
+def new_matrix() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (256, 256))
+
+
+def slow_data(secs: float = 11e-3, num_steps: int = 50, num_rounds: int = 5) -> Comparison:
+    """Data that take as long to make as the step takes on the device: at best, one hides behind the other."""
+    step, loop = jax.jit(power, donate_argnums=0), jaxloop.TrainLoop(FunctionStep(power, train=True))
+    batch = {"times": np.array([_times_for(secs, step)])}
+
+    def by_hand(batches):
+        matrix = new_matrix()
+        for batch in batches:
+            matrix, _ = step(matrix, batch)
+        return matrix
+
+    def making():
+        for _ in range(num_steps):
+            time.sleep(secs)
+            yield batch
+
+    secs_per_step = lambda train: lambda: timed(train) / num_steps
+    comparison = compared(
+        "slow data",
+        f"data that take {1e3 * secs:.0f} ms a batch, and a step that takes about as long",
+        {
+            "data alone": secs_per_step(lambda: list(making())),
+            "step alone, by hand": secs_per_step(lambda: by_hand([batch] * num_steps)),
+            REFERENCE: secs_per_step(lambda: by_hand(making())),
+            DEFAULTS: secs_per_step(lambda: loop(new_matrix(), making())),
+            PREFETCH: secs_per_step(lambda: loop(new_matrix(), jaxloop.prefetch(making()))),
+        },
+        num_rounds,
+        unit="ms a step",
+    )
+    alone = [comparison.seconds.pop(name) for name in ("data alone", "step alone, by hand")]
+    slower = [max(pair) for pair in zip(*alone, strict=True)]
+    comparison.reference, comparison.seconds = SLOWER, {SLOWER: slower, **comparison.seconds}
+    return comparison
+
+
+def _times_for(secs: float, step: Callable[..., Any]) -> int:
+    """How many multiplications take so long."""
+    many = 200
+    take = lambda: timed(lambda: step(new_matrix(), {"times": np.array([many])}))
+    take()  # Compiles.
+    return max(1, round(many * secs / statistics.median(take() for _ in range(5))))
+
+
+# The start -------------------------------------------------------------------------------------------
+
+
+def import_time(num_rounds: int = 7) -> Comparison:
+    """Importing jaxloop against importing what it is made of, each in a process of its own."""
+
+    def importing(line):
+        program = f"import time; start = time.perf_counter(); {line}; print(time.perf_counter() - start)"
+        return lambda: float(_run([sys.executable, "-c", program]))
+
+    return compared(
+        "import",
+        "importing jaxloop, against importing what it is made of",
+        {
+            BARE_IMPORT: importing(BARE_IMPORT),
+            IMPORT: importing(IMPORT),
+        },
+        num_rounds,
+        unit="s",
+    )
+
+
+def second_start(num_rounds: int = 3) -> Comparison:
+    """A program that is started for the second time, with what it compiled at the first in a cache."""
+    firsts, seconds = [], []
+    for _ in range(num_rounds):
+        with tempfile.TemporaryDirectory() as directory:
+            run = lambda: json.loads(_run([sys.executable, "-m", "benchmarks.start", directory]))
+            firsts.append(run())
+            seconds.append(run())
+            if "absent" in firsts[-1]:
+                break
+    names = ("first start", "second start")
+    title = "training the CNN of W2 for a few steps, from the first line of the program"
+    if "absent" in firsts[-1]:
+        return Comparison("second start", title, names[0], {}, dict.fromkeys(names, firsts[-1]["absent"]), unit="s")
+    comparison = Comparison(
+        "second start",
+        title,
+        names[0],
+        {name: [each["seconds"] for each in runs] for name, runs in zip(names, (firsts, seconds), strict=True)},
+        unit="s",
+    )
+    comparison.figures["compilations at the first start"] = max(each["compilations"] for each in firsts)
+    comparison.figures["compilations at the second start"] = max(each["compilations"] for each in seconds)
+    return comparison
+
+
+def _run(command: list[str]) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{run.stderr}")
+    return run.stdout
+
+
+MOMENTS: dict[str, Callable[[], Comparison]] = {
+    "loop boundary": loop_boundary,
+    "checkpoint of 26 MB": lambda: checkpoint_stall(26),
+    "checkpoint of 200 MB": lambda: checkpoint_stall(200),
+    "restoring 200 MB": restore,
+    "slow data": slow_data,
+    "import": import_time,
+    "second start": second_start,
+}

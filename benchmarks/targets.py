@@ -1,0 +1,80 @@
+"""What is to be reached: medians, on CPUs."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+
+from benchmarks.lineup import (
+    AUTO,
+    DEFAULTS,
+    FIT,
+    FUNCTIONAL,
+    FUSED,
+    NAN_POLICY,
+    ON_ONE_DEVICE,
+    REFERENCE,
+    SCAN,
+    WITH_ALL,
+)
+from benchmarks.moments import BARE_IMPORT, BARE_RESTORE, BARE_SAVE, IMPORT, PREFETCH, RESTORE, SAVE, SLOWER
+from benchmarks.rounds import Comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The most that a ratio, or a figure, may be.
+
+    Attributes:
+      comparison: the name of a `Comparison`.
+      name: of a contestant in it, or of a figure.
+      limit: the most it may be.
+      against: with which contestant it is compared; None for a figure.
+    """
+
+    comparison: str
+    name: str
+    limit: float
+    against: str | None = REFERENCE
+
+    def measured(self, comparisons: Mapping[str, Comparison]) -> float | None:
+        """The median of the ratios, or the figure; None where that was not measured."""
+        comparison = comparisons.get(self.comparison)
+        if comparison is None:
+            return None
+        if self.against is None:
+            return comparison.figures.get(self.name)
+        if self.name not in comparison.seconds or self.against not in comparison.seconds:
+            return None
+        return statistics.median(comparison.ratios(self.name, self.against))
+
+
+TARGETS = [
+    Target("W0", DEFAULTS, 1.10),
+    Target("W0", ON_ONE_DEVICE, 1.15),
+    Target("W0", FUSED, 0.22),
+    Target("W0", AUTO, 0.22),
+    Target("W0", FUSED, 1.15, against=SCAN),
+    Target("W0", AUTO, 1.15, against=SCAN),
+    Target("W0", FUNCTIONAL, 1.30),
+    Target("W0", FIT, 1.30),
+    Target("W1", DEFAULTS, 1.03),
+    Target("W1", FUSED, 0.82),
+    Target("W1", WITH_ALL, 1.05),
+    Target("W2", DEFAULTS, 1.03),
+    Target("W2", AUTO, 1.05),
+    Target("W3", DEFAULTS, 1.03),
+    Target("W3", FUSED, 0.90),
+    Target("W4", DEFAULTS, 1.00),
+    Target("W4", FUSED, 0.65),
+    *[Target(name, NAN_POLICY, 1.05, against=DEFAULTS) for name in ("W0", "W2", "W3")],
+    Target("loop boundary", "us a boundary", 10, against=None),
+    Target("checkpoint of 26 MB", SAVE, 1.10, against=BARE_SAVE),
+    Target("checkpoint of 26 MB", "ms of stall", 30, against=None),
+    Target("checkpoint of 200 MB", SAVE, 1.10, against=BARE_SAVE),
+    Target("checkpoint of 200 MB", "ms of stall", 30, against=None),
+    Target("restoring 200 MB", RESTORE, 1.30, against=BARE_RESTORE),
+    Target("slow data", DEFAULTS, 1.15, against=SLOWER),
+    Target("slow data", PREFETCH, 1.15, against=SLOWER),
+    Target("import", IMPORT, 1.15, against=BARE_IMPORT),
+    Target("second start", "compilations at the second start", 0, against=None),
+]
