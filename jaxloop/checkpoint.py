@@ -10,7 +10,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -364,6 +365,11 @@ class CheckpointWriter:
       keep: how many checkpoints a manager made here keeps, the newest ones; None for all.
       best: the name of a metric and "min" or "max": a manager made here keeps the best checkpoint too. Of equal ones
         it is the newest.
+      clock: tells the time in seconds.
+
+    Attributes:
+      last_stall_secs: how long the last save held its caller up; None before the first.
+      last_wait_secs: how much of that it waited for the save before to be committed.
     """
 
     def __init__(
@@ -371,8 +377,12 @@ class CheckpointWriter:
         manager_or_directory: ocp.CheckpointManager | epath.PathLike,
         keep: int | None = 3,
         best: tuple[str, str] | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self._keep, self._best = keep, best
+        self._keep, self._best, self._clock = keep, best, clock
+        self.last_stall_secs: float | None = None
+        self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
         self._closed = False  # A manager that was given; one of our own is made anew.
@@ -407,7 +417,8 @@ class CheckpointWriter:
     ) -> bool:
         """Saves a state and what else belongs to the run; a step that is there already is left as it is.
 
-        All of it is one atomic commit. What is given may be changed or donated once this returns.
+        All of it is one atomic commit. What is given may be changed or donated once this returns: it is copied before.
+        A save waits until the one before is committed.
 
         Args:
           step: its number.
@@ -425,6 +436,21 @@ class CheckpointWriter:
           CheckpointError: the last save failed in the background, or this one did. The error has its step. With a
             directory nothing is left of the save that failed, and the next one may succeed.
         """
+        began, self.last_wait_secs = self._clock(), 0.0
+        try:
+            return self._save(step, state, metrics, metadata, run, trees)
+        finally:
+            self.last_stall_secs = self._clock() - began
+
+    def _save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+        run: Mapping[str, Any] | None,
+        trees: Mapping[str, Any] | None,
+    ) -> bool:
         if self._closed:
             raise ValueError(
                 f"The checkpoint manager of {self._directory} was closed when the last run ended, and would lose "
@@ -448,7 +474,7 @@ class CheckpointWriter:
             self._say_what_is_left_out()
         with self._named(step):
             if self._owns_manager:
-                self.wait()  # Whether the last save is a checkpoint is known only then.
+                self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
             manager = self._manager or self._open()
             if step in (all_steps(self._directory) if self._owns_manager else manager.all_steps()):
                 logging.warning(
@@ -459,7 +485,8 @@ class CheckpointWriter:
                 return False
             if not manager.should_save(step):
                 return False
-            self.wait()  # For a manager that was given, only now: it may have passed this step over.
+            if not self._owns_manager:
+                self._wait_for_the_one_before()  # Only now: the manager may have passed this step over.
             self._step, self._noted = step, noted
             return manager.save(
                 step,
@@ -467,6 +494,13 @@ class CheckpointWriter:
                 metrics=None if metrics is None else dict(metrics),
                 custom_metadata=noted or None,
             )
+
+    def _wait_for_the_one_before(self) -> None:
+        began = self._clock()
+        try:
+            self.wait()
+        finally:
+            self.last_wait_secs = self._clock() - began
 
     def _open(self) -> ocp.CheckpointManager:
         prepare_directory(self._directory)

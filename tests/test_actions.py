@@ -1,6 +1,8 @@
 import logging as python_logging
 import subprocess
 import sys
+import threading
+from typing import ClassVar
 
 import numpy as np
 import optax
@@ -9,7 +11,7 @@ from clu import metrics as clu_metrics
 from flax import linen as nn
 from orbax import checkpoint as orbax_checkpoint
 
-from jaxloop import actions, checkpoint, examples
+from jaxloop import actions, checkpoint, every, examples, seal
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.metrics import LoopOutputs
 from jaxloop.step import Step
@@ -79,7 +81,9 @@ def test_a_summary_computes_a_clu_metric_once(writer):
             return super().compute()
 
     mean = Counted(total=np.float32(6), count=np.float32(4))
-    actions.SummaryAction(writer)(None, {"mean": [mean, mean]}, step_num=1)
+    summary = actions.SummaryAction(writer)
+    summary(None, {"mean": [mean, mean]}, step_num=1)
+    summary.flush()
     assert writer.scalars("mean") == [(1, 1.5)] and len(computed) == 1
 
 
@@ -154,6 +158,62 @@ def test_a_manager_that_the_run_closed_says_so(tmp_path):
         action.save(2, state, None)
 
 
+class SlowManager(orbax_checkpoint.CheckpointManager):
+    """By a clock of its own, a copy takes a quarter of a second, and a file the seconds that are next in a list."""
+
+    def __init__(self, directory, secs):
+        super().__init__(directory)
+        self.now, self.secs, self.is_writing = 0.0, secs, False
+
+    def save(self, *args, **kwargs):
+        self.now += 0.25
+        has_begun = super().save(*args, **kwargs)
+        self.is_writing = True
+        return has_begun
+
+    def wait_until_finished(self):
+        self.now += self.secs.pop(0) if self.is_writing else 0.0
+        self.is_writing = False
+        super().wait_until_finished()
+
+
+def test_a_save_tells_how_long_it_held_the_run_up_and_how_long_it_waited_for_the_one_before(tmp_path, warnings_logged):
+    manager = SlowManager(tmp_path, secs=[3.0, 0.5, 1.5, 3.125, 4.0, 5.0])
+    action = actions.CheckpointAction(manager, every(steps=100), clock=lambda: manager.now)
+    _, state, _ = examples.tiny_regression()
+    assert action.last_stall_secs is None and action.last_wait_secs is None
+    seen = []
+    for step_num in range(100, 700, 100):
+        action(state, None, step_num=step_num)
+        seen.append((action.last_stall_secs, action.last_wait_secs, len(warnings_logged())))
+    waits = [0.0, 3.0, 0.5, 1.5, 3.125, 4.0]
+    assert seen == [(wait + 0.25, wait, int(wait >= 3.125)) for wait in waits]  # Two in a row, and once.
+    (warning,) = warnings_logged()
+    assert "The save of step 500 waited 3.1 s for that of step 400 to be on disk" in warning
+    assert "Save less often than interval=every(steps=100)" in warning
+    action.close()
+
+
+def test_a_save_waits_until_the_one_before_is_on_disk(tmp_path, monkeypatch):
+    events, gate, write = [], threading.Event(), seal.write
+
+    def slow(path, *args):
+        assert gate.wait(10)
+        write(path, *args)
+        events.append("sealed")
+
+    monkeypatch.setattr(seal, "write", slow)
+    action = actions.CheckpointAction(tmp_path)
+    _, state, _ = examples.tiny_regression()
+    action.save(1, state, None)  # Returns at once.
+    events.append("saved")
+    threading.Timer(0.1, gate.set).start()
+    action.save(2, state, None)
+    assert events[:2] == ["saved", "sealed"] and 1 in checkpoint.all_steps(tmp_path)
+    assert 0 < (action.last_wait_secs or 0) <= (action.last_stall_secs or 0)
+    action.close()
+
+
 def test_a_directory_that_is_a_file_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     for make in (actions.CheckpointAction, actions.default_writer):
@@ -204,6 +264,26 @@ def test_with_tensorflow_the_default_writer_is_clus(tmp_path, logs):
     assert "[3] loss=0.25" in logs.text
     assert list(tmp_path.glob("events.out.tfevents*"))
     writer.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_writer_with_a_thread_of_its_own_gets_no_second_one():
+    pytest.importorskip("tensorflow")
+    from clu import metric_writers
+
+    class Writer(actions.LogWriter):
+        steps: ClassVar = []
+
+        def write_scalars(self, step, scalars):
+            self.steps.append(step)
+
+    before = threading.enumerate()
+    summary = actions.SummaryAction(metric_writers.AsyncWriter(Writer()))  # pyright: ignore[reportArgumentType]
+    for step_num in range(3):
+        summary(None, {"loss": 1.0}, step_num=step_num)
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == ["AsyncWriter_0"]
+    summary.close()
+    assert Writer.steps == [0, 1, 2]
 
 
 def test_without_both_the_default_writer_says_that_it_logs_alone(without_tensorflow, tmp_path, monkeypatch, logs):

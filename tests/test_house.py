@@ -19,7 +19,7 @@ types encoding checks interrupt lock schedules timing partition models metrics o
 checkpoint read_ahead fingerprint sources position data actions.action actions.background actions.monitor actions.bars
 actions.checkpoint_action actions.early_stopping_action actions.learning_rate_action actions.periodic_action
 actions.profile_action actions.progress_action actions.summary_action actions.writers actions.action_list actions
-compiled step loss_step function_step feed loop stat_loop action_loop train_loop eval_loop specs tally whole_run
+compiled step loss_step function_step tuning feed loop stat_loop action_loop train_loop eval_loop specs tally whole_run
 failures outer_loop functional fitting testing examples
 """.split()
 

@@ -1,6 +1,7 @@
 """Saving the run."""
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,17 @@ from jaxloop.actions.monitor import Monitor
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
 
+_LONG_WAIT_SECS = 1.0
+"""How long a save may wait for the one before without it being worth a word."""
+
 
 class CheckpointAction(Action):
     """Saves the run under its step, after the evaluations of that step: the train state, and what it takes to go on.
+
+    A save goes on in the background once the arrays are copied to the host, and a run holds still only until then. One
+    save is under way at a time: one that is due before the last is on disk waits for that first. Where two in a row
+    have waited for more than a second each, that is said, once, with what to do about it; `last_stall_secs` and
+    `last_wait_secs` tell of the last save, `Spent.checkpoints` of all.
 
     >>> import tempfile
     >>> from jaxloop import examples
@@ -37,6 +46,7 @@ class CheckpointAction(Action):
         `Monitor`. The best checkpoint is kept beside the newest, over restarts of the program too; of equal ones it is
         the newest. It is one of those whose metric was measured at the very step that is saved, so let the interval
         coincide with the evaluations. A train metric is its mean since the last save.
+      clock: tells the time in seconds.
 
     Raises:
       OSError: a directory that can't be written.
@@ -53,15 +63,18 @@ class CheckpointAction(Action):
         *,
         keep: int | None = 3,
         best: str | tuple[str, str] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(interval)
         checks.check_positive("CheckpointAction.keep", keep, optional=True)
         self._monitor = _monitor_of(best)
         self.uses_outputs = self._monitor is not None
         name_and_mode = None if self._monitor is None else (self._monitor.name, self._monitor.mode)
-        self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep, name_and_mode)
+        self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep, name_and_mode, clock=clock)
         self._best = name_and_mode
         self._saves = self._saves_measured = 0
+        self._last_step: int | None = None  # That was saved.
+        self._has_waited = self._has_said_that_it_waits = False
         checkpoint.prepare_directory(self.directory)
 
     @property
@@ -79,6 +92,16 @@ class CheckpointAction(Action):
             return None
         self.flush()
         return checkpoint.best_step(self.directory, self._best)
+
+    @property
+    def last_stall_secs(self) -> float | None:
+        """How long the last save held the run up; None before the first."""
+        return self._writer.last_stall_secs
+
+    @property
+    def last_wait_secs(self) -> float | None:
+        """How much of `last_stall_secs` it waited for the save before to be on disk."""
+        return self._writer.last_wait_secs
 
     def __repr__(self) -> str:
         return f"CheckpointAction({str(self.directory)!r}, interval={self.interval})"
@@ -117,6 +140,8 @@ class CheckpointAction(Action):
     ) -> bool:
         """Saves a state now, asynchronously. The state stays usable: it is copied before this returns.
 
+        Waits until the save before is on disk.
+
         Call `flush` or `close` before the program ends.
 
         Args:
@@ -131,7 +156,25 @@ class CheckpointAction(Action):
         Returns:
           Whether a save began: not for a step that is there already, nor where the manager's own policy says no.
         """
-        return self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
+        has_begun = self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
+        if has_begun:
+            self._warn_of_waiting(step)
+            self._last_step = step
+        return has_begun
+
+    def _warn_of_waiting(self, step: int) -> None:
+        waited = self.last_wait_secs or 0.0
+        if waited > _LONG_WAIT_SECS and self._has_waited and not self._has_said_that_it_waits:
+            self._has_said_that_it_waits = True
+            logging.warning(
+                "The save of step %d waited %.1f s for that of step %d to be on disk, as the save before had waited, "
+                "and the run held still. Save less often than interval=%r, or to a faster disk.",
+                step,
+                waited,
+                self._last_step,
+                self.interval,
+            )
+        self._has_waited = waited > _LONG_WAIT_SECS
 
     def flush(self) -> None:
         self._writer.wait()

@@ -1,5 +1,6 @@
 """Writing the learning rate."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import optax
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.actions.background import Call, writer_of
 from jaxloop.schedules import Schedule
 
 
@@ -20,6 +22,7 @@ class LearningRateAction(Action):
     Args:
       summary_writer: see `SummaryAction`. It stays yours.
       interval: see `Action`.
+      background: whether a thread writes, see `SummaryAction`.
 
     Raises:
       ValueError: when it is called, where the optimizer's state has no learning rate.
@@ -27,9 +30,9 @@ class LearningRateAction(Action):
 
     uses_outputs = False
 
-    def __init__(self, summary_writer: Any, interval: int | Schedule = 1):
+    def __init__(self, summary_writer: Any, interval: int | Schedule = 1, *, background: bool = True):
         super().__init__(interval)
-        self._writer = summary_writer
+        self._writer = writer_of(summary_writer, background)
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         value = learning_rate(state.opt_state)
@@ -38,7 +41,14 @@ class LearningRateAction(Action):
                 "LearningRateAction found no learning rate in the optimizer's state. Make the optimizer with "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
             )
-        self._writer.write_scalars(step_num, {"learning_rate": float(metrics.fetch(value))})
+        values = {"learning_rate": float(metrics.fetch(value))}
+        self._writer.put(self, step_num, [Call("write_scalars", values, {})])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._writer.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._writer.load_state_dict(self, state_dict)
 
     def flush(self) -> None:
         self._writer.flush()

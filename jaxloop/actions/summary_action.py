@@ -7,6 +7,7 @@ from absl import logging
 
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
+from jaxloop.actions.background import Call, writer_of
 from jaxloop.schedules import Schedule
 
 
@@ -17,16 +18,31 @@ class SummaryAction(Action):
     as they are. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, `MetricWithMetadata` as what
     it says: images, videos, audio, text or histograms.
 
+    A thread writes, one for all actions with this writer, in the order of their calls, so that no loop waits for files;
+    only where 64 writes are pending it does. It is through when a checkpoint is saved and when a run ends. An error in
+    the writer comes up where the run next comes to it, with a note of what could not be written; a run that goes on
+    from a checkpoint writes that first.
+
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
-        `clu.metric_writers.MetricWriter`. The writer stays yours: it is flushed when a run ends, not closed.
+        `clu.metric_writers.MetricWriter`. The writer stays yours: it is flushed when a run ends, not closed. If you
+        write to it yourself amid a run, it must bear calls from two threads, as those of `default_writer` do; or call
+        `flush` of this action before.
       interval: see `Action`.
-      flush_each_call: flushes after each call, so that TensorBoard follows at once.
+      flush_each_call: flushes after each call, so that TensorBoard follows at once, and waits for that.
       prefix: put before each name, as in `prefix="eval/"`, to tell a train loop's `loss` from an eval loop's.
+      background: whether a thread writes. False for a writer that is bound to the thread that made it; say the same in
+        all actions that share it.
     """
 
     def __init__(
-        self, summary_writer: Any, interval: int | Schedule = 1, flush_each_call: bool = False, *, prefix: str = ""
+        self,
+        summary_writer: Any,
+        interval: int | Schedule = 1,
+        flush_each_call: bool = False,
+        *,
+        prefix: str = "",
+        background: bool = True,
     ):
         super().__init__(interval)
         if not hasattr(summary_writer, "write_scalars"):
@@ -34,7 +50,7 @@ class SummaryAction(Action):
                 f"SummaryAction takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
                 "jaxloop.default_writer(workdir) makes one."
             )
-        self._writer = summary_writer
+        self._writer = writer_of(summary_writer, background)
         self._flush_each_call = flush_each_call
         self._prefix = prefix
         self._left_out: set[str] = set()
@@ -43,14 +59,17 @@ class SummaryAction(Action):
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         scalars, media = metrics.scalars_and_media(outputs)
-        self._warn_of_rewrites(step_num, set(scalars))
+        calls = []
         if scalars:
-            self._writer.write_scalars(step_num, {f"{self._prefix}{name}": value for name, value in scalars.items()})
+            values = {f"{self._prefix}{name}": value for name, value in scalars.items()}
+            calls.append(Call("write_scalars", values, {}))
         for name, metric in media.items():
-            self._write_media(step_num, f"{self._prefix}{name}", metric.value, metric.type, metric.metadata or {})
-        self._warn_of_the_rest(outputs, {*scalars, *media, types.STOP_LOOP})
+            calls += self._media_calls(f"{self._prefix}{name}", metric.value, metric.type, metric.metadata or {})
         if self._flush_each_call:
-            self._writer.flush()
+            calls.append(Call("flush", {}, {}))
+        self._writer.put(self, step_num, calls, waits=self._flush_each_call)
+        self._warn_of_rewrites(step_num, set(scalars))
+        self._warn_of_the_rest(outputs, {*scalars, *media, types.STOP_LOOP})
 
     def _warn_of_rewrites(self, step: int, names: set[str]) -> None:
         last_step, last_names = self._last_written
@@ -71,31 +90,40 @@ class SummaryAction(Action):
             if not is_empty and not any(each == name or each.startswith(f"{name}/") for each in written):
                 self._say_left_out(name, "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata")
 
-    def _write_media(self, step: int, name: str, value: Any, kind: types.MetricType, metadata: Mapping) -> None:
+    def _media_calls(self, name: str, value: Any, kind: types.MetricType, metadata: Mapping[str, Any]) -> list[Call]:
+        options, values = {}, {name: value}
         match kind:
             case types.MetricType.IMAGE:
-                self._writer.write_images(step, {name: value})
+                method = "write_images"
             case types.MetricType.VIDEO:
-                self._writer.write_videos(step, {name: value})
+                method = "write_videos"
             case types.MetricType.AUDIO:
                 if "sample_rate" not in metadata:
                     raise ValueError(
                         f"SummaryAction needs the sample rate of the audio output {name!r}: give "
                         "MetricWithMetadata(value, MetricType.AUDIO, metadata={'sample_rate': 16_000})."
                     )
-                self._writer.write_audios(step, {name: value}, sample_rate=metadata["sample_rate"])
+                method, options = "write_audios", {"sample_rate": metadata["sample_rate"]}
             case types.MetricType.TEXT:
-                self._writer.write_texts(step, {name: str(value)})
+                method, values = "write_texts", {name: str(value)}
             case types.MetricType.HISTOGRAM:
                 buckets = {name: metadata["num_buckets"]} if "num_buckets" in metadata else None
-                self._writer.write_histograms(step, {name: value}, num_buckets=buckets)
+                method, options = "write_histograms", {"num_buckets": buckets}
             case _:
                 self._say_left_out(name, f"its type is {kind}")
+                return []
+        return [Call(method, values, options)]
 
     def _say_left_out(self, name: str, reason: str) -> None:
         if name not in self._left_out:
             self._left_out.add(name)
             logging.warning("SummaryAction does not write the output %r: %s.", name, reason)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._writer.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._writer.load_state_dict(self, state_dict)
 
     def flush(self) -> None:
         self._writer.flush()

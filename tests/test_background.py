@@ -1,0 +1,385 @@
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import types
+
+import numpy as np
+import optax
+import pytest
+
+from jaxloop import actions, every, examples
+from jaxloop.actions import background
+from jaxloop.outer_loop import OuterLoop
+from jaxloop.train_loop import TrainLoop
+from jaxloop.types import MetricType, MetricWithMetadata
+
+
+class GatedWriter:
+    """Writes rows as soon as its gate is open, and notes the thread. Raises for a step as often as it is told."""
+
+    def __init__(self, *, is_open=True, fails=()):
+        self.gate, self.has_begun = threading.Event(), threading.Event()
+        self.rows, self.threads, self.fails, self.flushes = [], set(), list(fails), 0
+        if is_open:
+            self.gate.set()
+
+    def write_scalars(self, step, scalars):
+        self.has_begun.set()
+        self.threads.add(threading.current_thread().name)
+        assert self.gate.wait(10)
+        if step in self.fails:
+            self.fails.remove(step)
+            raise OSError("the disk is full")
+        self.rows.append((step, *scalars))
+
+    def write_images(self, step, arrays, num_buckets=None):
+        assert self.gate.wait(10)
+        self.rows.append((step, {name: array.tolist() for name, array in arrays.items()}))
+
+    write_histograms = write_images
+
+    def flush(self):
+        self.flushes += 1
+
+
+def writing_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jaxloop-writer"]
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_thread():
+    yield
+    assert writing_threads() == []
+
+
+def tell(action, steps, **outputs):
+    for step in steps:
+        action(None, outputs or {"loss": 1.0}, step_num=step)
+
+
+# The loop does not wait -------------------------------------------------------------------------------
+
+
+def test_a_loop_goes_on_while_the_writer_is_at_its_first_row():
+    writer = GatedWriter(is_open=False)
+
+    class Open(actions.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            if step_num == 50:
+                assert writer.has_begun.wait(10) and writer.rows == []
+                writer.gate.set()
+
+    step, state, batches = examples.tiny_regression()
+    summaries = actions.SummaryAction(writer, every(steps=1))
+    TrainLoop(step, end_actions=[summaries, Open(every(steps=1))])(state, batches, num_steps=60)
+    assert [row[0] for row in writer.rows] == list(range(1, 61)) and writer.threads == {"jaxloop-writer"}
+    assert writing_threads() == []  # With the end of the loop.
+
+
+def test_no_more_rows_are_pending_than_there_may_be():
+    writer, done = GatedWriter(is_open=False), []
+    summaries = actions.SummaryAction(writer)
+
+    def write():
+        for step in range(background.MOST_PENDING + 10):
+            tell(summaries, [step])
+            done.append(step)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert writer.has_begun.wait(10)
+    thread.join(0.1)
+    assert len(done) == background.MOST_PENDING and thread.is_alive()
+    writer.gate.set()
+    thread.join()
+    summaries.flush()
+    assert [row[0] for row in writer.rows] == list(range(background.MOST_PENDING + 10))
+
+
+def test_actions_that_share_a_writer_share_a_thread_and_their_order():
+    writer = GatedWriter(is_open=False)
+    summaries = [actions.SummaryAction(writer, prefix=f"{name}/") for name in "abc"]
+    for step, summary in itertools.product(range(5), summaries):
+        tell(summary, [step])
+    assert len(writing_threads()) == 1
+    writer.gate.set()
+    summaries[0].flush()
+    assert writer.rows == [(step, f"{name}/loss") for step in range(5) for name in "abc"]
+
+
+def test_the_learning_rate_is_written_by_the_same_thread():
+    writer = GatedWriter()
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    state = types.SimpleNamespace(opt_state=optimizer.init(0.0))
+    summaries, rates = actions.SummaryAction(writer), actions.LearningRateAction(writer)
+    tell(summaries, [1])
+    rates(state, None, step_num=1)
+    tell(summaries, [2])
+    assert rates.state_dict() == {}  # All is written.
+    assert writer.rows == [(1, "loss"), (1, "learning_rate"), (2, "loss")] and writer.threads == {"jaxloop-writer"}
+    rates.close()
+
+
+def test_arrays_may_be_changed_once_they_are_handed_over():
+    writer, images, weights = GatedWriter(is_open=False), np.zeros([1, 1, 2, 1]), np.zeros([2])
+    summaries = actions.SummaryAction(writer)
+    tell(summaries, [1], images=images, weights=MetricWithMetadata(weights, MetricType.HISTOGRAM))
+    images[:] = weights[:] = -1
+    writer.gate.set()
+    summaries.flush()
+    assert writer.rows == [(1, {"images": [[[[0.0], [0.0]]]]}), (1, {"weights": [0.0, 0.0]})]
+
+
+def test_flush_each_call_waits_until_the_row_is_flushed():
+    writer = GatedWriter()
+    summaries = actions.SummaryAction(writer, flush_each_call=True)
+    for step in (1, 2):
+        tell(summaries, [step])
+        assert (len(writer.rows), writer.flushes) == (step, step)
+    summaries.close()
+
+
+def test_without_a_thread_rows_are_written_at_once():
+    writer = GatedWriter(fails=[2])
+    summaries = actions.SummaryAction(writer, background=False)
+    tell(summaries, [1])
+    assert writer.rows == [(1, "loss")] and writer.threads == {"MainThread"}
+    with pytest.raises(OSError, match="the disk is full"):
+        tell(summaries, [2])
+
+
+# A writer that raises ---------------------------------------------------------------------------------
+
+
+def test_an_error_comes_up_at_the_next_row_and_both_rows_are_written_then():
+    writer = GatedWriter(fails=[2])
+    summaries = actions.SummaryAction(writer, flush_each_call=True)  # Waits, for the test to know when it has failed.
+    tell(summaries, [1, 2])
+    with pytest.raises(OSError, match="the disk is full") as caught:
+        tell(summaries, [3])
+    assert "in SummaryAction(interval=1), after step 2: write_scalars of loss" in caught.value.__notes__[0]
+    assert "in the background" in caught.value.__notes__[1]
+    assert "write_scalars" in [entry.name for entry in caught.traceback]
+    tell(summaries, [3])
+    summaries.close()
+    assert [row[0] for row in writer.rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_an_error_comes_up_when_the_run_ends_once_and_what_was_written_is_flushed(end):
+    writer = GatedWriter(fails=[2])
+    summaries, another = (actions.SummaryAction(writer) for _ in range(2))
+    tell(summaries, [1, 2])
+    with pytest.raises(OSError, match="the disk is full") as caught:
+        getattr(summaries, end)()
+    assert "after step 2" in caught.value.__notes__[0] and writer.flushes == 1
+    another.close()
+    assert writer.flushes == 2 and [row[0] for row in writer.rows] == [1]
+
+
+def test_an_error_comes_up_where_a_call_waits_for_room():
+    writer = GatedWriter(is_open=False, fails=[0])
+    summaries = actions.SummaryAction(writer)
+    tell(summaries, range(background.MOST_PENDING))
+    threading.Timer(0.05, writer.gate.set).start()
+    with pytest.raises(OSError, match="the disk is full"):
+        tell(summaries, [background.MOST_PENDING])
+    tell(summaries, [background.MOST_PENDING])
+    summaries.close()
+    assert [row[0] for row in writer.rows] == list(range(background.MOST_PENDING + 1))
+
+
+def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process():
+    broken, whole = GatedWriter(fails=[2]), GatedWriter()
+    one, two = (actions.SummaryAction(broken, prefix=prefix) for prefix in ("one/", "two/"))
+    tell(one, [1])
+    one.flush()
+    broken.gate.clear()
+    tell(one, [2])
+    tell(two, [3], loss=1.0, array=[np.arange(2.0)])
+    tell(one, [4])
+    broken.gate.set()
+    kept = [each.state_dict() for each in (one, two)]
+    with pytest.raises(OSError):
+        one.close()
+    two.close()
+    assert broken.rows == [(1, "one/loss")]
+    one, two = (actions.SummaryAction(whole, prefix=prefix) for prefix in ("one/", "two/"))
+    for action, state_dict in zip((one, two), kept, strict=True):
+        action.load_state_dict(state_dict)
+    tell(two, [5])
+    assert one.state_dict() == two.state_dict() == {}  # All is written.
+    assert whole.rows == [
+        (2, "one/loss"),
+        (3, "two/loss"),
+        (3, {"two/array": [0.0, 1.0]}),
+        (4, "one/loss"),
+        (5, "two/loss"),
+    ]
+    two.close()
+
+
+@pytest.mark.parametrize("again", ["the same", "another", "one without a thread"])
+def test_what_a_checkpoint_has_kept_is_not_written_twice_in_the_same_process(again):
+    writer = GatedWriter(fails=[1])
+    before = actions.SummaryAction(writer)
+    tell(before, [1])
+    kept = before.state_dict()
+    with pytest.raises(OSError):
+        before.close()
+    background.BackgroundWriter.of(writer).finish()  # As when the program ends.
+    assert writer.rows == []
+    after = before if again == "the same" else actions.SummaryAction(writer, background=again == "another")
+    after.load_state_dict(kept)
+    tell(after, [2])
+    after.close()
+    assert writer.rows == [(1, "loss"), (2, "loss")]
+
+
+def test_a_state_of_another_action_is_refused():
+    for background_ in (True, False):
+        action = actions.SummaryAction(GatedWriter(), background=background_)
+        with pytest.raises(ValueError, match=r"was given \['best'\]: of another\?"):
+            action.load_state_dict({"best": 1.0})
+
+
+def test_a_value_that_a_checkpoint_can_not_keep_does_not_keep_the_run_from_being_saved(logs):
+    writer = GatedWriter(fails=[1])
+    summaries = actions.SummaryAction(writer)
+    tell(summaries, [1], loss=1.0, words=MetricWithMetadata(np.array([{}]), MetricType.HISTOGRAM))
+    kept = summaries.state_dict()["unwritten"]
+    assert [each["method"] for each in kept] == ["write_scalars"]
+    assert "A checkpoint can't keep what SummaryAction(interval=1) could not write for step 1" in logs.text
+    with pytest.raises(OSError):
+        summaries.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whenever_a_writer_fails_each_row_is_written_once_and_in_order(seed):
+    """Actions are called, saved and taken up anew at random, with a writer that fails at random."""
+    rng, steps, written = random.Random(seed), list(range(1, 30)), []
+    fails = [step for step in steps if rng.random() < 0.2]
+    make = lambda writer: [actions.SummaryAction(writer, prefix=f"{name}/") for name in "ab"]
+    writer = GatedWriter(fails=fails)
+    pair = make(writer)
+    for step, action in itertools.product(steps, range(2)):
+        while True:
+            try:
+                tell(pair[action], [step])
+                break
+            except OSError:  # The run ends, and goes on from what it saves.
+                kept = [each.state_dict() for each in pair]
+                for each in pair:
+                    each.close()
+                written, fails = [*written, *writer.rows], writer.fails
+                writer = GatedWriter(fails=fails)
+                pair = make(writer)
+                for each, state_dict in zip(pair, kept, strict=True):
+                    each.load_state_dict(state_dict)
+        if rng.random() < 0.3:
+            [each.state_dict() for each in pair]
+    while True:
+        try:
+            pair[0].close()
+            break
+        except OSError:
+            tell(pair[0], [0])  # Has the rest tried again.
+    written = [row for row in [*written, *writer.rows] if row[0]]
+    assert written == [(step, f"{name}/loss") for step in steps for name in "ab"]
+
+
+# The end ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["the end", "an exception", "Ctrl-C"])
+def test_with_the_run_the_thread_ends(how, interrupted):
+    def failing(batches):
+        yield from batches[:25]
+        raise ZeroDivisionError
+
+    writer = GatedWriter()
+    step, state, batches = examples.tiny_regression()
+    data = {"the end": batches, "an exception": failing(batches), "Ctrl-C": interrupted(batches, 25)}[how]
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
+    if how == "an exception":
+        with pytest.raises(ZeroDivisionError):
+            outer_loop(state, data, 30, 10)
+    else:
+        outer_loop(state, data, 30, 10)
+    assert writing_threads() == [] and writer.flushes == 1
+    done = {"the end": 30, "an exception": 25, "Ctrl-C": 25}[how]
+    assert [row[0] for row in writer.rows] == list(range(1, done + 1))
+
+
+def test_a_thread_that_has_nothing_to_do_ends(monkeypatch):
+    monkeypatch.setattr(background, "_IDLE_SECS", 0.01)
+    writer = GatedWriter()
+    summaries = actions.SummaryAction(writer)
+    for number in range(2):
+        tell(summaries, [number])
+        (thread,) = writing_threads() or [None]
+        if thread is not None:
+            thread.join(10)
+        assert len(writer.rows) == number + 1 and writing_threads() == []
+
+
+def test_a_process_that_was_forked_writes_nothing_when_it_ends(monkeypatch):
+    writer = GatedWriter(is_open=False)
+    summaries = actions.SummaryAction(writer)
+    tell(summaries, [1, 2])
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 0)
+        background.BackgroundWriter.of(writer).finish()  # Nor does it wait for a thread that it has not.
+    assert writer.rows == []
+    writer.gate.set()
+    summaries.close()
+    assert len(writer.rows) == 2
+
+
+PROGRAM = """
+import time
+from jaxloop import actions
+
+class Writer:
+    fails = {fails}
+    def write_scalars(self, step, scalars):
+        time.sleep(0.01)
+        if step in self.fails:
+            self.fails.remove(step)
+            raise OSError("the disk is full")
+        print(step, flush=True)
+    def flush(self):
+        pass
+
+summaries = actions.SummaryAction(Writer())
+for step in range(20):
+    summaries(None, {{"loss": 1.0}}, step_num=step)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "fails", "left", "said"),
+    [
+        ("", 0, [5], 20, ""),
+        ("", 0, [5, 5], 5, "Summaries could not be written"),
+        ("del summaries\nraise KeyError('x')", 1, [], 20, "KeyError: 'x'"),
+    ],
+    ids=["it fails once", "it fails for good", "an exception"],
+)
+def test_nothing_is_lost_when_a_program_ends(end, code, fails, left, said):
+    program = PROGRAM.format(end=end, fails=fails)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.returncode == code and said in run.stderr, run.stderr
+    assert [int(line) for line in run.stdout.splitlines()] == list(range(left))
+    assert ("the disk is full" in run.stderr) == (left < 20)
+
+
+def test_a_checkpoint_can_not_have_anything_else_called():
+    action = actions.SummaryAction(GatedWriter())
+    unwritten = [{"number": 1, "step": 1, "method": "__init__", "values": {}, "options": {}}]
+    with pytest.raises(ValueError, match="no call of '__init__' to make"):
+        action.load_state_dict({"unwritten": unwritten})
