@@ -31,6 +31,7 @@ from jaxloop.actions import (
     default_writer,
 )
 from jaxloop.checkpoint import CheckpointError
+from jaxloop.compilation_cache import enable_compilation_cache
 from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.failures import replay
@@ -89,6 +90,7 @@ __all__ = [
     "always",
     "at",
     "default_writer",
+    "enable_compilation_cache",
     "every",
     "first",
     "fit",

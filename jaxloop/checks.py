@@ -160,6 +160,7 @@ class BatchWatch:
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
         self._wide: list[str] = []  # The paths of 64-bit integers.
+        self._has_device_arrays = False  # Which may be laid out in several ways.
         self._has_warned = False
 
     def look(self, batch: Any, step: Any) -> int | None:
@@ -175,6 +176,8 @@ class BatchWatch:
             shapes = [leaf.shape for leaf in batch.values()]
         except AttributeError:  # Something else than a dict of arrays.
             shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(batch)]
+        if self._has_device_arrays:
+            shapes = [*shapes, *(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch))]
         if shapes != self._shapes:
             self._look_closely(batch, shapes, step)
         if self._wide:
@@ -183,7 +186,8 @@ class BatchWatch:
 
     def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
         by_path = {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
-        leaves = {path: describe(leaf) for path, leaf in by_path.items()}
+        leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
+        self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
         is_64 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if is_64}
         self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
@@ -203,6 +207,9 @@ class BatchWatch:
             ]
             text = f"{step!r} compiles anew for each shape of its batches, and here changed {', '.join(changed)}."
             remedy = "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
+            if self._shapes_by_path(by_path) == self._arrays:
+                text = text.replace("shape of", "layout of")
+                remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
             if len(self._seen) >= step.max_batch_shapes:
                 raise ValueError(
                     f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
@@ -212,16 +219,21 @@ class BatchWatch:
             if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
                 self._has_warned = True
                 logging.warning("%s %s This is said once.", text, remedy)
-        self._arrays = self._arrays or {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
+        self._arrays = self._arrays or self._shapes_by_path(by_path)
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
         self.num_rows = num_examples(batch)
-        self.known_shapes = None if self._wide or self.num_rows is None else shapes
+        is_plain = not self._wide and not self._has_device_arrays and self.num_rows is not None
+        self.known_shapes = shapes if is_plain else None
+
+    @staticmethod
+    def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:
+        return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
 
     def _is_short(self, by_path: dict[str, Any]) -> bool:
         """Whether a batch is as the first one, with fewer rows."""
-        now = {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
-        if now.keys() != self._arrays.keys():
+        now = self._shapes_by_path(by_path)
+        if now.keys() != self._arrays.keys() or now == self._arrays:
             return False
         pairs = [(now[path], self._arrays[path]) for path in now]
         return all(one[0] == two[0] and one[1][1:] == two[1][1:] and one[1][:1] <= two[1][:1] for one, two in pairs)
@@ -229,6 +241,11 @@ class BatchWatch:
 
 def _dtype(leaf: Any) -> Any:
     return getattr(leaf, "dtype", None)
+
+
+def _describe_sharding(leaf: Any) -> str:
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    return "" if spec is None else f" over {spec}"
 
 
 def _check_range(batch: Any, wide: list[str]) -> None:

@@ -7,14 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
-from jaxloop import bad_numbers, partition, types
+from jaxloop import bad_numbers, checks, partition, types
+
+_MOST_SHOWN = 12
 
 
 class Compiled:
     """The functions that a step's `run` is compiled to, each when it is asked for first.
 
+    Where one is traced again, other than for a new shape of a batch, it says in the log which leaf has changed.
+
     Args:
+      name: of the step's class.
       run: `(state, batch) -> (state, outputs)`, pure.
       evaluate: `(state, batch) -> outputs`, likewise.
       partitioner: compiles for its placement.
@@ -23,12 +29,14 @@ class Compiled:
 
     def __init__(
         self,
+        name: str,
         run: Callable[..., Any],
         evaluate: Callable[..., Any],
         partitioner: partition.Partitioner,
         **jit_kwargs: Any,
     ):
-        self._run, self._evaluate, self._partitioner, self._jit_kwargs = run, evaluate, partitioner, jit_kwargs
+        self._name, self._run, self._evaluate = name, run, evaluate
+        self._partitioner, self._jit_kwargs = partitioner, jit_kwargs
         self._made: dict[Any, Any] = {}
 
     def training(self, watch: bad_numbers.Watch | None = None, *, fused: bool = False) -> Callable[..., Any]:
@@ -40,26 +48,88 @@ class Compiled:
         """
         if watch is None:
             run = _scan(self._run) if fused else self._run
-            return self._once(("train", fused), lambda: self._partitioner.partition(run, **self._jit_kwargs))
+            return self._once(("train", fused), lambda: self._compile(run, **self._jit_kwargs))
         looking, compiled = self._once(("train", fused, watch.policy), lambda: self._looking(watch.policy, fused))
         return functools.partial(watch.run, looking, compiled, fused=fused)
+
+    def lower(
+        self, state: Any, batch: types.Batch, watch: bad_numbers.Watch | None = None, **kind: bool
+    ) -> jax.stages.Lowered:
+        """What `training`, or `evaluation` with `evaluates=True`, would compile for this state and batch.
+
+        To compile it is to compile it ahead: the function that it is of finds it there.
+        """
+        fused = kind.get("fused", False)
+        if kind.get("evaluates", False):
+            return self.evaluation(fused=fused).lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        compiled: Any = self.training(watch, fused=fused)
+        if watch is None:
+            return compiled.lower(state, batch)
+        looking, compiled = compiled.args
+        return compiled.lower(state, (batch, looking.no_flags(state)))
 
     def _looking(self, policy: bad_numbers.NanPolicy, fused: bool) -> tuple[bad_numbers.Looking, Callable[..., Any]]:
         looking = bad_numbers.Looking(self._run, policy, self._partitioner.mesh is not None)
         run = _scan_with_flags(looking.run) if fused else looking.run
-        return looking, self._partitioner.partition(run, **self._jit_kwargs)
+        return looking, self._compile(run, **self._jit_kwargs)
 
     def evaluation(self, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> outputs`: the state is kept, and what `run` makes of it is never computed."""
         kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
         jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": None}
         run = _map(self._evaluate) if fused else self._evaluate
-        return self._once(("evaluate", fused), lambda: self._partitioner.partition(run, **jit_kwargs))
+        return self._once(("evaluate", fused), lambda: self._compile(run, **jit_kwargs))
+
+    def _compile(self, run: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Callable[..., Any]:
+        traces: list[dict[str, str]] = []
+
+        @functools.wraps(run)
+        def traced(state: Any, batch: types.Batch) -> Any:
+            signature = _signature(state, batch)
+            if traces and signature not in traces:
+                _explain_trace(self._name, traces, signature)
+            traces.append(signature)
+            return run(state, batch)
+
+        return self._partitioner.partition(traced, **jit_kwargs)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
+    """What a trace depends on: the type of each leaf."""
+    leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        leaves[checks.batch_leaf_name(path)] = leaf
+    is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
+    return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
+
+
+def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
+    """Says what is new, against the trace that is most like it."""
+    changes = min((_changes(old, new) for old in traces), key=len)
+    without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
+    is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
+    if all(is_shape_of_batch(*change) for change in changes):
+        return  # Of that `checks.BatchWatch` tells.
+    shown = [f"  {leaf}: {old} -> {now}" for leaf, old, now in changes[:_MOST_SHOWN]]
+    if len(changes) > _MOST_SHOWN:
+        shown.append(f"  ... and {len(changes) - _MOST_SHOWN} more")
+    logging.warning(
+        "%s.run is compiled once more, because these leaves are not what they were (then -> now):\n%s\nGive all states "
+        "and batches the same dtypes; a number such as jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
+        name,
+        "\n".join(shown),
+    )
+
+
+def _changes(old: dict[str, str], new: dict[str, str]) -> list[tuple[str, str, str]]:
+    names = [*old, *(name for name in new if name not in old)]
+    pairs = ((name, old.get(name, "(none)"), new.get(name, "(none)")) for name in names)
+    return [change for change in pairs if change[1] != change[2]]
 
 
 def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -54,7 +54,8 @@ class EvalLoop(ActionLoop):
             clock=clock,
             max_steps_in_flight=max_steps_in_flight,
         )
-        self._set_steps_per_dispatch(steps_per_dispatch, evaluates=True)
+        self._evaluates = True
+        self._set_steps_per_dispatch(steps_per_dispatch)
         if step.train:
             logging.warning(
                 "EvalLoop got %r, a step with train=True: a model with dropout or batch statistics would be evaluated "

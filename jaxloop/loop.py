@@ -74,6 +74,7 @@ class Loop:
         self._was_interrupted = False
         self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
+        self._evaluates = False  # Whether no call of it changes the state.
         self._place = ""  # Where an exception has come from.
         self.steps_before = 0
         self.source: Any = _Uncounted()
@@ -120,6 +121,23 @@ class Loop:
     def stopwatch(self) -> timing.Stopwatch:
         """What counts `spent`: for time that goes to something else inside, and to evaluations between two calls."""
         return self._stopwatch
+
+    def compile(self, state: Any, batch: types.BatchSpec) -> None:
+        """Compiles ahead all that this loop will run on batches like this one: its first step then waits for nothing.
+
+        >>> from jaxloop import examples
+        >>> step, state, batches = examples.tiny_regression()
+        >>> loop = Loop(step)
+        >>> loop.compile(state, batches[0])
+        >>> state, outputs = loop(state, batches, num_steps=3)
+
+        Args:
+          state: a state such as the loop will be called with; it stays usable.
+          batch: as the dataset gives it, or `jax.ShapeDtypeStruct`s in the place of its arrays.
+        """
+        at_once = STEPS_TRIED if self._steps_at_once is None else self._steps_at_once
+        for number in sorted({at_once, 1}, reverse=True):
+            self._step.compile(state, batch, evaluates=self._evaluates, steps_per_dispatch=number)
 
     def resume(self, elapsed: Elapsed) -> None:
         """Goes on counting from where an earlier run, in this process or another, left off."""
@@ -400,7 +418,7 @@ class Loop:
         """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own."""
         return None if self._has_own_step() else self._step.quick_step(evaluates=not self._returns_new_state)
 
-    def _set_steps_per_dispatch(self, value: int | Literal["auto"], *, evaluates: bool) -> None:
+    def _set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
         """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
         if value == "auto":
             self._steps_at_once = None
@@ -412,7 +430,7 @@ class Loop:
                 "steps_per_dispatch at 1."
             )
         if value > 1:
-            self._step.fused_step(evaluates=evaluates)  # Says why it can't.
+            self._step.fused_step(evaluates=self._evaluates)  # Says why it can't.
         self._steps_at_once = value
 
     def _find_steps_at_once(self, state: Any, feed: Feed) -> None:

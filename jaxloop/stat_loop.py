@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxloop import checks, metrics, timing, types
+import jax
+from absl import logging
+
+from jaxloop import checks, cost, metrics, timing, types
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 
@@ -12,6 +15,8 @@ STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
 """Floating-point operations of one step, as XLA counts them before it optimizes."""
+STAT_MFU = "jaxloop/model_flops_utilization"
+"""`STAT_NUM_FLOPS` a second over what the devices could do at most, from 0 to 1: `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
 """When the loop was made, in seconds since the epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
@@ -50,7 +55,7 @@ TIME_STATS = (
     STAT_EVAL_TIME_SECS,
     STAT_CHECKPOINT_TIME_SECS,
 )
-ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, STAT_NUM_FLOPS, STAT_INIT_TIME, STAT_BEGIN_TIME)
+ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, STAT_NUM_FLOPS, STAT_MFU, STAT_INIT_TIME, STAT_BEGIN_TIME)
 
 
 class StatLoop(Loop):
@@ -70,6 +75,10 @@ class StatLoop(Loop):
       global_batch_size: examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: tells the time in seconds, for durations.
       max_steps_in_flight: see `Loop`.
+
+    Attributes:
+      peak_flops_per_sec: what one device could do at most, for `STAT_MFU`. None to look it up, in bfloat16, for known
+        GPUs and TPUs.
     """
 
     def __init__(
@@ -91,17 +100,22 @@ class StatLoop(Loop):
         self._clock = clock
         self._init_time, self._init_clock = time.time(), clock()
         self._begin_time, self._spent_before = self._init_time, self.spent
+        self.peak_flops_per_sec: float | None = None
+        self._has_said_peak = False
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         self._begin_time, self._spent_before = time.time(), self.spent
         return super().begin(state, dataset)
 
     def _quick_step(self) -> Any:
-        counts = self.step.num_flops is None and STAT_NUM_FLOPS in self._stat_names and not self.num_examples
-        return None if counts else super()._quick_step()  # The first step is to count them.
+        # The first step is to count them.
+        return None if self._is_to_count_flops() and not self.num_examples else super()._quick_step()
+
+    def _is_to_count_flops(self) -> bool:
+        return self.step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._stat_names)
 
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        if per_loop_step_number == 0 and self.step.num_flops is None and STAT_NUM_FLOPS in self._stat_names:
+        if per_loop_step_number == 0 and self._is_to_count_flops():
             self.step.compute_num_flops(state, batch)
         return super()._run_one_step(state, batch, per_loop_step_number)
 
@@ -123,6 +137,7 @@ class StatLoop(Loop):
         stats = {
             STAT_NUM_PARAMS: num_params,
             STAT_NUM_FLOPS: self.step.num_flops,
+            STAT_MFU: self._utilization(spent.steps / seconds) if STAT_MFU in self._stat_names else None,
             STAT_INIT_TIME: self._init_time,
             STAT_BEGIN_TIME: self._begin_time,
             STAT_LIFE_TIME_SECS: self._clock() - self._init_clock,
@@ -136,3 +151,19 @@ class StatLoop(Loop):
             STAT_CHECKPOINT_TIME_SECS: spent.checkpoints,
         }
         return {name: stats[name] for name in self._stat_names if stats[name] is not None}
+
+    def _utilization(self, steps_per_sec: float) -> float | None:
+        mesh = self.step.partitioner.mesh
+        devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+        peak = self.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
+        if peak is None and self._stat_names != ALL_STATS and not self._has_said_peak:
+            self._has_said_peak = True
+            logging.warning(
+                "%s is left out: what a device of kind %r could do at most is not known here. Set "
+                "loop.peak_flops_per_sec.",
+                STAT_MFU,
+                devices[0].device_kind,
+            )
+        if peak is None or self.step.num_flops is None:
+            return None
+        return self.step.num_flops * steps_per_sec / (peak * len(devices))

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import logging
 from etils import epath
 
-from jaxloop import bad_numbers, checkpoint, checks, metrics, models, partition, types
+from jaxloop import bad_numbers, checkpoint, checks, cost, metrics, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
@@ -138,7 +139,7 @@ class Step:
         self._nnx_model_kwargs = nnx_model_kwargs
         self._begin_actions = ActionList(begin_actions, unit="steps within the loop")
         self._end_actions = ActionList(end_actions, unit="steps within the loop")
-        self._compiled = Compiled(self._checked_run, self._checked_outputs, partitioner)
+        self._compiled = self._not_compiled()
         self._watch: bad_numbers.Watch | None = None
         self._new_state: Callable[[], Any] | None = None
         self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
@@ -147,6 +148,7 @@ class Step:
         self._batch_watch = checks.BatchWatch()
         self._num_params: int | None = None
         self._num_flops: float | None = None
+        self._cost: cost.Cost | None = None
 
     def __repr__(self) -> str:
         model = self._model.__name__ if inspect.isclass(self._model) else type(self._model).__name__
@@ -258,19 +260,73 @@ class Step:
 
         Traces `run` on the batch as the hooks before it leave it, without running it. The state stays usable.
         """
-        state, batch = self.begin(self.prepare_state(state), self.preprocess_batch(batch))
-        costs = self._compiled.training().lower(state, self._shard_short_batch(batch)).cost_analysis()  # pyright: ignore
-        self._num_flops = (costs or {}).get("flops")
+        state, batch, _ = self._prepare_batch(evaluates=True)(self.prepare_state(state), batch)
+        self._num_flops = cost.flops_of(self._compiled.lower(state, self._shard_short_batch(batch)))
         return self._num_flops
 
     # Running -------------------------------------------------------------------------------------
 
-    def compile(self, **jit_kwargs: Any) -> None:
-        """Prepares `run` for the devices with arguments of `jax.jit`. Without, there is no need to call it.
+    def compile(
+        self,
+        state: Any = None,
+        batch: types.BatchSpec = None,
+        *,
+        evaluates: bool = False,
+        steps_per_dispatch: int = 1,
+        **jit_kwargs: Any,
+    ) -> None:
+        """Compiles `run` ahead, for a state and for batches like the one given; the first step then waits for nothing.
 
-        XLA compiles when the first batch shows its shapes.
+        There is no need to call it: XLA compiles when the first batch shows its shapes. `Loop.compile` compiles all
+        that a loop will run.
+
+        >>> from jaxloop import examples
+        >>> step, state, batches = examples.tiny_regression()
+        >>> step.compile(state, batches[0])
+        >>> step.cost_analysis().flops > 0
+        True
+
+        Args:
+          state: it stays usable. None to compile nothing yet, but to give arguments of `jax.jit`.
+          batch: as the dataset gives it, or `jax.ShapeDtypeStruct`s in the place of its arrays: then the hooks before
+            `run` see zeros.
+          evaluates: as `evaluate` runs it, without an update.
+          steps_per_dispatch: how many steps are to be one dispatch.
+          **jit_kwargs: arguments of `jax.jit` that replace the partitioner's own. What was compiled is forgotten.
         """
-        self._compiled = Compiled(self._checked_run, self._checked_outputs, self._partitioner, **jit_kwargs)
+        if jit_kwargs or state is None:
+            self._compiled = self._not_compiled(**jit_kwargs)
+        if state is None:
+            return
+        is_spec = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+        example = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if is_spec(leaf) else leaf, batch)
+        state, example, _ = self._prepare_batch(evaluates=True)(self.prepare_state(state), example)
+        fused = steps_per_dispatch > 1
+        if fused:
+            example = stacked([example] * steps_per_dispatch)
+            placed = self._partitioner.shard_stacked_batches(example) if self._should_shard_batch else example
+        else:
+            placed = self._shard_short_batch(example) if evaluates else self.shard_batch(example)
+        lowered = self._compiled.lower(state, placed, self._watch, fused=fused, evaluates=evaluates)
+        self._cost = cost.cost_of(lowered, lowered.compile())
+        if not fused and not evaluates:
+            self._num_flops = self._cost.flops
+
+    def _not_compiled(self, **jit_kwargs: Any) -> Compiled:
+        name, run, evaluate = type(self).__name__, self._checked_run, self._checked_outputs
+        return Compiled(name, run, evaluate, self._partitioner, **jit_kwargs)
+
+    def cost_analysis(self, state: Any = None, batch: types.BatchSpec = None) -> cost.Cost:
+        """Operations and memory of the compiled step: of the one that `compile` compiled last, or of this one.
+
+        Raises:
+          ValueError: nothing was compiled ahead, and there is no state and batch to compile for.
+        """
+        if state is not None:
+            self.compile(state, batch)
+        if self._cost is None:
+            raise ValueError(f"{self!r} was not compiled yet: call step.cost_analysis(state, batch).")
+        return self._cost
 
     def prng_key(self, step: Any) -> Any:
         """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.

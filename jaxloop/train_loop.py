@@ -98,7 +98,7 @@ class TrainLoop(ActionLoop):
         )
         if nan_policy not in bad_numbers.POLICIES:
             raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
-        self._set_steps_per_dispatch(steps_per_dispatch, evaluates=False)
+        self._set_steps_per_dispatch(steps_per_dispatch)
         if nan_policy != "ignore" and (self._steps_at_once or 1) > bad_numbers.MAX_STEPS:
             raise ValueError(
                 f"With nan_policy={nan_policy!r}, steps_per_dispatch can be {bad_numbers.MAX_STEPS} at most, got "
@@ -139,9 +139,15 @@ class TrainLoop(ActionLoop):
         if self._failed_step is not None:
             self._kept = _KeptBatches()
         self._bad, self._failed_step, self._skipped, self._said_skipped = None, None, [], 0
-        looks = self._watch is not None and return_state_from_step
-        with self._step.watched(self._watch) if looks else contextlib.nullcontext():  # pyright: ignore
+        with self._looking() if return_state_from_step else contextlib.nullcontext():
             return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
+
+    def compile(self, state: Any, batch: types.BatchSpec) -> None:
+        with self._looking():
+            super().compile(state, batch)
+
+    def _looking(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._watch is None else self._step.watched(self._watch)
 
     def resume(self, elapsed: Elapsed) -> None:
         super().resume(elapsed)

@@ -25,6 +25,7 @@ def test_statistics_are_plain_numbers_of_the_loop():
     step, state, batches = examples.tiny_regression()
     clock = Clock()
     loop = StatLoop(step, stat_loop.ALL_STATS, clock=clock)
+    loop.peak_flops_per_sec = 1e9
     clock.now += 1
     _, outputs = loop(state, clock.during(batches, 0.5), num_steps=10)
     assert outputs[stat_loop.STAT_NUM_PARAMS] == 4
@@ -34,6 +35,7 @@ def test_statistics_are_plain_numbers_of_the_loop():
     assert outputs[stat_loop.STAT_EXAMPLES_PER_SEC] == 16
     assert outputs[stat_loop.STAT_DATA_TIME_SECS] == 5
     assert outputs[stat_loop.STAT_BEGIN_TIME] >= outputs[stat_loop.STAT_INIT_TIME] > 1.7e9
+    assert outputs[stat_loop.STAT_MFU] == outputs[stat_loop.STAT_NUM_FLOPS] * 2 / 1e9
     assert set(outputs) == {"loss", *stat_loop.ALL_STATS}
     assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
 

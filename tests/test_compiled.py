@@ -1,0 +1,198 @@
+"""What is compiled: once, ahead where asked, and explained where it is done again."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import cost
+from jaxloop.stat_loop import ALL_STATS, STAT_MFU
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The names of the programs that XLA compiles from now on."""
+    names, compile_or_get_cached = [], jax._src.compiler.compile_or_get_cached
+
+    def counting(backend, computation, *args, **kwargs):
+        names.append(computation.operation.attributes["sym_name"].value)
+        return compile_or_get_cached(backend, computation, *args, **kwargs)
+
+    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", counting)
+    return names
+
+
+class Traced(jaxloop.Step):
+    traces = 0
+
+    def run(self, state, batch):
+        self.traces += 1
+        loss = lambda params: (
+            (state.apply_fn({"params": params}, batch["x"]) - batch["y"].astype(jnp.float32)) ** 2
+        ).mean()
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+
+def make(partitioner=None, cls=Traced):
+    placed = {} if partitioner is None else {"partitioner": partitioner}
+    step = cls(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, **placed)
+    state = step.initialize_model([1, 3])
+    return step, jax.block_until_ready(state)
+
+
+def batches(number, rows=8):
+    rng = np.random.default_rng(0)
+    return [
+        {"x": rng.normal(size=[rows, 3]).astype(np.float32), "y": np.ones([rows, 1], np.float32)} for _ in range(number)
+    ]
+
+
+# Ahead ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(
+    "options", [{}, {"steps_per_dispatch": 4}, {"nan_policy": "raise"}, {"nan_policy": "skip", "steps_per_dispatch": 4}]
+)
+def test_what_was_compiled_ahead_is_what_the_loop_runs(options, devices, data_parallel, compilations):
+    step, state = make(None if devices == 1 else data_parallel(devices))
+    loop = jaxloop.TrainLoop(step, **options)
+    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batches(1)[0])
+    loop.compile(state, spec)
+    traces = step.traces
+    assert traces == 1 + ("steps_per_dispatch" in options) and any(
+        "run" in name or "fused" in name for name in compilations
+    )
+    compilations.clear()
+    state, _ = loop(state, batches(10))
+    assert int(state.step) == 10 and step.traces == traces
+    assert not any("run" in name or "fused" in name for name in compilations)
+
+
+def test_an_evaluation_is_compiled_ahead_too(compilations):
+    step, state = make()
+    loop = jaxloop.EvalLoop(step)
+    loop.compile(state, batches(1)[0])
+    traces = step.traces
+    loop(state, batches(3))
+    assert step.traces == traces == 1
+
+
+def test_a_run_compiles_once_for_training_and_once_for_evaluating():
+    train_step, state = make()
+    eval_step, _ = make()
+    run = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [jaxloop.EvalLoop(eval_step)])
+    run(state, batches(100), 100, 10, eval_specs=[jaxloop.EvalSpec(batches(3))])
+    assert train_step.traces == eval_step.traces == 1
+
+
+# What it costs ----------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_a_step_is_that_of_its_products():
+    step, state = make()
+    with pytest.raises(ValueError, match=r"was not compiled yet: call step.cost_analysis\(state, batch\)"):
+        step.cost_analysis()
+    found = step.cost_analysis(state, batches(1, rows=4096)[0])
+    products = 2 * 2 * 4096 * 3  # Forward, and the gradient of the kernel; that of the inputs is not asked for.
+    assert products <= found.flops <= 2.5 * products and found == step.cost_analysis()
+    assert step.num_flops == found.flops
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert found.argument_bytes >= state_bytes + 4096 * 4 * 4 and found.alias_bytes >= state_bytes
+    assert found.peak_bytes >= found.argument_bytes and "MiB" in str(found)
+
+
+def test_the_utilization_is_operations_over_what_could_be_done(caplog):
+    step, state = make()
+    loop = jaxloop.TrainLoop(step, stat_names=ALL_STATS)
+    loop.peak_flops_per_sec = 1e6
+    _, outputs = loop(state, batches(20))
+    expected = step.num_flops * outputs["jaxloop/steps_per_sec"] / 1e6
+    assert outputs[STAT_MFU] == pytest.approx(expected)
+
+
+def test_a_peak_that_is_not_known_is_said(caplog):
+    step, state = make()
+    _, outputs = jaxloop.TrainLoop(step, stat_names=[STAT_MFU])(state, batches(2))
+    assert STAT_MFU not in outputs and "Set loop.peak_flops_per_sec" in caplog.text
+    assert cost.peak_flops_per_sec("NVIDIA H100 PCIe") < cost.peak_flops_per_sec("NVIDIA H100 80GB HBM3")
+
+
+# Once more --------------------------------------------------------------------------------------------
+
+
+def test_another_dtype_of_the_batch_is_explained(caplog):
+    step, state = make()
+    data = batches(4)
+    data[2]["y"] = data[2]["y"].astype(np.int32)
+    jaxloop.TrainLoop(step)(state, data)
+    assert step.traces == 2
+    assert "Traced.run is compiled once more" in caplog.text
+    assert "batch['y']: float32[8, 1] -> int32[8, 1]" in caplog.text and "state/" not in caplog.text
+
+
+def test_a_weakly_typed_leaf_of_the_state_is_explained(caplog):
+    class Weak(Traced):
+        def run(self, state, batch):
+            self.traces += 1
+            return {"w": state["w"] * batch["x"].mean(), "step": state["step"] + 1}, {}
+
+    step, _ = make(cls=Weak)
+    state = {"w": jnp.asarray(1.0), "step": jnp.int32(0)}
+    jaxloop.Loop(step)(state, batches(3))
+    assert step.traces == 2 and "state/w: float32[] (weakly typed) -> float32[]" in caplog.text
+
+
+def test_a_short_batch_and_a_second_loop_need_no_explanation(caplog):
+    step, state = make()
+    loop = jaxloop.TrainLoop(step)
+    state, _ = loop(state, [*batches(3), *batches(1, rows=5)])
+    loop(state, [*batches(3), *batches(1, rows=5)])
+    assert step.traces == 2 and "once more" not in caplog.text
+
+
+def test_another_sharding_of_device_arrays_is_explained(caplog, data_parallel):
+    partitioner = data_parallel(8)
+    step = Traced(
+        jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, partitioner=partitioner, should_shard_batch=False
+    )
+    data = [partitioner.shard_batch(batch) for batch in batches(4)]
+    data[2] = jax.device_put(data[2], partitioner.sharding)
+    jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data)
+    assert "batch['x'] from float32[8, 3] over P('data',) to float32[8, 3] over P()" in caplog.text
+
+
+# A cache ----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys, jax
+import jaxloop
+from jax import monitoring
+jaxloop.enable_compilation_cache(sys.argv[1])
+events = []
+monitoring.register_event_listener(lambda name, **kwargs: events.append(name))
+from jaxloop import examples
+step, state, batches = examples.tiny_regression()
+jaxloop.TrainLoop(step)(state, batches, 3)
+print(json.dumps([sum(name.endswith(kind) for name in events) for kind in ("/cache_misses", "/cache_hits")]))
+"""
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    counts = []
+    for _ in range(2):
+        program = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]
+        run = subprocess.run(program, capture_output=True, text=True, env=environment, check=True)
+        counts.append(json.loads(run.stdout.splitlines()[-1]))
+    (missed, _), (missed_again, hit) = counts
+    assert missed > 0 and missed_again == 0 and hit == missed
