@@ -42,9 +42,14 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
 
 def wait(tree: Any) -> Any:
     """Waits until the devices have computed a tree, without reading it; returns it."""
-    if not (isinstance(tree, jax.Array) and tree.is_ready()):  # pyright: ignore
+    if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree
+
+
+def is_ready(array: Any) -> bool:
+    """Whether a value has been computed, if it is a device array. To ask one that was donated ends the process."""
+    return not isinstance(array, jax.Array) or (not array.is_deleted() and array.is_ready())  # pyright: ignore
 
 
 def _read(array: jax.Array) -> Any:
@@ -205,7 +210,7 @@ def _is_small(value: Any) -> bool:
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """The scalars of a step's outputs, on the host; nothing while one of them is still being computed."""
     scalars = _scalar_values(outputs)
-    if all(getattr(value, "is_ready", lambda: True)() for value in scalars.values()):
+    if all(map(is_ready, scalars.values())):
         return fetch(scalars)
     return {}
 

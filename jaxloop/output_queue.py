@@ -86,7 +86,7 @@ class Block:
     def newest_scalars(self) -> dict[str, Any]:
         """The scalars of the last step, on the host; nothing while one of them is still being computed."""
         arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
-        if not all(value.is_ready() for value in arrays.values()):
+        if not all(map(metrics.is_ready, arrays.values())):
             return {}
         return {name: value[-1] for name, value in metrics.fetch(arrays).items() if name in self.stacked}
 

@@ -260,8 +260,7 @@ class TrainLoop(ActionLoop):
     def _at_event(
         self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
     ) -> tuple[metrics.LoopOutputs, bool]:
-        is_ready = getattr(getattr(state, "step", None), "is_ready", None)
-        if is_ready is not None and is_ready():
+        if metrics.is_ready(getattr(state, "step", None)):
             self._check_count(state)
         return super()._at_event(now, state, outputs, queue)
 

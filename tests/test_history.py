@@ -44,14 +44,14 @@ def two_curves():
 def reads(monkeypatch):
     """The device values that were read or waited for so far."""
     values = []
-    device_get, block_until_ready = jax.device_get, jax.block_until_ready
+    fetch, wait = metrics.fetch, metrics.wait
 
     def reading(function, tree):
         values.extend(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
         return function(tree)
 
-    monkeypatch.setattr(jax, "device_get", lambda tree: reading(device_get, tree))
-    monkeypatch.setattr(jax, "block_until_ready", lambda tree: reading(block_until_ready, tree))
+    monkeypatch.setattr(metrics, "fetch", lambda tree: reading(fetch, tree))
+    monkeypatch.setattr(metrics, "wait", lambda tree: reading(wait, tree))
     return values
 
 
