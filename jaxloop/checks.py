@@ -148,12 +148,10 @@ class BatchWatch:
     """Looks at the batches of a step for what JAX would take without a word.
 
     Attributes:
-      known_shapes: those of the leaves of the last batch; None where each batch is to be looked at.
-      num_rows: the length of the leading axis that its leaves share; None where they don't.
+      num_rows: the length of the leading axis that the leaves of the last batch share; None where they don't.
     """
 
     def __init__(self):
-        self.known_shapes: list[Any] | None = None
         self.num_rows: int | None = None
         self._shapes: list[Any] | None = None  # Of the last batch.
         self._seen: set[tuple[Any, ...]] = set()
@@ -161,6 +159,7 @@ class BatchWatch:
         self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
         self._wide: list[str] = []  # The paths of 64-bit integers.
         self._has_device_arrays = False  # Which may be laid out in several ways.
+        self._are_plain, self._name = True, ""
         self._has_warned = False
 
     def look(self, batch: Any, step: Any) -> int | None:
@@ -223,8 +222,20 @@ class BatchWatch:
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
         self.num_rows = num_examples(batch)
-        is_plain = not self._wide and not self._has_device_arrays and self.num_rows is not None
-        self.known_shapes = shapes if is_plain else None
+        is_dict_of_arrays = type(batch) is dict and all(isinstance(leaf, np.ndarray) for leaf in batch.values())
+        self._name = next((name for name, leaf in batch.items() if np.ndim(leaf)), "") if is_dict_of_arrays else ""
+        self._are_plain &= is_dict_of_arrays and not self._wide and bool(self.num_rows)
+
+    @property
+    def like(self) -> tuple[str, int] | None:
+        """The name of an array in the last batch, and how many rows it has: another one that has as many is like it.
+
+        None where that does not say all: batches are to be looked at that are not dicts of host arrays with one
+        leading axis, or that have 64-bit integers.
+        """
+        if not self._seen or not self._are_plain:
+            return None
+        return self._name, self.num_rows  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What is compiled of a step: for training and for evaluating, one batch or several in one dispatch."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,10 @@ from absl import logging
 from jaxloop import bad_numbers, checks, partition, types
 
 _MOST_SHOWN = 12
+
+
+class NotCompiled(Exception):
+    """Something would have to be compiled that nobody has looked at."""
 
 
 class Compiled:
@@ -38,6 +43,7 @@ class Compiled:
         self._name, self._run, self._evaluate = name, run, evaluate
         self._partitioner, self._jit_kwargs = partitioner, jit_kwargs
         self._made: dict[Any, Any] = {}
+        self._only_known = False
 
     def training(self, watch: bad_numbers.Watch | None = None, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> (state, outputs)`, which takes the state over.
@@ -86,12 +92,23 @@ class Compiled:
         @functools.wraps(run)
         def traced(state: Any, batch: types.Batch) -> Any:
             signature = _signature(state, batch)
+            if self._only_known and signature not in traces:
+                raise NotCompiled
             if traces and signature not in traces:
                 _explain_trace(self._name, traces, signature)
             traces.append(signature)
             return run(state, batch)
 
         return self._partitioner.partition(traced, **jit_kwargs)
+
+    @contextlib.contextmanager
+    def only_known(self) -> Iterator[None]:
+        """A context in which NotCompiled is raised where leaves are not like any that it was compiled for."""
+        self._only_known = True
+        try:
+            yield
+        finally:
+            self._only_known = False
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:

@@ -1,9 +1,13 @@
 """Batches on their way from a dataset into the steps of a loop."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxloop import types
+
+# Of `cycle` the first pass may be slow.
+_IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
 
 
 class Feed:
@@ -23,14 +27,21 @@ class Feed:
       dataset: the iterator.
       ahead: batches that were drawn, and not taken.
       has_ended: whether the end of the data has come out.
+      was_quick: whether nobody waited for the batches that were drawn and timed last; for whoever times them to say.
     """
 
     def __init__(self, dataset: Iterator[types.Batch], draw: Callable[[Any], types.Batch] | None = None):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended = False
+        self._is_in_memory = draw is None and isinstance(dataset, _IN_MEMORY)
+        self.was_quick = False
         self._draw = dataset.__next__ if draw is None else lambda: draw(dataset)
         self._error: Exception | None = None
+
+    def is_instant(self) -> bool:
+        """Whether to draw a batch is but to take it out of the memory, so that nobody needs to time it."""
+        return self.was_quick and self._is_in_memory
 
     def drawer(self) -> Callable[[], types.Batch]:
         """What draws the next batch, as long as nobody calls another method. It raises what the dataset raises."""

@@ -16,11 +16,12 @@ from jaxloop import checks, interrupt, metrics, partition, timing, types
 from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import Elapsed, Schedule, at
-from jaxloop.step import FusingError, Step
+from jaxloop.step import FusingError, PlainStep, Step
 from jaxloop.tuning import STEPS_TRIED, find_steps_per_dispatch
 
 # Of how many steps the devices keep scalars until somebody asks for them.
 _MOST_STEPS_HELD = 1024
+_QUICK_SECS = 20e-6  # A batch that comes sooner is one that nobody has waited for.
 _Take = Callable[[Any, types.Batch], tuple[Any, types.Output, int]]
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
@@ -75,6 +76,7 @@ class Loop:
         self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
         self._evaluates = False  # Whether no call of it changes the state.
+        self._fused_step: Any = None  # In a call, once it is needed.
         self._place = ""  # Where an exception has come from.
         self.steps_before = 0
         self.source: Any = _Uncounted()
@@ -230,26 +232,19 @@ class Loop:
         outputs, queue = metrics.LoopOutputs(), self._new_queue()
         feed, stopwatch = self._feed_of(dataset), self._stopwatch
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
-        take = take_group = None
+        take = self._fused_step = None
         self._place, step_name = "the dataset", repr(self._step)
         try:
             state = self._step.prepare_state(state)
             take = self._quick_step()
             while len(self._num_examples) != num_steps:
                 left = NEVER[0] if num_steps is None else num_steps - len(self._num_examples)
-                room = 1 if take is None else min(left, next_step - self._step_num)
-                deadline = stopwatch.reading_at(next_time)
-                arrived = None
-                if self._steps_at_once is None and take is not None and room >= STEPS_TRIED:
-                    self._find_steps_at_once(state, feed)
-                if 1 < (self._steps_at_once or 1) <= room:
-                    take_group = take_group or self._step.fused_step(evaluates=not self._returns_new_state)
-                    state, arrived = self._take_group(take_group, state, feed, queue)
-                if arrived is None:
-                    state, arrived = self._take_some(
-                        take or self._take_careful, state, feed, queue, min(room, queue.room), deadline
-                    )
-                    take = take or self._quick_step()
+                room = min(left, next_step - self._step_num)
+                if take is None:
+                    state, arrived = self._take_some(self._take_careful, state, feed, queue, 1, next_time)
+                    take = self._quick_step()
+                else:
+                    state, arrived = self._take_quickly(take, state, feed, queue, room, next_time)
                 if arrived:
                     self._place = step_name
                     outputs = self._take(outputs, arrived)
@@ -290,14 +285,36 @@ class Loop:
                 self._step.remember(self._newest_state)
         return state, outputs
 
+    # The steps between two moments at which something else happens ---------------------------------------
+
+    def _take_quickly(
+        self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
+    ) -> tuple[Any, Arrived]:
+        """Takes some of the next `room` steps, in the way that costs least."""
+        if self._steps_at_once is None and room >= STEPS_TRIED:
+            self._find_steps_at_once(state, feed)
+        if 1 < (self._steps_at_once or 1) <= room:
+            self._fused_step = self._fused_step or self._step.fused_step(evaluates=not self._returns_new_state)
+            state, arrived = self._take_group(self._fused_step, state, feed, queue)
+            if arrived is not None:
+                return state, arrived
+        room = min(room, queue.room)
+        plain = self._plain_step(feed) if next_time == math.inf else None
+        if plain is None:
+            return self._take_some(take, state, feed, queue, room, next_time)
+        if feed.ahead:
+            return self._take_some(take, state, feed, queue, min(room, len(feed.ahead)), next_time)
+        return self._take_plain(plain, state, feed, queue, room)
+
     def _take_some(
-        self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, deadline: float
+        self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
     ) -> tuple[Any, Arrived]:
         """Takes up to `room` steps, with nothing between them but to draw a batch.
 
-        Ends sooner with the data, at the deadline, and when a signal has come. Each step of a run goes through these
-        lines and `take`: they are what a loop costs.
+        Ends sooner with the data, when `next_time` by the stopwatch has come, and when a signal has. Each step of a run
+        goes through these lines and `take`: they are what a loop costs.
         """
+        deadline = self._stopwatch.reading_at(next_time)
         clock, draw, interrupt = self._stopwatch.clock, feed.drawer(), self._interrupt.outermost
         keep, add_number, add_outputs = self._batch_keeper(), self._num_examples.append, queue.newest.append
         before = looked = clock()
@@ -322,14 +339,55 @@ class Loop:
                 if looked >= deadline or interrupt.signum is not None:
                     break
         except BaseException as error:
-            self._newest_state = state
-            self._count_steps(undone=in_step)
-            if in_step:
-                self._place = repr(self._step)
-                self._end_by_step(error)
+            self._end_by(error, state, in_step=in_step)
             raise
         self._stopwatch.move(in_data, "data")
+        feed.was_quick = in_data < _QUICK_SECS * room
         self._time_before_step = self._stopwatch.training_at(before)
+        return state, self._push(state, queue, self._count_steps())
+
+    def _plain_step(self, feed: Feed) -> PlainStep | None:
+        """See `Step.plain_step`; None too where batches are kept or timed."""
+        if not self._returns_new_state or not feed.is_instant() or self._batch_keeper() is not None:
+            return None
+        return self._step.plain_step()
+
+    def _take_plain(
+        self, plain: PlainStep, state: Any, feed: Feed, queue: OutputQueue, room: int
+    ) -> tuple[Any, Arrived]:
+        """As `_take_some`, for less, where nothing is to be done to a batch, and nobody waits for one.
+
+        To start a step of a tiny model takes as long as a few calls in Python, so here is none but that of the step.
+        Ends sooner too where a batch comes that is not like those before, or with which the step fails: taken the
+        other way, it does so with all that belongs to it.
+        """
+        run, only_known, name, rows = plain
+        draw, interrupt, add = feed.drawer(), self._interrupt.outermost, queue.newest.append
+        taken_before, began = len(queue.newest), self._stopwatch.clock()
+        batch, undone = None, False
+        try:
+            with only_known():
+                for _ in range(room):
+                    batch = draw()
+                    undone = True
+                    if len(batch[name]) != rows:
+                        break
+                    state, outputs = run(state, batch)
+                    add(outputs)
+                    undone = False
+                    if interrupt.signum is not None:
+                        break
+        except BaseException as error:
+            feed.has_ended = isinstance(error, StopIteration) and not undone
+            can_go_on = undone and isinstance(error, Exception) and checks.is_alive(state)
+            if not (feed.has_ended or can_go_on):
+                self._num_examples += [rows] * (len(queue.newest) - taken_before)
+                self._end_by(error, state, in_step=undone)
+                raise
+        self._num_examples += [rows] * (len(queue.newest) - taken_before)
+        if undone:
+            feed.put_back([batch])
+        self._time_before_step = self._stopwatch.training_at(began)
         return state, self._push(state, queue, self._count_steps())
 
     def _take_group(self, take_group: Any, state: Any, feed: Feed, queue: OutputQueue) -> tuple[Any, Arrived | None]:
@@ -368,8 +426,13 @@ class Loop:
         state, outputs = self._run_one_step(state, batch, number)
         return state, outputs, num_examples
 
-    def _end_by_step(self, error: BaseException) -> None:
-        """Called where a step has raised; raises another error where that one would be taken for something else."""
+    def _end_by(self, error: BaseException, state: Any, *, in_step: bool) -> None:
+        """Counts what was done before an exception of the dataset or of a step."""
+        self._newest_state = state
+        self._count_steps(undone=in_step)
+        if not in_step:
+            return
+        self._place = repr(self._step)
         if isinstance(error, Exception):
             self._note_failed_step()
         if self._step.rescued_state is not None:  # Only what came after the update has failed.

@@ -3,10 +3,9 @@
 import contextlib
 import dataclasses
 import inspect
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,22 @@ from jaxloop.compiled import Compiled, stacked
 from jaxloop.schedules import Elapsed
 
 _NO_OPTIMIZER = optax.identity()
-_SHAPE_OF = operator.attrgetter("shape")
+
+
+class PlainStep(NamedTuple):
+    """The compiled step itself.
+
+    Attributes:
+      run: takes `(state, batch)` to `(state, outputs)`.
+      only_known: a context in which it raises NotCompiled, rather than compile for a batch that nobody has looked at.
+      name: under which name a batch, a dict, has an array ...
+      rows: ... with so many rows, if it is one for this step. So many examples it has.
+    """
+
+    run: Callable[[Any, types.Batch], tuple[Any, types.Output]]
+    only_known: Callable[[], contextlib.AbstractContextManager[None]]
+    name: str
+    rows: int
 
 
 class FusingError(ValueError):
@@ -431,28 +445,17 @@ class Step:
                 raise
             return state, outputs, num_examples
 
-        is_plain = not (evaluates or self._places_batches() or self._has_hooks_of_batches())
-        return self._take_plain(run, take) if is_plain else take
+        return take
 
-    def _take_plain(self, run: Callable[..., Any], take: Callable[..., Any]) -> Callable[..., Any]:
-        """As `take`, for less, where nothing is to be done to a batch of a known shape but to give it to `run`."""
-        watch = self._batch_watch
+    def plain_step(self) -> "PlainStep | None":
+        """What a loop may call, for less, in place of the function of `quick_step`, for the batches that it tells.
 
-        def take_plain(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-            try:
-                is_known = list(map(_SHAPE_OF, batch.values())) == watch.known_shapes
-            except AttributeError:  # No dict of arrays.
-                is_known = False
-            if not is_known:
-                return take(state, batch)
-            try:
-                state, outputs = run(state, batch)
-            except Exception as error:
-                _explain(error, batch)
-                raise
-            return state, outputs, watch.num_rows  # pyright: ignore[reportReturnType]
-
-        return take_plain
+        None where something is to be done to a batch but to give it to `run`, and before the first batch.
+        """
+        like = self._batch_watch.like
+        if like is None or self._places_batches() or self._has_hooks_of_batches():
+            return None
+        return PlainStep(self._compiled.training(self._watch), self._compiled.only_known, *like)
 
     def fused_step(
         self, *, evaluates: bool = False
@@ -507,7 +510,7 @@ class Step:
                         f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
                         "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
                     )
-                if looks_at_one and (evaluates or watch.known_shapes is not None):
+                if looks_at_one and (evaluates or watch.like is not None):
                     return batches, [number] * len(batches)  # Those that differ can't be stacked.
                 prepared.append(batch)
                 numbers.append(number)

@@ -1,10 +1,12 @@
 import _thread
 import itertools
+import signal
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
@@ -373,3 +375,73 @@ def test_stop_iteration_in_a_step_is_no_end_of_the_data():
     with pytest.raises(RuntimeError, match="The step raised StopIteration") as caught:
         Loop(step)(state, batches)
     assert "after step 0" in caught.value.__notes__[0]
+
+
+class Regression(Step):
+    traces = 0
+
+    def run(self, state, batch):
+        self.traces += 1
+        loss = lambda params: ((state.apply_fn({"params": params}, batch["x"]) - batch["y"].astype(float)) ** 2).mean()
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value, "step": state.step}
+
+
+def odd_batches(kind):
+    """Forty batches of which the 36th is not like the others."""
+    rng = np.random.default_rng(0)
+    batches = [{"x": rng.normal(size=[8, 3]).astype(np.float32), "y": np.ones([8, 1], np.float32)} for _ in range(40)]
+    x, y = batches[35].values()
+    batches[35] = {
+        "nothing": {"x": x, "y": y},
+        "short": {"x": x[:5], "y": y[:5]},
+        "one leaf": {"x": x, "y": y[:1]},
+        "dtype": {"x": x, "y": y.astype(np.int32)},
+        "another leaf": {"x": x, "y": y, "z": x},
+        "order": {"y": y, "x": x},
+        "no array": {"x": jnp.asarray(x), "y": y},
+        "no dict": [x, y],
+        "wrong": {"x": np.ones([8, 4], np.float32), "y": y},
+        "strings": {"x": x, "y": np.array(["a"] * 8)},
+    }[kind]
+    return batches
+
+
+def train_on(kind, as_data):
+    step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
+    loop = TrainLoop(step, stat_names=[])
+    try:
+        state, outputs = loop(step.initialize_model([1, 3]), as_data(odd_batches(kind)))
+        told = {name: [float(value) for value in values] for name, values in outputs.items()}
+        return (
+            jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), state.params),
+            told,
+            outputs.num_examples,
+            step.traces,
+        )
+    except Exception as error:
+        rescued = loop.rescued_state
+        assert rescued is not None and int(rescued.step) == 35
+        return type(error), str(error), error.__notes__, step.traces
+
+
+@pytest.mark.parametrize(
+    "kind", "nothing,short,one leaf,dtype,another leaf,order,no array,no dict,wrong,strings".split(",")
+)
+def test_batches_out_of_the_memory_are_taken_like_others(kind):
+    """For a list a loop does less than for a generator."""
+    one, other = (train_on(kind, as_data) for as_data in (lambda batches: (each for each in batches), list))
+    assert str(one) == str(other)
+
+
+@pytest.mark.parametrize("as_data", [list, itertools.chain])
+def test_a_signal_ends_a_loop_whatever_its_data(as_data):
+    class Interrupting(Counts):
+        def run(self, state, batch):
+            jax.debug.callback(lambda step: int(step) == 40 and signal.raise_signal(signal.SIGINT), state.step)
+            return super().run(state, batch)
+
+    step = Interrupting(jax.random.key(0), nn.Dense(1))
+    loop = TrainLoop(step)
+    state, outputs = loop(step.initialize_model([1, 3]), as_data([{"x": np.ones(3)}] * 1000))
+    assert loop.was_interrupted and 40 < int(state.step) == len(outputs["loss"]) < 200
