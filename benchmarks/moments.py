@@ -225,7 +225,7 @@ def _times_for(secs: float, step: Callable[..., Any]) -> int:
 
 
 def import_time(num_rounds: int = 7) -> Comparison:
-    """Importing jaxloop against importing what it is made of, each in a process of its own."""
+    """Importing jaxloop against importing what it is made of, each in a process of its own, as bytecode."""
 
     def importing(line):
         program = f"import time; start = time.perf_counter(); {line}; print(time.perf_counter() - start)"

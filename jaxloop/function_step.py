@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import optax
 from absl import logging
-from flax import nnx
 
 from jaxloop import checks, data, metrics, models, partition, types
 from jaxloop.step import Step
@@ -248,7 +247,7 @@ def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
         return state
     if not hasattr(state, "update_variables"):  # A TrainState of Flax, with fields of its own.
         return state.replace(**updates)
-    if isinstance(state.params, nnx.State):
+    if types.is_nnx(state.params, "State"):
         return functools.reduce(lambda state, variables: state.update_variables(variables), updates.values(), state)
     return state.update_variables(updates)
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import nnx
 from flax.training import train_state
 
 from jaxloop import checks, types
+from jaxloop.types import nnx
 
 
 def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], known: list[str]) -> None:
@@ -35,7 +35,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
       ValueError: an NNX class without `nnx_model_args`, or a Linen module with them.
       TypeError: anything else that is no model; an unknown keyword beside a Linen module.
     """
-    is_nnx_class = inspect.isclass(model) and issubclass(model, nnx.Module)
+    is_nnx_class = types.is_nnx_class(model)
     if is_nnx_class:
         if nnx_model_args is None:
             raise ValueError(
@@ -44,7 +44,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
                 "rngs=nnx.Rngs(...) from base_prng."
             )
         return
-    if isinstance(model, nnx.Module):
+    if types.is_nnx(model, "Module"):
         raise TypeError(
             f"model is an instance of the NNX module {type(model).__name__}; give the class itself, and its arguments "
             f"as nnx_model_args: Step(base_prng, {type(model).__name__}, nnx_model_args=(...))."
@@ -177,7 +177,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 def apply_gradients(state: Any, grads: Any) -> Any:
     """`state.apply_gradients(grads=grads)`, which Flax has for parameters in a dict, for those of any model."""
     overrides = type(state).apply_gradients is not train_state.TrainState.apply_gradients
-    if overrides or isinstance(grads, Mapping | nnx.State):
+    if overrides or isinstance(grads, Mapping) or types.is_nnx(grads, "State"):
         return state.apply_gradients(grads=grads)
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -189,7 +189,7 @@ def mixes_examples(state: Any, *, train: bool) -> bool:
 
     So does batch normalisation in training. Where it is so, nothing may be added to a short batch.
     """
-    if isinstance(state.collections, nnx.State):
+    if types.is_nnx(state.collections, "State"):
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         others = [
             leaf
@@ -269,7 +269,7 @@ class NNXApply(Forward):
     jit hashes the state's static fields at each call, and a graphdef takes about a millisecond: so it is done once.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef):
+    def __init__(self, graphdef: "nnx.GraphDef"):
         self.graphdef = graphdef
         self._hash = hash(graphdef)
 
@@ -434,12 +434,12 @@ def adapt(model: Any) -> Any:
     """
     name = type(model).__name__
     if inspect.isclass(model):
-        if issubclass(model, nnx.Module):
+        if types.is_nnx_class(model):
             return model
         raise TypeError(f"{_WHAT_A_MODEL_IS}, got the class {model.__name__}: give an instance, {model.__name__}(...).")
     if isinstance(model, nn.Module | AdaptedModel):
         return model
-    if isinstance(model, nnx.Module):
+    if types.is_nnx(model, "Module"):
         graphdef, *arrays = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
         return AdaptedModel(f"{name} is an instance of an NNX module", NNXApply(graphdef), tuple(arrays))
     if isinstance(model, tuple) and len(model) == 2 and _is_equinox_state(model[1]):

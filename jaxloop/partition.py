@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, types
+from jaxloop.types import nnx
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
@@ -261,8 +261,8 @@ class SPMDPartitioner(MeshPartitioner):
                 annotated = jax.eval_shape(init_fn, *args, **kwargs)
                 is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
                 # Each of the two leaves the other's annotations alone.
-                specs = nnx.get_partition_spec(annotated)
-                specs = nn.get_partition_spec(annotated) if _has_boxes(annotated) else specs
+                of = nn if _has_boxes(annotated) else nnx
+                specs = of.get_partition_spec(annotated)
                 sharding = jax.tree.map(self._sharding_of, specs, is_leaf=is_spec)
                 if self._sharding is not None and jax.tree.structure(sharding) != jax.tree.structure(self._sharding):
                     raise ValueError(

@@ -2,13 +2,19 @@
 
 import dataclasses
 import enum
+import inspect
+import sys
 from collections.abc import Hashable, Mapping
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from etils import epy
+from flax import struct
 from flax.training import train_state
+
+with epy.lazy_imports():  # It takes as long to import as all of jaxloop, and Linen models have no need of it.
+    from flax import nnx
 
 Batch = Any
 """A pytree of arrays whose leading axis counts examples: a dict, a tuple, a named tuple, ..."""
@@ -24,6 +30,16 @@ PRNGType = jax.Array | Mapping[str, jax.Array]
 
 STOP_LOOP = "jaxloop/stop_loop"
 """A loop stops the experiment by setting `outputs[STOP_LOOP] = True`."""
+
+
+def is_nnx(value: Any, name: str) -> bool:
+    """Whether a value is of the class of NNX of that name, without importing NNX: then nothing is."""
+    return "flax.nnx" in sys.modules and isinstance(value, getattr(nnx, name))
+
+
+def is_nnx_class(value: Any) -> bool:
+    """Whether a value is a class of NNX modules; likewise."""
+    return "flax.nnx" in sys.modules and inspect.isclass(value) and issubclass(value, nnx.Module)
 
 
 class TrainState(train_state.TrainState):
@@ -64,7 +80,7 @@ class TrainState(train_state.TrainState):
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of a Linen model, as `apply_fn` takes them: `params` and all collections."""
-        if isinstance(self.params, nnx.State):
+        if is_nnx(self.params, "State"):
             raise TypeError(
                 "TrainState.variables belongs to Linen models, and this state holds an NNX model. "
                 "Call state.apply_fn(state.params, state.batch_stats, state.collections, train=self.train)(inputs)."
@@ -79,7 +95,7 @@ class TrainState(train_state.TrainState):
           updates: for Linen the second result of `apply_fn(..., mutable=[...])`; for NNX the
             `nnx.State` that `apply_fn(...)(inputs)` returns, of which all but the parameters is taken.
         """
-        if isinstance(self.params, nnx.State):
+        if is_nnx(self.params, "State"):
             _, batch_stats, rest = nnx.split_state(updates, nnx.Param, nnx.BatchStat, ...)
             return self.replace(batch_stats=batch_stats, collections=rest)
         rest = dict(updates)
