@@ -270,7 +270,8 @@ def second_start(num_rounds: int = 3) -> Comparison:
 
 
 def _run(command: list[str]) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{run.stderr}")
     return run.stdout
