@@ -33,7 +33,9 @@ def test_the_programs_in_the_readme_run_and_print_what_it_says(capsys, monkeypat
     assert "[250, 500, 600] 600 steps in " in printed.out
     assert "600/600 [==============================]" in printed.err
 
-    _, functions, by_hand, fit, own_steps, _ = names["histories"]
+    assert "of a device's memory" in printed.out
+
+    _, _, functions, by_hand, fit, own_steps, _ = names["histories"]
     assert functions.collect("steps", "loss") == by_hand.collect("steps", "loss")
     assert functions.collect("accuracy")[-1] > 0.9
     assert fit.collect("steps", "eval.accuracy")[0] == list(range(20, 601, 20))

@@ -1,0 +1,84 @@
+"""What a run costs, counted: reads of the devices, waits for them, dispatches, and what is alive."""
+
+import gc
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import jaxloop
+from jaxloop import every, examples, metrics
+
+
+def long_run(steps, log, **options):
+    """Trains for so many steps, with everything on that a run has; logged at each `log`-th."""
+    step, state, batches = examples.tiny_regression()
+    loop = jaxloop.TrainLoop(step, **options)
+    run = jaxloop.OuterLoop(loop, log_interval=every(steps=log))
+    return run(state, itertools.cycle(batches), steps, log_train_total_steps=False), run
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 32}])
+@pytest.mark.parametrize(("steps", "log"), [(1000, 100), (3000, 300), (3000, 1000)])
+def test_a_run_reads_the_devices_when_it_logs(steps, log, options, monkeypatch):
+    reads, fetch = [], metrics.fetch
+
+    def counting(tree):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
+            reads.append(1)
+        return fetch(tree)
+
+    monkeypatch.setattr(metrics, "fetch", counting)
+    _, run = long_run(steps, log, **options)
+    assert len(run.history) == steps / log
+    assert len(reads) <= steps / log + 5
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 32}])
+def test_as_much_is_alive_after_ten_thousand_steps_as_after_a_hundred(options):
+    alive = {}
+
+    class Count(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            if step_num in (100, 10_000):
+                gc.collect()
+                alive[step_num] = len(jax.live_arrays())
+
+    long_run(10_000, 100, end_actions=[Count(every(steps=100))], **options)
+    assert alive[10_000] == alive[100]
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 20])
+def test_the_host_is_no_further_ahead_than_it_may_be(most):
+    started, done, ahead = 0, 0, []
+
+    class Counted(jaxloop.Step):
+        def run(self, state, batch):
+            jax.debug.callback(note_done)
+            return state.replace(step=state.step + 1), {"x": batch["x"].mean()}
+
+    def note_done():
+        nonlocal done
+        done += 1
+
+    def batches():
+        nonlocal started
+        for _ in range(200):
+            ahead.append(started - done)
+            started += 1
+            yield {"x": np.ones(3, np.float32)}
+
+    example, state, _ = examples.tiny_regression()
+    step = Counted(jax.random.key(0), example.model, train=False)
+    jaxloop.Loop(step, max_steps_in_flight=most)(state, batches())
+    jax.effects_barrier()
+    assert done == 200 and max(ahead) <= most
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True])
+def test_how_far_ahead_is_a_positive_int(bad):
+    step, _, _ = examples.tiny_regression()
+    for loop in (jaxloop.Loop, jaxloop.TrainLoop, jaxloop.EvalLoop):
+        with pytest.raises((TypeError, ValueError), match="max_steps_in_flight must be a positive int or None"):
+            loop(step, max_steps_in_flight=bad)
