@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from jaxloop import checks, metrics, types
 
 NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
-
-FLAGS = "jaxloop/bad_numbers"
-"""The output with which flags travel to the host."""
 
 # For how many steps the devices keep flags.
 MAX_STEPS = _ROWS = 32
@@ -185,7 +182,7 @@ class Watch:
 
     Args:
       policy: "raise" or "skip".
-      chunk_size: with how many steps' outputs the flags are sent; at most 32.
+      chunk_size: after how many steps their flags are sent; at most 32.
 
     Attributes:
       steps: how many steps have been run since `restart`.
@@ -196,14 +193,12 @@ class Watch:
         self.policy: NanPolicy = policy
         self._chunk_size = chunk_size
         self.steps = self._sent = self._read = 0
-        self._on_their_way: collections.deque[int] = collections.deque()  # For how many steps each.
-        self._newest: dict[str, Any] = {}
+        self._on_their_way: collections.deque[_Sent] = collections.deque()
         self._flags: Any = None
         self._looking: Looking | None = None
 
     def restart(self) -> None:
         """Begins a call of the loop."""
-        self._newest = {FLAGS: None}
         self._on_their_way.clear()
         self.steps = self._sent = self._read = 0
 
@@ -211,44 +206,51 @@ class Watch:
         self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batch: Any, *, fused: bool = False
     ) -> Any:
         """Runs one compiled step, of `looking.run`, or as many as batches are stacked; returns `(state, outputs)`."""
-        if looking is not self._looking:
+        num_steps = len(jax.tree.leaves(batch)[0]) if fused else 1
+        if looking is not self._looking:  # Whose flags are in an array of their own.
+            self._send()
             self._looking, self._flags = looking, looking.no_flags(state)
+        elif self.steps - self._sent + num_steps > _ROWS:
+            self._send()
         state, (outputs, self._flags) = compiled(state, (batch, self._flags))
-        self.steps += len(jax.tree.leaves(batch)[0]) if fused else 1
+        self.steps += num_steps
         return state, outputs
 
-    def make_room(self, num_steps: int) -> None:
-        """To be called before several steps in one dispatch: the devices keep the flags of 32."""
-        if self.steps - self._sent + num_steps > _ROWS:
-            self.send()
+    def look(self, state: Any) -> list[Found]:
+        """What the flags say that are there already. Does not wait; to be called after each chunk of steps.
 
-    def with_flags(self, outputs: types.Output) -> dict[str, Any]:
-        """The outputs of the newest step, and with those of each `chunk_size`th step the flags."""
-        self._newest = dict(outputs or {})
+        Args:
+          state: any of the structure of the train state.
+        """
         if self.steps - self._sent >= self._chunk_size:
-            self.send()
-        return self._newest
-
-    def send(self) -> None:
-        """Adds the flags to the newest outputs, which are about to be read: one read for both."""
-        if self.steps > self._sent and FLAGS not in self._newest:
-            self._newest[FLAGS] = self._flags
-            self._on_their_way.append(self.steps - self._sent)
-            self._sent = self.steps
-
-    def take_flags(self, flags: np.ndarray, state: Any) -> list[Found]:
-        """What the next flags say that have reached the host."""
-        return self._found(flags, self._on_their_way.popleft(), state)
+            self._send()
+        found = []
+        while self._on_their_way and metrics.is_ready(self._on_their_way[0].flags):
+            found += self._found_next(state)
+        return found
 
     def read(self, state: Any) -> list[Found]:
-        """Reads the flags of the steps since the last ones that arrived: of one that failed after its update."""
-        if self._read == self.steps:
-            return []
-        self._sent = self.steps
-        return self._found(metrics.fetch(self._flags), self.steps - self._read, state)
+        """What the flags of all steps say of which nothing was said yet. Waits for them."""
+        self._send()
+        return [found for _ in range(len(self._on_their_way)) for found in self._found_next(state)]
 
-    def _found(self, flags: np.ndarray, steps: int, state: Any) -> list[Found]:
+    def _send(self) -> None:
+        if self.steps > self._sent:
+            assert self._looking is not None
+            self._flags.copy_to_host_async()
+            self._on_their_way.append(_Sent(self._flags, self.steps - self._sent, self._looking))
+            self._sent = self.steps
+
+    def _found_next(self, state: Any) -> list[Found]:
+        flags, steps, looking = self._on_their_way.popleft()
         first, self._read = self._read, self._read + steps
-        assert self._looking is not None
-        rows = flags[-steps:]
-        return [Found(first + int(i), self._looking.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
+        rows = metrics.fetch(flags)[-steps:]
+        return [Found(first + int(i), looking.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
+
+
+class _Sent(NamedTuple):
+    """The flags of the newest so many steps, and whose names they stand for."""
+
+    flags: jax.Array
+    steps: int
+    looking: Looking

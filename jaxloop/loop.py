@@ -397,7 +397,6 @@ class Loop:
             group = feed.take(self._steps_at_once)  # pyright: ignore[reportArgumentType]
         if feed.has_ended:
             return state, Arrived()
-        self._before_group(len(group))
         taken = None
         if len(group) == self._steps_at_once:
             try:
@@ -416,7 +415,7 @@ class Loop:
             keep(batch)  # pyright: ignore[reportOptionalCall]
         self._num_examples += numbers
         self._time_before_step = before
-        queue.newest.append(Block(outputs, outputs or (), len(group)))
+        queue.newest.append(Block(outputs, len(group)))
         return state, self._push(state, queue, self._count_steps())
 
     def _take_careful(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
@@ -509,9 +508,6 @@ class Loop:
         finally:
             feed.put_back(batches)
 
-    def _before_group(self, num_steps: int) -> None:
-        """Called before several steps in one dispatch."""
-
     def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
         """What is called with each batch before its step; None for nothing."""
         return None
@@ -541,11 +537,7 @@ class Loop:
         self._newest_state = state
         if not num_steps:
             return Arrived()
-        self._before_push(queue)
         return queue.push(num_steps, state)
-
-    def _before_push(self, queue: OutputQueue) -> None:
-        """Called before the outputs of the newest steps are sent."""
 
     # When something happens inside the loop: what the layers above fill in ------------------------------
 

@@ -5,9 +5,10 @@ the way it bounds how far the host is ahead of the devices, and merges `clu.metr
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,10 +55,6 @@ class Arrived:
                 rows += [{name: column[i] for name, column in columns.items()} for i in range(num_steps)]
         return rows
 
-    def pop(self, name: str) -> list[Any]:
-        """Takes a column out, and returns the values that there are."""
-        return [value for columns, _ in self._blocks for value in (columns or {}).pop(name, ())]
-
     def add_to(self, outputs: dict[str, Any]) -> None:
         """Appends the values of the steps to the lists of a loop's outputs."""
         for columns, _ in self._blocks:
@@ -68,35 +65,24 @@ class Arrived:
                     outputs[name] = list(column)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """The outputs of several steps that were one dispatch, stacked on their leading axis.
+    """The outputs of several steps that were one dispatch, on the devices, stacked on their leading axis."""
 
-    Args:
-      outputs: on the devices; those under other names than `stacked` are the last step's.
-      stacked: names.
-      num_steps: how many.
-    """
-
-    def __init__(self, outputs: types.Output, stacked: Iterable[str], num_steps: int):
-        self.outputs, self.stacked, self.num_steps = outputs, frozenset(stacked), num_steps
-
-    def without(self, names: Iterable[str]) -> "Block":
-        return Block(_without(self.outputs, names), self.stacked, self.num_steps)
+    outputs: types.Output
+    num_steps: int
 
     def newest_scalars(self) -> dict[str, Any]:
         """The scalars of the last step, on the host; nothing while one of them is still being computed."""
         arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
         if not all(map(metrics.is_ready, arrays.values())):
             return {}
-        return {name: value[-1] for name, value in metrics.fetch(arrays).items() if name in self.stacked}
+        return {name: value[-1] for name, value in metrics.fetch(arrays).items()}
 
     def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
-        """Hands on what of its outputs is on the host."""
-        stacked = {name: _unstacked(value) for name, value in (fetched or {}).items() if name in self.stacked}
-        arrived.add(stacked if fetched is not None else None, self.num_steps)
-        others = {name: [value] for name, value in (fetched or {}).items() if name not in self.stacked}
-        if others:
-            arrived.add(others, 0)
+        """Hands on its outputs, which are on the host."""
+        columns = fetched and {name: _unstacked(value) for name, value in fetched.items()}
+        arrived.add(columns, self.num_steps)
 
 
 def _unstacked(value: Any) -> Sequence[Any]:
@@ -134,7 +120,7 @@ class _Chunk:
                 leaf.copy_to_host_async()
 
     def on_devices(self) -> Any:
-        """What is to be read, for `arrive`. As of now: a loop may add to the newest outputs until they are read."""
+        """What is to be read, for `arrive`."""
         columns = _columns_if_alike(self.outputs)
         if columns is not None:
             self._parts = [self.outputs]
@@ -162,6 +148,12 @@ class _Chunk:
                 whole = {name: columns[name] if name in columns else list(stacked[name][begin:end]) for name in first}
                 arrived.add(whole, len(part))
             begin = end
+
+
+def _outputs_without(outputs: "types.Output | Block", names: Iterable[str]) -> "types.Output | Block":
+    if isinstance(outputs, Block):
+        return Block(_without(outputs.outputs, names), outputs.num_steps)
+    return _without(outputs, names)
 
 
 def _outputs_of(outputs: "types.Output | Block") -> types.Output:
@@ -278,14 +270,6 @@ class OutputQueue:
         self.newest, self._steps = [], 0
         return arrived
 
-    def change_newest(self, change: Callable[[types.Output], types.Output]) -> None:
-        """Changes the outputs that were appended last."""
-        newest = self.newest[-1]
-        if isinstance(newest, Block):
-            newest.outputs = change(newest.outputs)
-        else:
-            self.newest[-1] = change(newest)
-
     def _wait(self, num_steps: int, state: Any) -> None:
         """Waits until the devices are no further behind than they may be before the next steps."""
         newest = _outputs_of(self.newest[-1])
@@ -367,7 +351,7 @@ class OutputQueue:
                 else:
                     states.append(tree[name])
             self._merge(name, states)
-        return [outputs.without(names) if isinstance(outputs, Block) else _without(outputs, names) for outputs in chunk]
+        return [_outputs_without(outputs, names) for outputs in chunk]
 
     def _sums(self, name: str, states: list[Any]) -> list[Any]:
         """What there is of a name so far, none or one, as of the class of the states that come."""

@@ -173,33 +173,20 @@ class TrainLoop(ActionLoop):
         with self._step.watched(watch) if watch is not None else contextlib.nullcontext():
             super()._find_steps_at_once(state, feed)
 
-    def _before_group(self, num_steps: int) -> None:
-        if self._watch is not None:
-            self._watch.make_room(num_steps)
-
     def _note_failed_step(self) -> None:
         self._failed_step = self._step_num + 1
 
     # Bad numbers -------------------------------------------------------------------------------------
 
-    def _wants_outputs_soon(self) -> bool:
-        return self._watch is not None or super()._wants_outputs_soon()
-
-    def _before_push(self, queue: OutputQueue) -> None:
+    def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
+        arrived = super()._push(state, queue, num_steps)
         if self._watch is not None:
-            queue.change_newest(self._watch.with_flags)
-
-    def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
-        if self._watch is not None:
-            for flags in arrived.pop(bad_numbers.FLAGS):
-                self._look_at(self._watch.take_flags(flags, self._newest_state))
-        return super()._take(outputs, arrived)
+            self._look_at(self._watch.look(state))
+        return arrived
 
     def _drain(
         self, queue: OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
     ) -> metrics.LoopOutputs:
-        if self._watch is not None:
-            self._watch.send()
         outputs = super()._drain(queue, outputs, keep_sums=keep_sums)
         if self._watch is not None:
             self._look_at(self._watch.read(self._newest_state))

@@ -183,7 +183,7 @@ def test_looking_costs_one_read_in_a_chunk(data_parallel, monkeypatch):
         return len(reads)
 
     assert count("ignore") == 1  # At the end.
-    assert count("raise") == count("skip") <= 100 / 32  # With the flags come the outputs of the same steps.
+    assert count("raise") == count("skip") <= 1 + 100 / 32 + 1
 
 
 def test_an_unknown_policy_is_an_error(data_parallel):
