@@ -22,6 +22,8 @@ def numpy_batch(batch: types.Batch) -> types.Batch:
     >>> numpy_batch({"name": "a", "x": np.zeros(3)})
     {'name': 'a', 'x': array([0., 0., 0.])}
     """
+    if type(batch) is dict and all(type(leaf) is np.ndarray for leaf in batch.values()):
+        return batch
     return jax.tree.map(_numpy_leaf, batch)
 
 

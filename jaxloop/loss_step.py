@@ -515,9 +515,16 @@ def _mask_of(batch: Any) -> Any:
     return mask if is_vector else None
 
 
+@functools.lru_cache(maxsize=64)
+def _real_rows(rows: int, size: int) -> np.ndarray:
+    is_real = np.arange(size) < rows
+    is_real.flags.writeable = False  # All batches of so many rows share it.
+    return is_real
+
+
 def _fill(batch: Any, rows: int, size: int) -> _MaskedBatch:
     """The batch with masked copies of its last row, so that it has `size` rows."""
-    is_real = np.arange(size) < rows
+    is_real = _real_rows(rows, size)
     if size > rows:
         # A copy, for zeros may be none of the inputs that the loss is defined for.
         chosen = np.minimum(np.arange(size), rows - 1)

@@ -241,7 +241,7 @@ def test_where_the_inputs_are(batch, inputs, shape):
     ("batch", "inputs", "message"),
     [
         ({"a": A, "b": B}, None, "the batch has none of them. Its keys are 'a', 'b'. Say which: inputs="),
-        ({"x": A, "image": B}, None, "more than one of them, 'x', 'image'. Its keys are 'image', 'x'"),
+        ({"x": A, "image": B}, None, "more than one of them, 'x', 'image'. Its keys are 'x', 'image'"),
         ({"x": A}, "tokens", "The batch has no inputs='tokens'; it has the keys 'x'"),
         ((A, B), 2, "The batch has no inputs=2; it has tuple of 2"),
         ((), None, "A batch is a dict, a tuple, a list or an array, got tuple of 0"),

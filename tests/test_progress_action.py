@@ -177,7 +177,9 @@ def test_in_a_notebook_it_is_redrawn_on_stdout(bar, monkeypatch, capsys):
         action(None, {"loss": 0.5}, step_num=step)
     action.close()
     shown = capsys.readouterr()
-    assert shown.out.count("\r") >= 8 and shown.out.endswith("loss: 0.5000\n" if bar == "keras" else "loss=0.5000]\n")
+    assert shown.out.count("\r") >= 8 and shown.out.rstrip().endswith(
+        "loss: 0.5000" if bar == "keras" else "loss=0.5000]"
+    )
     assert shown.err == ""
 
 
