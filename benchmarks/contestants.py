@@ -168,12 +168,7 @@ def train_loop(data_parallel: bool = False, **options: Any) -> Contestant:
         if options.get("steps_per_dispatch") == SCAN_LENGTH and not workload.scans:
             raise Absent("XLA is ten times slower at convolutions inside a scan on a CPU.")
         step = make_step(workload, data_parallel)
-        try:
-            loop = jaxloop.TrainLoop(step, **options)
-        except (TypeError, ValueError) as error:
-            if options.get("steps_per_dispatch") != "auto":
-                raise
-            raise Absent(f"this jaxloop does not choose: {error}") from error
+        loop = jaxloop.TrainLoop(step, **options)
 
         def train(num_steps):
             state, batches = new_state(workload, step), workload.batches()
