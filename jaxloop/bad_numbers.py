@@ -242,9 +242,10 @@ class Watch:
             self._sent = self.steps
 
     def _found_next(self, state: Any) -> list[Found]:
-        flags, steps, looking = self._on_their_way.popleft()
-        first, self._read = self._read, self._read + steps
+        flags, steps, looking = self._on_their_way[0]
         rows = metrics.fetch(flags)[-steps:]
+        self._on_their_way.popleft()  # Only now: an interrupted read loses nothing.
+        first, self._read = self._read, self._read + steps
         return [Found(first + int(i), looking.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
 
 

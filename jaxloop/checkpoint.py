@@ -356,8 +356,14 @@ def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict
 
 
 def _fingerprint(tree: Any) -> str:
-    """What is equal of trees whose leaves have the same paths, shapes and dtypes."""
-    leaves = sorted(f"{path}: {checks.describe(leaf)}" for path, leaf in checks.leaves_by_path(tree).items())
+    """What is equal of trees whose leaves have the same paths, shapes and dtypes, and that are empty in the same places.
+
+    Orbax restores into no other tree, unless it is asked what it has.
+    """
+    is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
+    describe = lambda node: "nothing" if is_empty(node) else checks.describe(node)
+    leaves = sorted(f"{checks.path_name(path)}: {describe(node)}" for path, node in nodes)
     return hashlib.sha256("\n".join(leaves).encode()).hexdigest()
 
 

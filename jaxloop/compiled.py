@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class Compiled:
         self._name, self._run, self._evaluate = name, run, evaluate
         self._partitioner, self._jit_kwargs = partitioner, jit_kwargs
         self._made: dict[Any, Any] = {}
-        self._only_known = False
+        self._only_known: int | None = None  # The thread that is in that context.
 
     def training(self, watch: bad_numbers.Watch | None = None, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> (state, outputs)`, which takes the state over.
@@ -54,7 +55,7 @@ class Compiled:
         """
         if watch is None:
             run = _scan(self._run) if fused else self._run
-            return self._once(("train", fused), lambda: self._compile(run, **self._jit_kwargs))
+            return self._once(("train", fused), lambda: self._compile(run, self._jit_kwargs, refuses=not fused))
         looking, compiled = self._once(("train", fused, watch.policy), lambda: self._looking(watch.policy, fused))
         return functools.partial(watch.run, looking, compiled, fused=fused)
 
@@ -77,22 +78,22 @@ class Compiled:
     def _looking(self, policy: bad_numbers.NanPolicy, fused: bool) -> tuple[bad_numbers.Looking, Callable[..., Any]]:
         looking = bad_numbers.Looking(self._run, policy, self._partitioner.mesh is not None)
         run = _scan_with_flags(looking.run) if fused else looking.run
-        return looking, self._compile(run, **self._jit_kwargs)
+        return looking, self._compile(run, self._jit_kwargs, refuses=not fused)
 
     def evaluation(self, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> outputs`: the state is kept, and what `run` makes of it is never computed."""
         kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
         jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": None}
         run = _map(self._evaluate) if fused else self._evaluate
-        return self._once(("evaluate", fused), lambda: self._compile(run, **jit_kwargs))
+        return self._once(("evaluate", fused), lambda: self._compile(run, jit_kwargs))
 
-    def _compile(self, run: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Callable[..., Any]:
+    def _compile(self, run: Callable[[Any, Any], Any], jit_kwargs: Any, *, refuses: bool = False) -> Callable[..., Any]:
         traces: list[dict[str, str]] = []
 
         @functools.wraps(run)
         def traced(state: Any, batch: types.Batch) -> Any:
             signature = _signature(state, batch)
-            if self._only_known and signature not in traces:
+            if self._only_known == threading.get_ident() and refuses and signature not in traces:
                 raise NotCompiled
             if traces and signature not in traces:
                 _explain_trace(self._name, traces, signature)
@@ -104,11 +105,11 @@ class Compiled:
     @contextlib.contextmanager
     def only_known(self) -> Iterator[None]:
         """A context in which NotCompiled is raised where leaves are not like any that it was compiled for."""
-        self._only_known = True
+        self._only_known = threading.get_ident()
         try:
             yield
         finally:
-            self._only_known = False
+            self._only_known = None
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -194,11 +195,13 @@ def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
 
 def _stacked_leaf(*leaves: Any) -> Any:
     first = leaves[0]
-    if not isinstance(first, np.ndarray):
-        return jnp.stack(leaves) if isinstance(first, jax.Array) else np.stack(leaves)
+    if not isinstance(first, np.ndarray | jax.Array):
+        return np.stack(leaves)
     shape, dtype = first.shape, first.dtype
     for leaf in leaves:
         if leaf.shape != shape or leaf.dtype != dtype:
             raise ValueError("The leaves differ.")
+    if isinstance(first, jax.Array):
+        return jnp.stack(leaves)
     # Joining them is several times faster than `np.stack`.
     return np.concatenate(leaves).reshape(len(leaves), *shape) if shape else np.stack(leaves)

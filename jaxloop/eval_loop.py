@@ -90,8 +90,8 @@ class EvalLoop(ActionLoop):
         return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
     def _count_steps(self, *, undone: bool = False) -> int:
-        before, new = len(self.num_examples), super()._count_steps(undone=undone)
-        if not self._is_bounded and before - new < self._endless_after < before:
+        taken, new = len(self.num_examples), super()._count_steps(undone=undone)
+        if not self._is_bounded and taken - new < self._endless_after < taken:
             logging.warning(
                 "The evaluation by %r has run more than %d steps, and its dataset has not ended. If it repeats without "
                 "end, set num_steps in its EvalSpec, or leave out .repeat().",

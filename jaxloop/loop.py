@@ -77,7 +77,7 @@ class Loop:
         self._steps_at_once: int | None = 1  # None until it is found out.
         self._evaluates = False  # Whether no call of it changes the state.
         self._fused_step: Any = None  # In a call, once it is needed.
-        self._place = ""  # Where an exception has come from.
+        self._place = self._step_name = ""  # Where an exception has come from.
         self.steps_before = 0
         self.source: Any = _Uncounted()
 
@@ -233,7 +233,9 @@ class Loop:
         feed, stopwatch = self._feed_of(dataset), self._stopwatch
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         take = self._fused_step = None
-        self._place, step_name = "the dataset", repr(self._step)
+        self._place, self._step_name = "the dataset", repr(self._step)
+        if not self._returns_new_state:
+            self._step.begin_evaluation()
         try:
             state = self._step.prepare_state(state)
             take = self._quick_step()
@@ -246,15 +248,14 @@ class Loop:
                 else:
                     state, arrived = self._take_quickly(take, state, feed, queue, room, next_time)
                 if arrived:
-                    self._place = step_name
                     outputs = self._take(outputs, arrived)
+                if feed.has_ended:
+                    break
                 if self._interrupt.requested:
                     self._was_interrupted = len(self._num_examples) != num_steps
                     break
-                if feed.has_ended:
-                    break
-                is_event = self._step_num >= next_step or stopwatch.training >= next_time
-                if is_event and len(self._num_examples) != num_steps:
+                is_time = next_time < math.inf and stopwatch.training_secs() >= next_time
+                if (is_time or self._step_num >= next_step) and len(self._num_examples) != num_steps:
                     now = self._now(self._loops_ended())
                     if now.is_last:
                         break
@@ -274,10 +275,11 @@ class Loop:
                         break
                     next_step, next_time = self._next_event()
                 self._place = "the dataset"
-            self._place = step_name
+            self._place = self._step_name
             outputs = self._drain(queue, outputs)
         except BaseException as error:
             self._rescue_outputs(queue, outputs, error)
+            self._count_rescued_step()
             error.add_note(f"in {self._place}, after step {self._step_num}, in {self!r}")
             raise
         finally:
@@ -298,13 +300,12 @@ class Loop:
             state, arrived = self._take_group(self._fused_step, state, feed, queue)
             if arrived is not None:
                 return state, arrived
-        room = min(room, queue.room)
         plain = self._plain_step(feed) if next_time == math.inf else None
         if plain is None:
-            return self._take_some(take, state, feed, queue, room, next_time)
-        if feed.ahead:
-            return self._take_some(take, state, feed, queue, min(room, len(feed.ahead)), next_time)
-        return self._take_plain(plain, state, feed, queue, room)
+            return self._take_some(take, state, feed, queue, min(room, queue.room), next_time)
+        if feed.ahead or room == 1:  # The last one is timed, for schedules that ask when the step before was done.
+            return self._take_some(take, state, feed, queue, 1, next_time)
+        return self._take_plain(plain, state, feed, queue, min(room - 1, queue.room))
 
     def _take_some(
         self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
@@ -403,7 +404,7 @@ class Loop:
                 taken = take_group(state, group)
             except Exception as error:
                 if isinstance(error, FusingError) or not checks.is_alive(state):
-                    self._place = repr(self._step)
+                    self._place = self._step_name
                     raise
                 # Taken one by one, the step that fails does so with all that belongs to it.
         if taken is None:
@@ -431,15 +432,18 @@ class Loop:
         self._count_steps(undone=in_step)
         if not in_step:
             return
-        self._place = repr(self._step)
+        self._place = self._step_name
         if isinstance(error, Exception):
             self._note_failed_step()
-        if self._step.rescued_state is not None:  # Only what came after the update has failed.
+        if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
+            raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
+
+    def _count_rescued_step(self) -> None:
+        """Counts the step whose update was done, where only what came after that has failed."""
+        if self._step.rescued_state is not None:
             self._newest_state = self._step.rescued_state
             self._num_examples.append(self._examples_at_hand)
             self._count_steps()
-        if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
-            raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Runs after the last step, with the `LoopOutputs` on the host."""
@@ -462,6 +466,10 @@ class Loop:
         self._feed.has_ended = False
         self._consumed = self.source.count - len(self._feed.ahead)
         return self._feed
+
+    def forget_batches(self) -> None:
+        """Drops what was drawn ahead from an iterator, which somebody has moved to another place since."""
+        self._feed = Feed(iter(()))
 
     def _new_queue(self) -> OutputQueue:
         most_held = None if self._wants_outputs_soon() else _MOST_STEPS_HELD
@@ -493,17 +501,20 @@ class Loop:
             )
         if value > 1:
             self._step.fused_step(evaluates=self._evaluates)  # Says why it can't.
-        self._steps_at_once = value
+        self._steps_at_once = int(value)
 
     def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
         """Tries how many steps are best taken in one dispatch, on copies, with batches that are given back."""
         with self._stopwatch.counting("data"):
             batches = feed.take(STEPS_TRIED)
         try:
+            evaluates = not self._returns_new_state
             if len(batches) == STEPS_TRIED:
-                evaluates = not self._returns_new_state
                 self._steps_at_once = find_steps_per_dispatch(self._step, state, batches, evaluates=evaluates)
-        except Exception:  # The step that fails does so when it is its turn, with all that belongs to it.
+            elif evaluates:  # Each time it is the same data.
+                self._steps_at_once = 1
+        except Exception as error:  # A step that fails does so when it is its turn, with all that belongs to it.
+            logging.warning("steps_per_dispatch='auto' is 1, because to try has failed: %r", error)
             self._steps_at_once = 1
         finally:
             feed.put_back(batches)
@@ -534,7 +545,7 @@ class Loop:
 
     def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
         """Sends the outputs of the newest steps to the host; returns those that have arrived."""
-        self._newest_state = state
+        self._newest_state, self._place = state, self._step_name
         if not num_steps:
             return Arrived()
         return queue.push(num_steps, state)

@@ -257,7 +257,7 @@ class LossStep(Step):
 
     # Running -------------------------------------------------------------------------------------
 
-    def _begin_evaluation(self) -> None:
+    def begin_evaluation(self) -> None:
         # To forget the loops before makes an evaluation the same in a run that was resumed.
         self._rows_of_first = None
 

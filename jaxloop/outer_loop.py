@@ -470,6 +470,7 @@ class OuterLoop:
         spec = self._checkpoint_spec
         if resumed is None or spec is None or not spec.restore_data:
             return
+        self._loops[0].forget_batches()
         try:
             if resumed.position is not None:
                 run.source.seek(resumed.position)

@@ -81,14 +81,16 @@ class Block:
 
     def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
         """Hands on its outputs, which are on the host."""
-        columns = fetched and {name: _unstacked(value) for name, value in fetched.items()}
+        columns = fetched and {name: _unstacked(value, self.num_steps) for name, value in fetched.items()}
         arrived.add(columns, self.num_steps)
 
 
-def _unstacked(value: Any) -> Sequence[Any]:
+def _unstacked(value: Any, number: int) -> Sequence[Any]:
     if isinstance(value, np.ndarray):
         return list(value)  # Of one axis, its items are scalars.
     leaves, structure = jax.tree.flatten(value)
+    if not leaves:
+        return [value] * number
     return [jax.tree.unflatten(structure, each) for each in zip(*leaves, strict=True)]
 
 
@@ -258,7 +260,8 @@ class OutputQueue:
         arrived = Arrived()
         if self._steps < self._chunk_size:
             return arrived
-        chunk = _Chunk(self._set_metrics_aside(self.newest), self._steps)
+        self.newest = self._set_metrics_aside(self.newest)
+        chunk = _Chunk(self.newest, self._steps)
         if not self._is_on_host:
             chunk.send()
         most_held = self._most_held if chunk.is_light() else self._max_in_flight
@@ -372,7 +375,7 @@ class OutputQueue:
     def _merge_block(self, name: str, stacked: Any) -> None:
         before = self._sums(name, [stacked])
         if metrics.merges_on_host(stacked):
-            self._merged[name] = metrics.merge([*metrics.fetch(before), *_unstacked(metrics.fetch(stacked))])
+            self._merged[name] = metrics.merge([*metrics.fetch(before), *_unstacked(metrics.fetch(stacked), 0)])
         else:
             self._merged[name] = _merge_stacked(before, stacked)
 

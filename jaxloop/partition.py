@@ -110,7 +110,7 @@ class SingleDevicePartitioner(Partitioner):
 
     @property
     def places_batches(self) -> bool:
-        return False
+        return type(self).shard_batch is not SingleDevicePartitioner.shard_batch
 
     def shard_init_fn(self, init_fn):
         return jax.jit(init_fn)
@@ -161,7 +161,7 @@ class MeshPartitioner(Partitioner):
 
     @property
     def places_batches(self) -> bool:
-        return self._mesh.size > 1
+        return self._mesh.size > 1 or type(self).shard_batch is not MeshPartitioner.shard_batch
 
     def shard_batch(self, batch):
         """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
@@ -260,7 +260,7 @@ class SPMDPartitioner(MeshPartitioner):
             with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
                 annotated = jax.eval_shape(init_fn, *args, **kwargs)
                 is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
-                # Each of the two leaves the other's annotations alone.
+                # Each of the two knows its own annotations.
                 of = nn if _has_boxes(annotated) else nnx
                 specs = of.get_partition_spec(annotated)
                 sharding = jax.tree.map(self._sharding_of, specs, is_leaf=is_spec)

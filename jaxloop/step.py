@@ -430,7 +430,6 @@ class Step:
             return None
         prepare = self._prepare_batch(evaluates)
         if evaluates:
-            self._begin_evaluation()
             compiled, shard = self._compiled.evaluation(), self._shard_short_batch
             run = lambda state, batch: (state, compiled(state, batch))
         else:
@@ -587,13 +586,13 @@ class Step:
         A batch whose rows do not divide over the devices is replicated.
         """
         if per_loop_step_number == 0:
-            self._begin_evaluation()
+            self.begin_evaluation()
         elapsed = Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number, elapsed)
         outputs = self._dispatch(self._compiled.evaluation(), self._shard_short_batch, state, batch)
         return self._end(state, outputs, per_loop_step_number, elapsed)[1]
 
-    def _begin_evaluation(self) -> None:
+    def begin_evaluation(self) -> None:
         """Called before the first batch of an evaluation."""
 
     def _shard_short_batch(self, batch: types.Batch) -> types.Batch:

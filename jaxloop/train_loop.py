@@ -65,8 +65,9 @@ class TrainLoop(ActionLoop):
       steps_per_dispatch: how many steps the devices take at a time, in one dispatch that scans `run` over as many
         batches. For small models, whose steps take less time than to start them, several times faster; on a CPU
         convolutions are ten times slower so. What happens between two steps on the host (schedules, the end of a loop
-        or of the data) is done at its exact step: up to there steps are taken one by one. What comes out is the same,
-        but XLA may round otherwise in the last bit. `Step.begin` is called for each batch, with the state before the
+        or of the data) is done at its exact step: up to there steps are taken one by one. Only a schedule of time,
+        which nobody knows in advance, fires after the dispatch in which its time comes. What comes out is the same, but
+        XLA may round otherwise in the last bit. `Step.begin` is called for each batch, with the state before the
         dispatch, and may not change it; a Step with actions or with an `end` of its own is a ValueError. "auto" tries
         1 and 32 on the first 32 batches, with copies of the state, and keeps what is faster, for a checkpoint's resume
         too; the hooks before `run` are called more often then.

@@ -13,7 +13,8 @@ from jaxloop import metrics, types
 from jaxloop.step import FusingError, Step
 
 STEPS_TRIED = 32
-_ROUNDS = 3
+# More rounds where they take little time: others may be using the machine. The least time of each counts.
+_ROUNDS, _MOST_ROUNDS, _SECS = 3, 20, 0.2
 # Where the host needs less than this share of a step to start it, one dispatch for many can't save more.
 _WORTH_SAVING = 0.04
 
@@ -95,6 +96,8 @@ def _try(take: Callable, take_group: Callable, state: Any, batches: Sequence[typ
     except FusingError as error:
         logging.info("steps_per_dispatch='auto' is 1. %s", error)
         return None
-    rounds = [(one_by_one(), fused()) for _ in range(_ROUNDS)]
+    rounds, began = [], time.perf_counter()
+    while len(rounds) < _ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - began < _SECS):
+        rounds.append((one_by_one(), fused()))
     singles, groups = zip(*rounds, strict=True)
     return Tried(min(singles), min(groups))

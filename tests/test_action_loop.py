@@ -259,6 +259,19 @@ def test_statistics_are_those_since_the_last_call():
     assert loop.elapsed == Elapsed(9, 72, 25.0, 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}, {"nan_policy": "raise"}])
+def test_a_schedule_of_time_fires_after_its_step(options):
+    clock, seen = Clock(), Seen(every(time=10))
+    step, state, batches = examples.tiny_regression()
+    loop = TrainLoop(step, end_actions=[seen], clock=clock, **options)
+    loop(state, clock.during((batches * 100)[:100], [1] * 100), num_steps=100)
+    called_at = [step_num for step_num, *_ in seen.calls]
+    if not options.get("steps_per_dispatch"):
+        assert called_at == [*range(10, 101, 10)]
+    else:  # After the dispatch in which its time comes.
+        assert called_at == [12, 20, 32, 40, 52, 60, 72, 80, 92, 100]
+
+
 def test_a_schedule_of_a_begin_action_is_asked_when_a_loop_begins():
     note = Note(every(steps=10) | every(loops=3))
     step, state, batches = examples.tiny_regression()

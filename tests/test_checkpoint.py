@@ -783,3 +783,15 @@ def test_the_probe_of_a_killed_process_is_gone_after_the_next(tmp_path, monkeypa
     assert len(list(tmp_path.iterdir())) == 1
     checkpoint.prepare_directory(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_is_empty_in_other_places_is_restored_too(tmp_path):
+    """As that of an optimizer with one more part, which keeps nothing."""
+    params = {"w": jnp.ones(3)}
+    state = {"params": params, "nothing": {}, "opt_state": optax.adam(0.1).init(params)}
+    action = CheckpointAction(tmp_path)
+    action.save(1, state, None)
+    action.close()
+    other = {**state, "opt_state": (*state["opt_state"], optax.EmptyState())}
+    for like in (state, other):
+        np.testing.assert_array_equal(checkpoint.restore(tmp_path, 1, like)["params"]["w"], np.ones(3))

@@ -11,7 +11,7 @@ import pytest
 from clu import metrics as clu_metrics
 from flax import linen as nn
 
-from jaxloop import actions, examples, metrics, partition, types
+from jaxloop import actions, data, every, examples, metrics, partition, types
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -445,3 +445,41 @@ def test_a_signal_ends_a_loop_whatever_its_data(as_data):
     loop = TrainLoop(step)
     state, outputs = loop(step.initialize_model([1, 3]), as_data([{"x": np.ones(3)}] * 1000))
     assert loop.was_interrupted and 40 < int(state.step) == len(outputs["loss"]) < 200
+
+
+@pytest.mark.parametrize("devices", [None, 1])
+def test_a_partitioner_of_ones_own_places_each_batch(devices):
+    class Placing:
+        placed = 0
+
+        def shard_batch(self, batch):
+            self.placed += 1
+            return super().shard_batch(batch)
+
+    if devices is None:
+        partitioner = type("Own", (Placing, partition.SingleDevicePartitioner), {})()
+    else:
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        partitioner = type("Own", (Placing, partition.DataParallelPartitioner), {})(mesh, "data")
+    step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, partitioner=partitioner)
+    TrainLoop(step)(step.initialize_model([1, 3]), odd_batches("nothing"))
+    assert partitioner.placed == 40
+
+
+class Fails(actions.Action):
+    def __call__(self, state, outputs, **kwargs):
+        raise OSError("the disk is gone")
+
+
+def test_an_iterator_that_was_moved_gives_nothing_of_what_was_drawn_before():
+    iterator = data.batches([{"x": np.full(1, number, np.float32)} for number in range(10)])
+    start = iterator.position()
+    step = Counts(jax.random.key(0), nn.Dense(1))
+    loop = TrainLoop(step, end_actions=[Fails(every(steps=3))])
+    state = step.initialize_model([1, 1])
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop(state, iterator)  # It has drawn the fourth, to know whether it goes on.
+    iterator.seek(start)
+    loop.forget_batches()
+    _, outputs = loop(step.initialize_model([1, 1]), iterator, num_steps=2)
+    assert [float(value) for value in outputs["loss"]] == [0, 1]
