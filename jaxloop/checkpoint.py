@@ -356,7 +356,7 @@ def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict
 
 
 def _fingerprint(tree: Any) -> str:
-    """What is equal of trees whose leaves have the same paths, shapes and dtypes, and that are empty in the same places.
+    """What is equal of trees whose leaves have the same paths, shapes and dtypes, and that have the same empty places.
 
     Orbax restores into no other tree, unless it is asked what it has.
     """
