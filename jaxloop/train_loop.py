@@ -54,14 +54,14 @@ class TrainLoop(ActionLoop):
       begin_actions: see `ActionLoop`, as `end_actions`.
       global_batch_size: see `StatLoop`, as `clock`.
       nan_policy: "raise" for a `bad_numbers.BadNumberError`, which names the first bad step. The loop does not wait
-        for the devices to find out: the host looks when outputs reach it, up to two chunks (of 32 steps) later, and
+        for the devices to find out: the host looks at flags that are there, once in 32 steps, and at the rest
         before a checkpoint is saved, so that none is of a state from a bad step on. "skip" to leave such a step out:
         the state stays bit by bit what it was, but for `state.step`, which counts on. Its outputs are in the lists,
         and have no weight in means; states of `clu.metrics` are emptied, unless they collect values; the number of
         such steps is in `outputs["jaxloop/skipped_steps"]`. The devices then hold a second copy of the state during a
         step. "ignore" to look at nothing, which costs nothing. Measured on two CPU cores, "raise" makes a step of a
-        small CNN 1.00 times as long, one of 2M parameters with Adam 1.05 times, and one of 0.1 ms 1.10 to 1.15 times;
-        "skip" 1.00, 1.27 and 1.10 to 1.17 times.
+        small CNN 1.0 times as long, one of 2M parameters in 193 leaves with Adam 1.05 to 1.25 times, and one of 0.1 ms
+        1.1 to 1.3 times; "skip" 1.0, 1.3 to 1.5 and 1.1 to 1.2 times.
       steps_per_dispatch: how many steps the devices take at a time, in one dispatch that scans `run` over as many
         batches. For small models, whose steps take less time than to start them, several times faster; on a CPU
         convolutions are ten times slower so. What happens between two steps on the host (schedules, the end of a loop
