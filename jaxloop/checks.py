@@ -363,12 +363,18 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 def compare(expected: dict[str, Any], got: dict[str, Any], *, show: int = 12) -> list[str]:
     """The leaves in which two trees differ, a line each; at most `show` lines and a count."""
-    lines = []
-    for path in [*expected, *(path for path in got if path not in expected)]:
-        one = describe(expected[path]) if path in expected else "(none)"
-        two = describe(got[path]) if path in got else "(none)"
-        if one != two:
-            lines.append(f"  {path}: {one} -> {two}")
-    if len(lines) > show:
-        lines = [*lines[:show], f"  ... and {len(lines) - show} more"]
-    return lines
+    expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
+    return change_lines(changes(expected, got), show=show)
+
+
+def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
+    """The paths under which two descriptions of leaves differ, with the one and the other."""
+    paths = [*expected, *(path for path in got if path not in expected)]
+    pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
+    return [change for change in pairs if change[1] != change[2]]
+
+
+def change_lines(changes: list[tuple[str, str, str]], *, show: int = 12) -> list[str]:
+    """What changed, a line each; at most `show` lines and a count."""
+    lines = [f"  {path}: {one} -> {two}" for path, one, two in changes[:show]]
+    return lines if len(changes) <= show else [*lines, f"  ... and {len(changes) - show} more"]

@@ -13,8 +13,6 @@ from absl import logging
 
 from jaxloop import bad_numbers, checks, partition, types
 
-_MOST_SHOWN = 12
-
 
 class NotCompiled(Exception):
     """Something would have to be compiled that nobody has looked at."""
@@ -60,14 +58,19 @@ class Compiled:
         return functools.partial(watch.run, looking, compiled, fused=fused)
 
     def lower(
-        self, state: Any, batch: types.Batch, watch: bad_numbers.Watch | None = None, **kind: bool
+        self,
+        state: Any,
+        batch: types.Batch,
+        watch: bad_numbers.Watch | None = None,
+        *,
+        fused: bool = False,
+        evaluates: bool = False,
     ) -> jax.stages.Lowered:
-        """What `training`, or `evaluation` with `evaluates=True`, would compile for this state and batch.
+        """What `training`, or `evaluation` with `evaluates`, would compile for this state and batch.
 
         To compile it is to compile it ahead: the function that it is of finds it there.
         """
-        fused = kind.get("fused", False)
-        if kind.get("evaluates", False):
+        if evaluates:
             return self.evaluation(fused=fused).lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
         compiled: Any = self.training(watch, fused=fused)
         if watch is None:
@@ -128,26 +131,17 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
 
 def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
     """Says what is new, against the trace that is most like it."""
-    changes = min((_changes(old, new) for old in traces), key=len)
+    changes = min((checks.changes(old, new) for old in traces), key=len)
     without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
     is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
     if all(is_shape_of_batch(*change) for change in changes):
         return  # Of that `checks.BatchWatch` tells.
-    shown = [f"  {leaf}: {old} -> {now}" for leaf, old, now in changes[:_MOST_SHOWN]]
-    if len(changes) > _MOST_SHOWN:
-        shown.append(f"  ... and {len(changes) - _MOST_SHOWN} more")
     logging.warning(
         "%s.run is compiled once more, because these leaves are not what they were (then -> now):\n%s\nGive all states "
         "and batches the same dtypes; a number such as jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
         name,
-        "\n".join(shown),
+        "\n".join(checks.change_lines(changes)),
     )
-
-
-def _changes(old: dict[str, str], new: dict[str, str]) -> list[tuple[str, str, str]]:
-    names = [*old, *(name for name in new if name not in old)]
-    pairs = ((name, old.get(name, "(none)"), new.get(name, "(none)")) for name in names)
-    return [change for change in pairs if change[1] != change[2]]
 
 
 def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

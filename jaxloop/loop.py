@@ -472,12 +472,9 @@ class Loop:
         self._feed = Feed(iter(()))
 
     def _new_queue(self) -> OutputQueue:
-        most_held = None if self._wants_outputs_soon() else _MOST_STEPS_HELD
+        # An `update_outputs` of somebody's own may want to see them soon.
+        most_held = None if _is_overridden(self, "update_outputs") else _MOST_STEPS_HELD
         return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._sums_to_go_on_with())
-
-    def _wants_outputs_soon(self) -> bool:
-        """Whether the outputs are wanted as soon as their step is done, rather than when somebody asks for them."""
-        return _is_overridden(self, "update_outputs")
 
     def _has_own_step(self) -> bool:
         """Whether a subclass, or somebody else, has set another `_run_one_step`."""

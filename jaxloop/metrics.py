@@ -233,7 +233,7 @@ def is_metric_class(kind: type) -> bool:
 
 def is_metric(value: Any) -> bool:
     """Whether a value is a state of `clu.metrics`."""
-    return isinstance(value, clu_metrics.Metric | clu_metrics.Collection | _KeptMetric)
+    return is_metric_class(type(value))
 
 
 def merges_on_host(metric: Any) -> bool:

@@ -98,7 +98,7 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Callable[[], float]):
-        self.clock = self._clock = clock
+        self.clock = clock
         self._seconds = dict.fromkeys(_NAMES, 0.0)
         self._kind: str | None = None
         self._since = 0.0
@@ -109,7 +109,7 @@ class Stopwatch:
 
     def switch(self, kind: str | None) -> str | None:
         """Counts for another thing from now on, for nothing with None; returns for what it counted before."""
-        now = self._clock()
+        now = self.clock()
         before = self._kind
         if before is not None:
             self._seconds[before] += now - self._since

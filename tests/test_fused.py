@@ -92,14 +92,20 @@ def test_all_is_as_it_is_one_by_one(at_once, devices, data_parallel):
     assert step.traces == (2 if at_once < 7 else 1)  # For the group, and for one.
 
 
-def test_a_group_is_one_dispatch(monkeypatch):
-    dispatches, partition = [], jaxloop.SingleDevicePartitioner.partition
+@pytest.fixture
+def dispatches(monkeypatch):
+    """The names of the compiled functions that are called from now on."""
+    names, partition = [], jaxloop.SingleDevicePartitioner.partition
 
     def counting(self, fn, **kwargs):
         compiled = partition(self, fn, **kwargs)
-        return lambda *args: dispatches.append(fn.__name__) or compiled(*args)
+        return lambda *args: names.append(fn.__name__) or compiled(*args)
 
     monkeypatch.setattr(jaxloop.SingleDevicePartitioner, "partition", counting)
+    return names
+
+
+def test_a_group_is_one_dispatch(dispatches):
     train(32, (batch_of(number) for number in range(200)), 100, interval=every(steps=50))
     assert len(dispatches) == 2 * (1 + 50 - 32) and dispatches.count("fused") == 2
 
@@ -335,14 +341,7 @@ def test_evaluations_are_the_same(devices, at_once, data_parallel):
     assert one == pytest.approx(other, rel=1e-6) and one["mean"] == other["mean"]
 
 
-def test_an_evaluation_of_many_batches_is_few_dispatches(monkeypatch):
-    dispatches, partition = [], jaxloop.SingleDevicePartitioner.partition
-
-    def counting(self, fn, **kwargs):
-        compiled = partition(self, fn, **kwargs)
-        return lambda *args: dispatches.append(fn.__name__) or compiled(*args)
-
-    monkeypatch.setattr(jaxloop.SingleDevicePartitioner, "partition", counting)
+def test_an_evaluation_of_many_batches_is_few_dispatches(dispatches):
     step = make_step()
     jaxloop.EvalLoop(step, steps_per_dispatch=8)(step.initialize_model([1, 3]), [batch_of(0)] * 20)
     assert len(dispatches) == 2 + 4

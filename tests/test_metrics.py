@@ -6,21 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clu import metrics as clu_metrics
+from programs.scores import scores
 
 from jaxloop import metrics, types
 from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.types import MetricType, MetricWithMetadata
-
-
-@flax.struct.dataclass
-class Scores(clu_metrics.Collection):
-    accuracy: clu_metrics.Accuracy
-    loss: clu_metrics.Average.from_output("loss")
-
-
-def scores(logits, labels):
-    loss = -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
-    return Scores.single_from_model_output(logits=logits, labels=labels, loss=loss)
 
 
 def test_a_mean_is_weighted_by_examples():

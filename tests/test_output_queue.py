@@ -1,11 +1,11 @@
 """Outputs on their way to the host: none lost, in order, bounded."""
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from clu import metrics as clu_metrics
+from programs.scores import Scores, scores
 
 from jaxloop import metrics
 from jaxloop.metrics import summarize
@@ -45,17 +45,6 @@ def test_a_queue_holds_a_bounded_number_of_steps(options, shape, most):
 def test_a_queue_takes_steps_without_outputs():
     arrived, _ = push_all(OutputQueue(4), [None, {"a": jnp.ones(())}, None, None, None])
     assert [outputs is None for outputs in arrived] == [True, False, True, True, True]
-
-
-@flax.struct.dataclass
-class Scores(clu_metrics.Collection):
-    accuracy: clu_metrics.Accuracy
-    loss: clu_metrics.Average.from_output("loss")
-
-
-def scores(logits, labels):
-    loss = -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
-    return Scores.single_from_model_output(logits=logits, labels=labels, loss=loss)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 4, 9])
