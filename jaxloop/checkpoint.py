@@ -5,7 +5,6 @@ directory wrote hold three items beside each other: `default`, the train state; 
 that are no part of the state. A seal over all of their files, see `jaxloop.seal`, is part of the commit.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -137,7 +136,7 @@ def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
 def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None) -> Any:
     """Reads the train state of a checkpoint into the structure and onto the devices of `state`, which stays usable.
 
-    All of the checkpoint is verified. One without a seal, such as those of an Orbax manager, is read as it is.
+    All of the checkpoint is verified first. One without a seal, such as those of an Orbax manager, is read as it is.
 
     Args:
       directory: the directory with one subdirectory a step.
@@ -158,20 +157,8 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
 
 
 def _restore(directory: epath.PathLike, step: int, state: Any, transforms: Any) -> Any:
-    path = _step_directory(directory, step)
-    sealed = _is_sealed(path)
-    # Verified while it is read; what was read of a damaged one is thrown away.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        problems = thread.submit(lambda: seal.problems(path) if sealed else [])
-        try:
-            restored = _read_tree(path, _ITEM, state, sealed, transforms)
-        except Exception as error:
-            if problems.result():
-                raise _damaged(path, problems.result()) from error
-            raise
-        if problems.result():
-            raise _damaged(path, problems.result())
-    return restored
+    path, sealed = _verified(directory, step)
+    return _read_tree(path, _ITEM, state, sealed, transforms)
 
 
 def restore_newest(
@@ -273,15 +260,11 @@ def _step_directory(directory: epath.PathLike, step: int) -> epath.Path:
 def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[epath.Path, bool]:
     """The directory of a checkpoint, and whether it is sealed; raises where what is below a path was damaged."""
     path = _step_directory(directory, step)
-    sealed = _is_sealed(path)
+    sealed = seal.is_sealed(path) or _SEALED_KEY in _noted(path)
     problems = seal.problems(path, below) if sealed else []
     if problems:
         raise _damaged(path, problems)
     return path, sealed
-
-
-def _is_sealed(path: epath.Path) -> bool:
-    return seal.is_sealed(path) or _SEALED_KEY in _noted(path)
 
 
 def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
