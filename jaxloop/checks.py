@@ -17,7 +17,8 @@ def path_name(path: Any) -> str:
 
 def batch_leaf_name(path: Any) -> str:
     """A batch leaf's path in Python: `batch['image']`."""
-    return f"batch{jax.tree_util.keystr(path)}"
+    # What has a mask beside it is still what the user knows as the batch.
+    return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
 
 def describe(leaf: Any) -> str:
@@ -159,7 +160,8 @@ class BatchWatch:
         self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
         self._wide: list[str] = []  # The paths of 64-bit integers.
         self._has_device_arrays = False  # Which may be laid out in several ways.
-        self._are_plain, self._name = True, ""
+        self._are_plain = True
+        self._name: str | int = ""
         self._has_warned = False
 
     def look(self, batch: Any, step: Any) -> int | None:
@@ -222,16 +224,17 @@ class BatchWatch:
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
         self.num_rows = num_examples(batch)
-        is_dict_of_arrays = type(batch) is dict and all(isinstance(leaf, np.ndarray) for leaf in batch.values())
-        self._name = next((name for name, leaf in batch.items() if np.ndim(leaf)), "") if is_dict_of_arrays else ""
-        self._are_plain &= is_dict_of_arrays and not self._wide and bool(self.num_rows)
+        items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
+        has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
+        self._name = next((name for name, leaf in items.items() if np.ndim(leaf)), "")
+        self._are_plain &= has_arrays_alone and not self._wide and bool(self.num_rows) and bool(items)
 
     @property
-    def like(self) -> tuple[str, int] | None:
+    def like(self) -> tuple[str | int, int] | None:
         """The name of an array in the last batch, and how many rows it has: another one that has as many is like it.
 
-        None where that does not say all: batches are to be looked at that are not dicts of host arrays with one
-        leading axis, or that have 64-bit integers.
+        None where that does not say all: batches are to be looked at that are not dicts or tuples of host arrays with
+        one leading axis, or that have 64-bit integers.
         """
         if not self._seen or not self._are_plain:
             return None

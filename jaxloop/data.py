@@ -13,6 +13,8 @@ from jaxloop.sources import IndexIterator, is_function, library
 
 __all__ = ["Passes", "batches", "from_index", "is_one_pass", "numpy_batch", "peek", "prefetch", "skippable"]
 
+_NUMPY_ALONE = {np.ndarray}
+
 
 def numpy_batch(batch: types.Batch) -> types.Batch:
     """Turns the `tf.Tensor`s and `torch.Tensor`s in a batch into NumPy arrays; leaves all else as it is.
@@ -22,7 +24,7 @@ def numpy_batch(batch: types.Batch) -> types.Batch:
     >>> numpy_batch({"name": "a", "x": np.zeros(3)})
     {'name': 'a', 'x': array([0., 0., 0.])}
     """
-    if type(batch) is dict and all(type(leaf) is np.ndarray for leaf in batch.values()):
+    if type(batch) is dict and {*map(type, batch.values())} == _NUMPY_ALONE:
         return batch
     return jax.tree.map(_numpy_leaf, batch)
 

@@ -88,3 +88,24 @@ class Feed:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+class TimedDraw:
+    """Draws batches, and counts how long that takes.
+
+    Attributes:
+      secs: in all.
+      before: what the clock showed when the last batch but one was there; or, before there were two, at the start.
+    """
+
+    def __init__(self, draw: Callable[[], types.Batch], clock: Callable[[], float]):
+        self._draw, self._clock = draw, clock
+        self.secs = 0.0
+        self.before = self._came = clock()
+
+    def __call__(self) -> types.Batch:
+        began = self._clock()
+        batch = self._draw()
+        self.before, self._came = self._came, self._clock()
+        self.secs += self._came - began
+        return batch

@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from jaxloop import checks, interrupt, metrics, partition, timing, types
-from jaxloop.feed import Feed
+from jaxloop.feed import Feed, TimedDraw
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import Elapsed, Schedule, at
 from jaxloop.step import FusingError, PlainStep, Step
@@ -300,7 +300,7 @@ class Loop:
             state, arrived = self._take_group(self._fused_step, state, feed, queue)
             if arrived is not None:
                 return state, arrived
-        plain = self._plain_step(feed) if next_time == math.inf else None
+        plain = self._plain_step() if next_time == math.inf else None
         if plain is None:
             return self._take_some(take, state, feed, queue, min(room, queue.room), next_time)
         if feed.ahead or room == 1:  # The last one is timed, for schedules that ask when the step before was done.
@@ -347,24 +347,23 @@ class Loop:
         self._time_before_step = self._stopwatch.training_at(before)
         return state, self._push(state, queue, self._count_steps())
 
-    def _plain_step(self, feed: Feed) -> PlainStep | None:
-        """See `Step.plain_step`; None too where batches are kept or timed."""
-        if not self._returns_new_state or not feed.is_instant() or self._batch_keeper() is not None:
-            return None
-        return self._step.plain_step()
+    def _plain_step(self) -> PlainStep | None:
+        """See `Step.plain_step`; None too where batches are kept."""
+        return None if not self._returns_new_state or self._batch_keeper() is not None else self._step.plain_step()
 
     def _take_plain(
         self, plain: PlainStep, state: Any, feed: Feed, queue: OutputQueue, room: int
     ) -> tuple[Any, Arrived]:
-        """As `_take_some`, for less, where nothing is to be done to a batch, and nobody waits for one.
+        """As `_take_some`, for less, where nothing is to be done to a batch.
 
         To start a step of a tiny model takes as long as a few calls in Python, so here is none but that of the step.
         Ends sooner too where a batch comes that is not like those before, or with which the step fails: taken the
         other way, it does so with all that belongs to it.
         """
         run, only_known, name, rows = plain
-        draw, interrupt, add = feed.drawer(), self._interrupt.outermost, queue.newest.append
-        taken_before, began = len(queue.newest), self._stopwatch.clock()
+        interrupt, add, taken_before = self._interrupt.outermost, queue.newest.append, len(queue.newest)
+        timed = TimedDraw(feed.drawer(), self._stopwatch.clock)
+        draw = feed.drawer() if feed.is_instant() else timed
         batch, undone = None, False
         try:
             with only_known():
@@ -388,7 +387,10 @@ class Loop:
         self._num_examples += [rows] * (len(queue.newest) - taken_before)
         if undone:
             feed.put_back([batch])
-        self._time_before_step = self._stopwatch.training_at(began)
+        if draw is timed:
+            self._stopwatch.move(timed.secs, "data")
+            feed.was_quick = timed.secs < _QUICK_SECS * room
+        self._time_before_step = self._stopwatch.training_at(timed.before)
         return state, self._push(state, queue, self._count_steps())
 
     def _take_group(self, take_group: Any, state: Any, feed: Feed, queue: OutputQueue) -> tuple[Any, Arrived | None]:

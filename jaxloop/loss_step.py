@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from clu import metrics as clu_metrics
 
 from jaxloop import checks, data, models, partition, types
 from jaxloop.actions.action import Action
+from jaxloop.compiled import NotCompiled
 from jaxloop.metrics import fetch
-from jaxloop.step import _NO_OPTIMIZER, Step
+from jaxloop.step import _NO_OPTIMIZER, PlainStep, Step
 
 LossFn = Callable[[Any, types.Batch], Any]
 """`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
@@ -166,6 +167,7 @@ class LossStep(Step):
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
         self._rows_of_first: int | None = None  # Of the loop's first batch, in an evaluation.
+        self._all_real: jax.Array | None = None  # The mask of a whole batch.
         self._not_per_example: tuple[str, ...] | None = None  # Which values are not; known once `run` is traced.
 
     # To override, or not -------------------------------------------------------------------------
@@ -206,6 +208,29 @@ class LossStep(Step):
                 "count. Give weights another name, and multiply the losses by them."
             )
         return int(np.sum(values, dtype=np.int64))
+
+    def plain_step(self) -> PlainStep | None:
+        plain = None if self._has_hooks_of_batches(LossStep) else self._plain_step()
+        if plain is None:
+            return None
+        # Of a batch that is not filled up and has no mask, `begin` does no more than this. On the device the mask need
+        # not be brought there at each step.
+        run, is_real = plain.run, self._all_real
+        if is_real is None or len(is_real) != plain.rows:
+            is_real = self._all_real = jnp.asarray(_real_rows(plain.rows, plain.rows))
+
+        def run_whole(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+            if "mask" in batch:
+                raise NotCompiled
+            return run(state, _MaskedBatch(batch, is_real))
+
+        def run_whole_tuple(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+            return run(state, _MaskedBatch(batch, is_real))
+
+        return plain._replace(run=run_whole if isinstance(plain.name, str) else run_whole_tuple)
+
+    def _look_at(self, batch: types.Batch) -> int | None:
+        return super()._look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)
 
     # The model -----------------------------------------------------------------------------------
 
@@ -478,31 +503,15 @@ _OPTIONS = [
 # Batches with a mask ---------------------------------------------------------------------------------
 
 
-class _Nothing:
-    """A key that leaves no trace in a path: a leaf is called `batch['x']` in errors, as the user knows it."""
-
-    def __str__(self) -> str:
-        return ""
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class _MaskedBatch:
+class _MaskedBatch(NamedTuple):
     """A batch, and which of its rows count: a bool array, or None where rows can't be counted."""
 
-    def __init__(self, batch: Any, mask: Any):
-        self.batch = batch
-        self.mask = mask
+    batch: Any
+    mask: Any
 
     @property
     def rows(self) -> int:
         return self.mask.shape[0]
-
-    def tree_flatten_with_keys(self):
-        return ((_Nothing(), self.batch), (jax.tree_util.GetAttrKey("mask"), self.mask)), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        return cls(*children)
 
 
 def _mask_of(batch: Any) -> Any:

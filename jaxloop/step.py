@@ -29,13 +29,13 @@ class PlainStep(NamedTuple):
     Attributes:
       run: takes `(state, batch)` to `(state, outputs)`.
       only_known: a context in which it raises NotCompiled, rather than compile for a batch that nobody has looked at.
-      name: under which name a batch, a dict, has an array ...
+      name: under which name, or place, a batch has an array ...
       rows: ... with so many rows, if it is one for this step. So many examples it has.
     """
 
     run: Callable[[Any, types.Batch], tuple[Any, types.Output]]
     only_known: Callable[[], contextlib.AbstractContextManager[None]]
-    name: str
+    name: str | int
     rows: int
 
 
@@ -403,7 +403,7 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
-        self._batch_watch.look(batch, self)
+        self._look_at(batch)
         state, outputs = self._dispatch(self._compiled.training(self._watch), self.shard_batch, state, batch)
         checks.mark_taken(given, f"{type(self).__name__}.step")
         try:
@@ -451,8 +451,11 @@ class Step:
 
         None where something is to be done to a batch but to give it to `run`, and before the first batch.
         """
+        return None if self._has_hooks_of_batches() else self._plain_step()
+
+    def _plain_step(self) -> "PlainStep | None":
         like = self._batch_watch.like
-        if like is None or self._places_batches() or self._has_hooks_of_batches():
+        if like is None or self._places_batches():
             return None
         return PlainStep(self._compiled.training(self._watch), self._compiled.only_known, *like)
 
@@ -526,19 +529,19 @@ class Step:
             return "it has actions, which are called for each step; give them to the loop, with a schedule"
         return None
 
-    def _has_own(self, name: str) -> bool:
-        """Whether a method is another one than `Step`'s, by a subclass or set on this object."""
-        return name in vars(self) or getattr(type(self), name) is not getattr(Step, name)
+    def _has_own(self, name: str, base: "type[Step] | None" = None) -> bool:
+        """Whether a method is another one than that of the base, `Step`, by a subclass or set on this object."""
+        return name in vars(self) or getattr(type(self), name) is not getattr(base or Step, name)
 
-    def _has_hooks_of_batches(self) -> bool:
-        return any(map(self._has_own, ("preprocess_batch", "begin", "num_examples")))
+    def _has_hooks_of_batches(self, base: "type[Step] | None" = None) -> bool:
+        return any(self._has_own(name, base) for name in ("preprocess_batch", "begin", "num_examples"))
 
     def _places_batches(self) -> bool:
         return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
 
     def _prepare_batch(self, evaluates: bool) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
         """What takes `(state, batch)` through the hooks before `run`, and counts its examples."""
-        look = self._batch_watch.look
+        look = self._look_at
         has_own_hooks = self._has_own("preprocess_batch") or self._has_own("begin")
         counts = evaluates or self._has_hooks_of_batches()
 
@@ -547,12 +550,16 @@ class Step:
             if has_own_hooks:
                 state, batch = self._call_begin(state, batch)
             if not evaluates:
-                rows = look(batch, self)
+                rows = look(batch)
                 if number is None:
                     number = self.num_examples(batch) if rows is None else rows
             return state, batch, number  # pyright: ignore[reportReturnType]
 
         return prepare
+
+    def _look_at(self, batch: types.Batch) -> int | None:
+        """Looks at a batch of training that is ready for `run`, see `BatchWatch.look`."""
+        return self._batch_watch.look(batch, self)
 
     @contextlib.contextmanager
     def watched(self, watch: bad_numbers.Watch) -> Iterator[None]:

@@ -607,3 +607,19 @@ def test_a_train_loop_takes_it_as_any_step():
     step = linear_step(train=True)
     state, outputs = jaxloop.TrainLoop(step)(step.initialize_model(), [rows(8)] * 5)
     assert int(state.step) == 5 and outputs["loss"] == sorted(outputs["loss"], reverse=True)
+
+
+@pytest.mark.parametrize("as_batch", [dict, lambda batch: tuple(batch.values())], ids=["dict", "tuple"])
+def test_a_loop_counts_the_examples_that_a_step_counts(as_batch):
+    """Also where batches with a mask, and short ones, come amid those for which a loop does less."""
+    loss = lambda params, batch: linear(params, batch if isinstance(batch, dict) else {"x": batch[0], "y": batch[1]})
+    steps = [linear_step(loss, train=True, batch_size=8) for _ in range(2)]
+    batches = [as_batch(rows(8, seed)) for seed in range(60)]
+    batches[20] = batches[50] = as_batch(rows(5, 20))
+    if as_batch is dict:
+        for place in (10, 30, 31, 45):
+            batches[place]["mask"] = np.arange(8) < 3
+    state, losses = train(steps[0], batches)
+    same, outputs = jaxloop.TrainLoop(steps[1])(steps[1].initialize_model(), batches)
+    assert outputs["loss"] == losses and np.array_equal(same.params["w"], state.params["w"])
+    assert outputs.num_examples == [steps[0].num_examples(batch) for batch in batches]
