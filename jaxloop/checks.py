@@ -284,14 +284,17 @@ def num_examples(batch: Any) -> int | None:
     """
     found = None
     for leaf in batch.values() if type(batch) is dict else jax.tree.leaves(batch):
-        shape: Any = () if isinstance(leaf, int | float) else getattr(leaf, "shape", None)
+        shape = getattr(leaf, "shape", None)
         if shape is None:
+            if isinstance(leaf, (int, float)):
+                continue
             # A nested dict, say: look at its leaves.
             return num_examples(jax.tree.leaves(batch)) if type(batch) is dict else None
         if len(shape):
-            if found is not None and found != shape[0]:
+            if found is None:
+                found = shape[0]
+            elif found != shape[0]:
                 return None
-            found = shape[0]
     return None if found is None else int(found)
 
 

@@ -301,6 +301,8 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
     Raises:
       TypeError: it is none of these.
     """
+    if type(result) is tuple and len(result) == 2 and isinstance(result[0], dict) and not isinstance(state, tuple):
+        return None, *result  # As most do.
     if isinstance(result, Mapping):
         if isinstance(state, Mapping) and state and result.keys() == state.keys():
             raise TypeError(_wrong_result(name, "a dictionary with the keys of the state"))

@@ -36,6 +36,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -59,7 +60,7 @@ from jaxloop.loop import Loop
 from jaxloop.loop import elapse as elapse
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed as Elapsed
-from jaxloop.schedules import Schedule
+from jaxloop.schedules import Schedule, earliest, is_always
 from jaxloop.schedules import after as after
 from jaxloop.schedules import always as always
 from jaxloop.schedules import at as at
@@ -111,9 +112,9 @@ class Logs(dict[str, Any]):
     def merge(self, other: Mapping[str, Any]) -> Self:
         """Takes over all entries of other logs, collection by collection; returns the logs."""
         for name, value in other.items():
-            own = self.get(name)
-            if isinstance(value, Mapping):
-                value = Logs({**own, **value} if isinstance(own, Mapping) else value)
+            if isinstance(value, (dict, Mapping)):  # The first costs less.
+                own = self.get(name)
+                value = Logs(value) if own is None else Logs({**own, **value} if isinstance(own, Mapping) else value)
             self[name] = value
         return self
 
@@ -386,13 +387,13 @@ def loop(
         start = loop_state.elapsed
         loop_state.total_steps = _steps_of(stop, start)
         batches = elapse(dataset, stop=stop, start=start, stopwatch=stopwatch)
-        _call([entry for entry in entries if entry.when is on_start], loop_state, stopwatch)
-        due: list[_Entry] = []
+        _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
+        due, plan = _Due(()), _Plan(entries)
         for now, batch in () if loop_state.stop_iteration else batches:
             _end_row(loop_state)  # Not before: what waits for the last step belongs to the row of that step.
             loop_state.elapsed, loop_state.batch = now, batch
-            due = [entry for entry in entries if entry.when(now)]
-            _call(due, loop_state, stopwatch)
+            due = plan.due(now)
+            due.call(loop_state, stopwatch)
             if loop_state.stop_iteration or interruptible.requested:
                 break
         if interruptible.requested:
@@ -401,11 +402,11 @@ def loop(
         elif loop_state.elapsed is not start:
             # Where the data has ended, say, only now it is known that this was the last step.
             now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
-            _call([entry.without(due) for entry in entries if entry.when(now)], loop_state, stopwatch)
+            _Due(entry.without(due.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
         _end_row(loop_state)
         for callback in callbacks:
             callback.finish(loop_state)
-        _call([entry for entry in entries if entry.when is on_end], loop_state, stopwatch)
+        _Due(entry for entry in entries if entry.when is on_end).call(loop_state, stopwatch)
     return loop_state.state, loop_state.history, loop_state.elapsed.without_previous()
 
 
@@ -496,27 +497,14 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
     return stop
 
 
-def _call(entries: Iterable["_Entry"], loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
-    called = [each for entry in entries for each in entry.callbacks]
-    for callback in sorted(called, key=lambda callback: callback.saves):
-        try:
-            if callback.time_goes_to == "rest":  # As it does already.
-                callback(loop_state)
-            else:
-                with stopwatch.counting(callback.time_goes_to):
-                    callback(loop_state)
-        except BaseException as error:
-            error.add_note(f"in the callback {callback.name}, at step {loop_state.elapsed.steps}")
-            raise
-
-
 def _end_row(loop_state: LoopState) -> None:
     """Puts what was reported in the history, for other callbacks to begin anew."""
     _commit(loop_state)
+    loop_state.logs = Logs()
+    loop_state._in_history.clear()
     if loop_state.outputs:
         loop_state.history.add_outputs(loop_state.elapsed, loop_state.outputs)
-    loop_state.logs, loop_state.outputs = Logs(), {}
-    loop_state._in_history.clear()
+        loop_state.outputs = {}
 
 
 def _commit(loop_state: LoopState) -> None:
@@ -573,6 +561,47 @@ class _Entry:
         if self not in called:
             return self
         return _Entry(self.when, [each for each in self.callbacks if isinstance(each, _ActionCallback)])
+
+
+class _Due:
+    """Entries whose callbacks are to be called, in their order, checkpoints last."""
+
+    def __init__(self, entries: Iterable[_Entry]):
+        self.entries = list(entries)
+        called = [each for entry in self.entries for each in entry.callbacks]
+        self._callbacks = sorted(called, key=lambda callback: callback.saves)
+
+    def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
+        for callback in self._callbacks:
+            try:
+                if callback.time_goes_to == "rest":  # As it does already.
+                    callback(loop_state)
+                else:
+                    with stopwatch.counting(callback.time_goes_to):
+                        callback(loop_state)
+            except BaseException as error:
+                error.add_note(f"in the callback {callback.name}, at step {loop_state.elapsed.steps}")
+                raise
+
+
+class _Plan:
+    """Says which entries are due at a step; up to the next at which others can be, it asks none."""
+
+    def __init__(self, entries: Sequence[_Entry]):
+        pairs = [(entry, entry.when) for entry in entries if isinstance(entry.when, Schedule)]
+        self._entries = [entry for entry, _ in pairs]
+        self._others = [when for _, when in pairs if not is_always(when)]
+        self._each_step = _Due(entry for entry, when in pairs if is_always(when))
+        self._next_step = 0  # From which on others can be due.
+
+    def due(self, now: Elapsed) -> _Due:
+        if now.steps < self._next_step and not now.is_last:
+            return self._each_step
+        due = _Due(entry for entry in self._entries if entry.when(now))
+        can_be_any_time = any(when.next_time(now) is not None for when in self._others)
+        next_step = now.steps + 1 if can_be_any_time else earliest(when.next_step(now) for when in self._others)
+        self._next_step = sys.maxsize if next_step is None else next_step
+        return due
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
@@ -692,8 +721,11 @@ class _FunctionCallback(_Callback):
         self._num_arguments = _num_arguments(of)
 
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        arguments = _arguments(loop_state, self._num_arguments)
-        return outputs_logs_and_state(self.of(*arguments), self.name, loop_state.state)
+        if self._num_arguments == 2:  # As most.
+            result = self.of(loop_state.state, loop_state.batch)
+        else:
+            result = self.of(*_arguments(loop_state, self._num_arguments))
+        return outputs_logs_and_state(result, self.name, loop_state.state)
 
 
 class _ObjectCallback(_Callback):

@@ -1,5 +1,6 @@
 """What was measured: rows of numbers, each with how far the run was then. To read, keep in a file, and draw."""
 
+import bisect
 import dataclasses
 import difflib
 import functools
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Of how many rows the values may be on their way from the devices.
 _MOST_ROWS_UNDER_WAY = 64
+_ROWS_AT_ONCE = 32
 _UNITS = ("steps", "samples", "time", "loops")
 # A curve of at most so many points shows each of them.
 _FEW_POINTS = 30
@@ -52,18 +54,67 @@ class _Column:
     rows: list[int] = dataclasses.field(default_factory=list)
     values: list[Any] = dataclasses.field(default_factory=list)
 
+    def place(self, number: int) -> int:
+        """Where the value of a row is."""
+        return bisect.bisect_left(self.rows, number)
 
-class _Place(NamedTuple):
-    """Where the host's value of a device value goes: into its column, and into its row's logs."""
+    def put(self, numbers: Sequence[int], values: Sequence[Any]) -> None:
+        """Replaces the values of some rows, ascending."""
+        first, last = self.place(numbers[0]), self.place(numbers[-1])
+        if last - first + 1 == len(numbers):
+            self.values[first : last + 1] = values
+        else:
+            for number, value in zip(numbers, values, strict=True):
+                self.values[self.place(number)] = value
 
-    path: str
-    column: _Column
-    position: int
-    logs: dict[str, Any]
-    key: str
 
-    def put(self, value: Any) -> None:
-        self.column.values[self.position] = self.logs[self.key] = value
+class _Form:
+    """What rows have in common that have the same keys in the same order, on the devices or not.
+
+    Attributes:
+      paths: of the values.
+      on_device: those of the values that come from the devices.
+    """
+
+    def __init__(self, logs: Mapping[str, Any]):
+        self._keys = _mapped(logs, lambda value: None)
+        self.paths = [path for path, _ in _leaves(logs)]
+        self.on_device = [path for path, value in _leaves(logs) if isinstance(value, jax.Array)]
+
+    def logs_of(self, values: Iterator[Any]) -> dict[str, Any]:
+        """The logs with these values."""
+        return _mapped(self._keys, lambda _: next(values))
+
+    @staticmethod
+    def key(logs: Mapping[str, Any]) -> Any:
+        """What is equal for logs of one form."""
+        of = lambda value: _Form.key(value) if isinstance(value, Mapping) else isinstance(value, jax.Array)
+        return tuple((key, of(value)) for key, value in logs.items())
+
+
+def _mapped(logs: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
+    return {key: _mapped(value, of) if isinstance(value, Mapping) else of(value) for key, value in logs.items()}
+
+
+def _read_alike(logs: Any, known: dict[str, Any], values: list[jax.Array]) -> bool:
+    """Appends the values of the logs; whether they are alive, and of just the keys and types that are known."""
+    if not isinstance(logs, dict) or len(logs) != len(known):
+        return False
+    for key, kind in known.items():
+        value: Any = logs.get(key)
+        if type(kind) is dict:
+            if not _read_alike(value, kind, values):
+                return False
+        elif type(value) is not kind[0] or value.aval is not kind[1] or value.is_deleted():
+            return False
+        else:
+            values.append(value)
+    return True
+
+
+def _kind(value: jax.Array) -> tuple[type, Any]:
+    # The second is the same object for all arrays that one compiled function returns in this place.
+    return type(value), value.aval
 
 
 class History:
@@ -105,11 +156,20 @@ class History:
         self._path = None if path is None else _absolute(path)
         self._may_append = path is None
         self._num_lines = 0  # In the file.
-        self._rows: list[Row] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._elapsed: list[Elapsed] = []  # Of each row.
+        self._forms: list[_Form] = []  # Likewise.
+        self._known_forms: dict[Any, _Form] = {}
         self._columns: dict[str, _Column] = {}
         self._paths_by_end: dict[str, list[str]] = {}
+        # The newest rows, which are like the one before them, whose values have these types, all on the devices. They
+        # come to the others together, which costs less.
+        self._newest: list[tuple[Elapsed, list[jax.Array]]] = []
+        self._kinds: dict[str, Any] | None = None
         # The rows of which not all values have arrived, by number, whether or not the queue still has them.
-        self._waiting: dict[int, list[_Place]] = {}
+        self._waiting: dict[int, None] = {}
         self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
 
     @property
@@ -133,18 +193,20 @@ class History:
             of `elapsed`; a device value was donated; the file has the rows of an earlier run, and `resume` was not
             called.
         """
+        values: list[jax.Array] = []
+        if self._kinds is not None and type(elapsed) is Elapsed and _read_alike(logs, self._kinds, values):
+            self._newest.append((elapsed, values))
+            if len(self._newest) >= _ROWS_AT_ONCE:
+                self._settle()
+            return
         _check_elapsed("commit", elapsed)
         self._check_file()
-        number = len(self._rows)
-        places = self._add(Row(elapsed.without_previous(), _copied(logs, set())))
-        if not places:
-            self._append_to_file([number])
+        self._settle()
+        self._add(elapsed, _copied(logs, set()))
+        if not self._forms[-1].on_device:
+            self._append_to_file([len(self._elapsed) - 1])
             return
-        self._waiting[number] = places
-        outputs = {"row": number, "values": _values_of(places)}
-        self._queue.newest.append(outputs)
-        arrived = self._explain_donated(lambda: self._queue.push(1, state=None).rows())
-        self._put({int(each["row"]): each["values"] for each in arrived if each})
+        self._send([self._on_their_way(len(self._elapsed) - 1)])
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Keeps what is no scalar, images say, as it is: in memory, not in the file, and not copied to the host."""
@@ -156,11 +218,15 @@ class History:
 
         Whoever saves a checkpoint calls it before: the rows up to that step are part of the run.
         """
+        self._settle()
         if self._waiting:
-            waiting = {number: _values_of(places) for number, places in self._waiting.items()}
+            waiting = [self._on_their_way(number) for number in self._waiting]
             arrived = self._explain_donated(lambda: metrics.fetch(waiting))
             self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
-            self._put(arrived)
+            numbers = list(self._waiting)
+            for number, values in zip(numbers, arrived, strict=True):
+                self._put([number], {path: [value] for path, value in values.items()})
+            self._append_to_file(numbers)
 
     def close(self) -> None:
         """Flushes. No file stays open between writes, so the history can be read, and written to, as before."""
@@ -186,7 +252,7 @@ class History:
             raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
         steps = operator.index(steps)
         self.flush()
-        rows, is_in_order = self._rows, False
+        rows, is_in_order = self.rows, False
         if self._path is not None and self._path.exists():
             rows, is_in_order = _read(self._path)
         kept = [row for row in rows[:num_rows] if row.elapsed.steps <= steps]
@@ -206,9 +272,9 @@ class History:
                     self._path.replace(before)
             _write(self._path, kept)
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
-        self._rows, self._columns, self._paths_by_end = [], {}, {}
+        self._clear()
         for row in kept:
-            self._add(row)
+            self._add(*row)
         self._may_append, self._num_lines = True, len(kept)
         place = "the history" if self._path is None else self._path
         dropped = len(rows) - len(kept)
@@ -220,23 +286,28 @@ class History:
     def rows(self) -> list[Row]:
         """All rows, in the order of their commits."""
         self.flush()
-        return list(self._rows)
+        values = {path: iter(column.values) for path, column in self._columns.items()}
+        return [
+            Row(elapsed, form.logs_of(next(values[path]) for path in form.paths))
+            for elapsed, form in zip(self._elapsed, self._forms, strict=True)
+        ]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._elapsed) + len(self._newest)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     def __getitem__(self, index: int) -> Row:
         self.flush()
-        return self._rows[index]
+        return self._row(range(len(self))[index])
 
     def __repr__(self) -> str:
-        if not self._rows:
+        self._settle()
+        if not self._elapsed:
             return "History(no rows)"
-        count = "1 row" if len(self._rows) == 1 else f"{len(self._rows)} rows"
-        return f"History({count} up to step {self._rows[-1].elapsed.steps}: {_listed(self._columns)})"
+        count = "1 row" if len(self) == 1 else f"{len(self)} rows"
+        return f"History({count} up to step {self._elapsed[-1].steps}: {_listed(self._columns)})"
 
     def paths(self) -> list[str]:
         """The full paths of all values so far, in the order of their first appearance."""
@@ -273,10 +344,11 @@ class History:
         """
         if _dotted(name) not in self._paths_by_end:
             return None
+        self._settle()
         column = self._columns[self.find(name)]
         if isinstance(column.values[-1], jax.Array):
             self.flush()
-        return self._rows[column.rows[-1]].elapsed, column.values[-1]
+        return self._elapsed[column.rows[-1]], column.values[-1]
 
     def collect(self, *names: str) -> Any:
         """The values of the names, over the rows in which all of them appear.
@@ -294,9 +366,9 @@ class History:
             raise ValueError("History.collect takes at least one name, got none. Write collect('steps', 'loss').")
         self.flush()
         wanted = [_dotted(name) for name in names]
-        others = [name for name in names if _dotted(name) not in _UNITS] if self._rows else []
+        others = [name for name in names if _dotted(name) not in _UNITS] if self._elapsed else []
         columns = {_dotted(name): self._columns[self.find(name)] for name in others}
-        numbers: Iterable[int] = range(len(self._rows))
+        numbers: Iterable[int] = range(len(self._elapsed))
         if columns:
             shortest = min(columns.values(), key=lambda column: len(column.rows))
             longer = [set(column.rows) for column in columns.values() if column is not shortest]
@@ -313,13 +385,13 @@ class History:
                 values = dict(zip(columns[end].rows, columns[end].values, strict=True))
                 lists.append([values[number] for number in numbers])
             else:
-                lists.append([getattr(self._rows[number].elapsed, end) for number in numbers])
+                lists.append([getattr(self._elapsed[number], end) for number in numbers])
         return tuple(lists) if len(lists) > 1 else lists[0]
 
     def to_records(self) -> list[dict[str, Any]]:
         """A flat dict for each row, `{"steps": 100, ..., "train.loss": 0.5}`, as `pandas.DataFrame` takes them."""
         self.flush()
-        records = [row.elapsed.to_dict() for row in self._rows]
+        records = [elapsed.to_dict() for elapsed in self._elapsed]
         for path, column in self._columns.items():
             for number, value in zip(column.rows, column.values, strict=True):
                 records[number][path] = value
@@ -329,8 +401,7 @@ class History:
 
     def save(self, path: epath.PathLike) -> None:
         """Writes all rows to a file, in the format of the class, in one atomic move; the outputs are left out."""
-        self.flush()
-        _write(_absolute(path), self._rows)
+        _write(_absolute(path), self.rows)
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
@@ -344,7 +415,7 @@ class History:
         """
         history = cls()
         for row in _read(_absolute(path))[0]:
-            history._add(row)
+            history._add(*row)
         return history
 
     def plot(self, *names: str, x: str = "steps") -> "Figure":
@@ -424,36 +495,75 @@ class History:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._may_append = True
 
-    def _add(self, row: Row) -> list[_Place]:
-        """Appends a row; returns where its device values are."""
-        places = []
-        number = len(self._rows)
-        self._rows.append(row)
-        for path, logs, key in _leaves(row.logs):
+    def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
+        """Appends a row."""
+        key = _Form.key(logs)
+        if key not in self._known_forms:
+            self._known_forms[key] = _Form(logs)
+        form = self._known_forms[key]
+        self._forms.append(form)
+        self._kinds = _mapped(logs, _kind) if form.paths == form.on_device else None
+        self._elapsed.append(elapsed.without_previous())
+        for path, value in _leaves(logs):
             if path not in self._columns:
                 self._columns[path] = _Column()
                 for end in _ends(path):
                     self._paths_by_end.setdefault(end, []).append(path)
-            column = self._columns[path]
-            column.rows.append(number)
-            column.values.append(logs[key])
-            if isinstance(logs[key], jax.Array):
-                places.append(_Place(path, column, len(column.values) - 1, logs, key))
-        return places
+            self._columns[path].rows.append(len(self._elapsed) - 1)
+            self._columns[path].values.append(value)
 
-    def _put(self, arrived: Mapping[int, Sequence[Any]]) -> None:
-        for number, values in arrived.items():
-            for place, value in zip(self._waiting[number], values, strict=True):
-                place.put(_plain(value, place.path))
+    def _settle(self) -> None:
+        """Puts the newest rows to the others."""
+        newest, self._newest = self._newest, []
+        if not newest:
+            return
+        form, numbers = self._forms[-1], range(len(self._elapsed), len(self._elapsed) + len(newest))
+        self._forms += [form] * len(newest)
+        self._elapsed += [elapsed.without_previous() for elapsed, _ in newest]
+        rows = [values for _, values in newest]
+        for path, values in zip(form.paths, zip(*rows, strict=True), strict=True):
+            self._columns[path].rows += numbers
+            self._columns[path].values += values
+        self._send([dict(zip(form.paths, values, strict=True)) for values in rows])
+
+    def _send(self, rows: list[dict[str, jax.Array]]) -> None:
+        """Has the values of the newest rows that are on the devices arrive some time."""
+        numbers = range(len(self._elapsed) - len(rows), len(self._elapsed))
+        self._waiting.update(dict.fromkeys(numbers))
+        for number, values in zip(numbers, rows, strict=True):
+            values["/row"] = number  # No path has a slash.  # pyright: ignore[reportArgumentType]
+        while rows:
+            some, rows = rows[: self._queue.room], rows[self._queue.room :]
+            self._queue.newest += some
+            arrived = self._explain_donated(functools.partial(self._queue.push, len(some), state=None))
+            for columns, _ in arrived.blocks:
+                of_rows = [int(number) for number in columns.pop("/row")]
+                self._put(of_rows, columns)
+                self._append_to_file(of_rows)
+
+    def _on_their_way(self, number: int) -> dict[str, Any]:
+        """The values of a row that were on the devices."""
+        columns = {path: self._columns[path] for path in self._forms[number].on_device}
+        return {path: column.values[column.place(number)] for path, column in columns.items()}
+
+    def _put(self, numbers: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Takes in the values of some rows."""
+        for path, values in columns.items():
+            self._columns[path].put(numbers, _all_plain(values, path))
+        for number in numbers:
             del self._waiting[number]
-        self._append_to_file(list(arrived))
+
+    def _row(self, number: int) -> Row:
+        form = self._forms[number]
+        columns = (self._columns[path] for path in form.paths)
+        return Row(self._elapsed[number], form.logs_of(column.values[column.place(number)] for column in columns))
 
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers:
             return
         with self._path.open("a") as file:
             for number in numbers:
-                file.write(_to_line(self._rows[number], None if number == self._num_lines else number))
+                file.write(_to_line(self._row(number), None if number == self._num_lines else number))
                 self._num_lines += 1
 
     def _explain_donated(self, read: Callable[[], Any]) -> Any:
@@ -462,11 +572,11 @@ class History:
             return read()
         except RuntimeError:
             lost = []
-            for number, places in self._waiting.items():
-                for place, value in zip(places, _values_of(places), strict=True):
+            for number in self._waiting:
+                for path, value in self._on_their_way(number).items():
                     if isinstance(value, jax.Array) and value.is_deleted():
-                        place.put(math.nan)
-                        lost.append(f"{place.path} at step {self._rows[number].elapsed.steps}")
+                        self._columns[path].put([number], [math.nan])
+                        lost.append(f"{path} at step {self._elapsed[number].steps}")
             if not lost:
                 raise
             # The rest still waits, for the next to read.
@@ -488,10 +598,6 @@ def _check_elapsed(method: str, elapsed: Any) -> None:
         )
 
 
-def _values_of(places: Sequence[_Place]) -> list[Any]:
-    return [place.column.values[place.position] for place in places]
-
-
 def _listed(names: Iterable[str], *, show: int = 12) -> str:
     names = list(names)
     return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
@@ -511,13 +617,13 @@ def _ends(path: str) -> list[str]:
     return [path, *(path[match.end() :] for match in re.finditer(r"\.", path))]
 
 
-def _leaves(logs: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The path of each value, and the dict and the key where it is."""
+def _leaves(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values and their paths."""
     for key, value in logs.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{_dotted(key)}.")
         else:
-            yield prefix + _dotted(key), logs, key
+            yield prefix + _dotted(key), value
 
 
 # Values ----------------------------------------------------------------------------------------------
@@ -569,6 +675,19 @@ def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
             "returned, or a copy made before: jnp.copy(value)."
         )
     return value
+
+
+_PLAIN = {bool, int, float}
+
+
+def _all_plain(values: Sequence[Any], path: str) -> Sequence[bool | int | float | str]:
+    """Host scalars as Python's own; for less than `_plain` one by one."""
+    try:
+        plain = [value.item() for value in values]
+    except AttributeError:  # Of a donated value a NaN is here already.
+        plain = values
+    # Those of bfloat16 are of its own type still.
+    return plain if _PLAIN.issuperset(map(type, plain)) else [_plain(value, path) for value in values]
 
 
 def _plain(value: Any, path: str) -> bool | int | float | str:

@@ -722,25 +722,28 @@ def _elapse(
     is_over = stop is not None and stop.stops(elapsed.previous or elapsed, elapsed)
     if is_over:
         logging.warning("Nothing is left to do: the run is at step %d, where stop=%r ends it.", elapsed.steps, stop)
+    clock, before = stopwatch.clock, elapsed.without_previous()
     with stopwatch.counting("rest"):
         while not is_over:
-            stopwatch.switch("data")
+            began = clock()
             try:
                 batch = next(iterator)
             except StopIteration:
-                _warn_of_early_end(start, elapsed, stop)
+                _warn_of_early_end(start, before, stop)
                 return
             except BaseException as error:
-                error.add_note(f"in the dataset, after step {elapsed.steps}")
+                error.add_note(f"in the dataset, after step {before.steps}")
                 raise
             finally:
-                stopwatch.switch("rest")
+                came = clock()
+                stopwatch.move(came - began, "data")
             samples = checks.num_examples(batch) or 1
             stopwatch.steps += 1
             stopwatch.samples += samples
-            elapsed = elapsed.advance(samples=samples, time=offset + stopwatch.training)
-            is_over = stop is not None and stop.stops(elapsed.previous or elapsed, elapsed)
+            elapsed = before.advance(samples=samples, time=offset + stopwatch.training_at(came))
+            is_over = stop is not None and stop.stops(before, elapsed)
             yield dataclasses.replace(elapsed, is_last=True) if is_over else elapsed, batch
+            before = elapsed.without_previous()
 
 
 def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:

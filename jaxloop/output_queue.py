@@ -33,22 +33,25 @@ class Arrived:
     >>> arrived.add({"loss": [3.0, 2.0]}, num_steps=2)
     >>> arrived.rows()
     [{'loss': 3.0}, {'loss': 2.0}]
+
+    Attributes:
+      blocks: steps that report alike, in order: their columns, or None where they report nothing, and their number.
     """
 
     def __init__(self):
-        self._blocks: list[tuple[dict[str, Any] | None, int]] = []
+        self.blocks: list[tuple[dict[str, Any] | None, int]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._blocks)
+        return bool(self.blocks)
 
     def add(self, columns: dict[str, Any] | None, num_steps: int) -> None:
         """Appends steps that report alike; None for those that report nothing."""
-        self._blocks.append((columns, num_steps))
+        self.blocks.append((columns, num_steps))
 
     def rows(self) -> list[types.Output]:
         """The outputs of each step."""
         rows: list[types.Output] = []
-        for columns, num_steps in self._blocks:
+        for columns, num_steps in self.blocks:
             if columns is None:
                 rows += [None] * num_steps
             else:
@@ -57,7 +60,7 @@ class Arrived:
 
     def add_to(self, outputs: dict[str, Any]) -> None:
         """Appends the values of the steps to the lists of a loop's outputs."""
-        for columns, _ in self._blocks:
+        for columns, _ in self.blocks:
             for name, column in (columns or {}).items():
                 if name in outputs:
                     outputs[name].extend(column)

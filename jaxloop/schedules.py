@@ -63,7 +63,13 @@ class Elapsed:
 
     def without_previous(self) -> "Elapsed":
         """The same, for keeping: it holds on to no other."""
-        return self if self.previous is None else dataclasses.replace(self, previous=None)
+        if self.previous is None:
+            return self
+        known = self.__dict__.get("_without_previous")  # Several ask for it at each step.
+        if known is None:
+            known = Elapsed(self.steps, self.samples, self.time, self.loops, self.is_last)
+            self.__dict__["_without_previous"] = known
+        return known
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers by name, for a file: `Elapsed(**elapsed.to_dict())` is the same again."""
@@ -216,6 +222,13 @@ def always() -> Schedule:
 def never() -> Schedule:
     """Does not fire."""
     return _Never()
+
+
+def is_always(schedule: Schedule) -> bool:
+    """Whether it is known to fire at each step: `always()` and `every(1)`."""
+    return isinstance(schedule, _Always) or (
+        isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
+    )
 
 
 def earliest(found: Iterable[Any]) -> Any:

@@ -284,6 +284,33 @@ def test_rows_that_wait_and_rows_that_do_not_keep_their_order(tmp_path):
     assert History.load(path).rows == history.rows
 
 
+@pytest.mark.parametrize("order", ["as they come", "the other way"])
+def test_rows_of_one_function_among_others_are_as_if_all_were_numbers(order, tmp_path):
+    """To those that are like the one before, a history looks less closely."""
+    step = jax.jit(lambda x: {"train": {"loss": x * 0.5, "count": x.astype(int)}, "rate": x})
+    other = jax.jit(lambda x: {"train": {"loss": x * 2, "count": x}, "rate": x})  # Of another type.
+    history, same = History(tmp_path / "history.jsonl"), History()
+    for number in range(1, 150):
+        rows = [step(jnp.float32(number))]
+        if number % 7 == 0:
+            rows += [{"test": {"loss": number / 4}}, other(jnp.float32(number))]
+        if number % 13 == 0:
+            rows.append({"rate": rows[0]["rate"], "train": {"loss": number / 2, "count": rows[0]["train"]["count"]}})
+        for logs in rows if order == "as they come" else rows[::-1]:
+            history.commit(Elapsed(number, previous=Elapsed(number - 1)), logs)
+            same.commit(
+                Elapsed(number), jax.tree.map(lambda leaf: leaf.item() if hasattr(leaf, "item") else leaf, logs)
+            )
+        assert len(history) == len(same)
+        if number % 20 == 0:
+            assert history.last("train.loss") == same.last("train.loss") and repr(history) == repr(same)
+    assert history.rows == same.rows == History.load(history.path).rows
+    assert [list(row.logs) for row in history] == [list(row.logs) for row in same]
+    assert [type(value) for value in history.collect("count")] == [type(value) for value in same.collect("count")]
+    assert history.to_records() == same.to_records() and history[-3] == same[-3]
+    assert all(row.elapsed.previous is None for row in history)
+
+
 def test_an_interrupted_reader_loses_nothing(monkeypatch):
     history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(50)))
     with monkeypatch.context() as patch:
