@@ -24,7 +24,8 @@ def numpy_batch(batch: types.Batch) -> types.Batch:
     >>> numpy_batch({"name": "a", "x": np.zeros(3)})
     {'name': 'a', 'x': array([0., 0., 0.])}
     """
-    if type(batch) is dict and {*map(type, batch.values())} == _NUMPY_ALONE:
+    leaves = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
+    if {*map(type, leaves)} == _NUMPY_ALONE:
         return batch
     return jax.tree.map(_numpy_leaf, batch)
 

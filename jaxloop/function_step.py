@@ -1,9 +1,10 @@
 """Steps made of functions: what these take, what they return, and how they are compiled."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -11,13 +12,13 @@ import optax
 from absl import logging
 
 from jaxloop import checks, data, metrics, models, partition, types
-from jaxloop.step import Step
+from jaxloop.step import NumpyStep, PlainStep
 
 # More values of statics than this are probably meant to be broadcasts.
 _MANY_STATICS = 16
 
 
-class FunctionStep(Step):
+class FunctionStep(NumpyStep):
     """Runs `fn(state, batch) -> (state, outputs)`, where the state is yours: any pytree.
 
     Without an int32 `step` in the state, a loop counts the steps itself.
@@ -50,10 +51,6 @@ class FunctionStep(Step):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self._fn)}, train={self._train})"
 
-    def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Turns tensors into NumPy arrays."""
-        return data.numpy_batch(batch)
-
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         return self._fn(state, batch)
 
@@ -64,6 +61,20 @@ class FunctionStep(Step):
     def compute_num_params(self, state: Any) -> int:
         """The number of parameters in `state.params`, or in all leaves of a state without."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(getattr(state, "params", state)))
+
+
+class PlainCall(NamedTuple):
+    """A compiled function with nothing around it.
+
+    Attributes:
+      call: takes `(state, batch)` to `(logs, state)`.
+      taking: a context for some calls, the first of which gets this state.
+      remember: to be called with the newest state.
+    """
+
+    call: Callable[[Any, types.Batch], tuple[Any, Any]]
+    taking: Callable[[Any], contextlib.AbstractContextManager[None]]
+    remember: Callable[[Any], None]
 
 
 # A function that returns logs ------------------------------------------------------------------------
@@ -111,6 +122,7 @@ class CompiledFunction:
         self._steps: dict[Hashable, _PairStep] = {}
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
+        self._returns_logs_alone = False
 
     def __repr__(self) -> str:
         return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
@@ -140,9 +152,30 @@ class CompiledFunction:
         else:
             found = step.evaluate(state, (batch, broadcasts))
         self._num_calls += 1
+        self._returns_logs_alone = found["outputs"] is None and "updates" not in (found["logs"] or {})
         if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
             metrics.wait((state, found))
         return found["outputs"], found["logs"], found.get("state", state)
+
+    def plain_call(self) -> PlainCall | None:
+        """What a loop may call, for less, with batches like the last one; None where there is more to it."""
+        step = self._steps.get((type(None), None)) if self._donate and self._returns_logs_alone else None
+        plain = step and step.plain_step()
+        if step is None or plain is None:
+            return None
+        run = plain.run
+
+        def call(state: Any, batch: types.Batch) -> tuple[Any, Any]:
+            state, found = run(state, (batch, None))
+            return found["logs"], state  # pyright: ignore[reportOptionalSubscript]
+
+        @contextlib.contextmanager
+        def taking(state: Any) -> Iterator[None]:
+            checks.mark_taken(state, repr(self))
+            with plain.only_known():
+                yield
+
+        return PlainCall(call, taking, step.remember)
 
     def _step_for(self, statics: Hashable) -> "_PairStep":
         try:
@@ -216,6 +249,20 @@ class _PairStep(FunctionStep):
 
     def __repr__(self) -> str:
         return self._name
+
+    def preprocess_batch(self, batch: Any) -> Any:
+        own, broadcasts = batch
+        return super().preprocess_batch(own), data.numpy_batch(broadcasts)
+
+    def plain_step(self) -> PlainStep | None:
+        return self._plain_step(_PairStep) if self._takes_numpy else None
+
+    def _look_at(self, batch: Any) -> int | None:
+        own, broadcasts = batch
+        return super()._look_at(own if broadcasts is None else batch)
+
+    def _places_batches(self) -> bool:
+        return self.partitioner.places_batches
 
     def shard_batch(self, batch: Any) -> Any:
         own, broadcasts = batch

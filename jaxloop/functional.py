@@ -54,9 +54,9 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.actions.progress_action import ProgressAction
-from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state, positional_arguments
+from jaxloop.function_step import CompiledFunction, PlainCall, name_of, outputs_logs_and_state, positional_arguments
 from jaxloop.history import History
-from jaxloop.loop import Loop
+from jaxloop.loop import Counting, Loop, as_iterator, as_stop
 from jaxloop.loop import elapse as elapse
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed as Elapsed
@@ -386,23 +386,24 @@ def loop(
         dataset = _keep_all(loop_state, callbacks, dataset)
         start = loop_state.elapsed
         loop_state.total_steps = _steps_of(stop, start)
-        batches = elapse(dataset, stop=stop, start=start, stopwatch=stopwatch)
+        counting = Counting(as_iterator(dataset), as_stop(stop), start, stopwatch)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
-        due, plan = _Due(()), _Plan(entries)
-        for now, batch in () if loop_state.stop_iteration else batches:
+        plan = _Plan(entries)
+        drawn = None if loop_state.stop_iteration else counting.draw()
+        while drawn is not None:
             _end_row(loop_state)  # Not before: what waits for the last step belongs to the row of that step.
-            loop_state.elapsed, loop_state.batch = now, batch
-            due = plan.due(now)
-            due.call(loop_state, stopwatch)
+            loop_state.elapsed, loop_state.batch = drawn
+            plan.due(loop_state.elapsed).call(loop_state, stopwatch)
             if loop_state.stop_iteration or interruptible.requested:
                 break
+            drawn = plan.draw(loop_state, counting, interruptible.outermost)
         if interruptible.requested:
             for callback in callbacks:
                 callback.save(loop_state)
         elif loop_state.elapsed is not start:
             # Where the data has ended, say, only now it is known that this was the last step.
             now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
-            _Due(entry.without(due.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
+            _Due(entry.without(plan.newest.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
         _end_row(loop_state)
         for callback in callbacks:
             callback.finish(loop_state)
@@ -499,7 +500,7 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
 
 def _end_row(loop_state: LoopState) -> None:
     """Puts what was reported in the history, for other callbacks to begin anew."""
-    _commit(loop_state)
+    _commit(loop_state, loop_state._not_in_history())
     loop_state.logs = Logs()
     loop_state._in_history.clear()
     if loop_state.outputs:
@@ -507,10 +508,10 @@ def _end_row(loop_state: LoopState) -> None:
         loop_state.outputs = {}
 
 
-def _commit(loop_state: LoopState) -> None:
+def _commit(loop_state: LoopState, logs: Mapping[str, Any]) -> None:
     """Makes a row of what the history does not have yet."""
     try:
-        if logs := loop_state._not_in_history():
+        if logs:
             loop_state.history.commit(loop_state.elapsed, logs)
     except Exception as error:
         loop_state.logs = Logs()  # Once is enough.
@@ -521,7 +522,7 @@ def _commit(loop_state: LoopState) -> None:
 def _write(loop_state: LoopState) -> None:
     """Completes the file of the history, if it has one, up to here."""
     if loop_state.history.path is not None:
-        _commit(loop_state)
+        _commit(loop_state, loop_state._not_in_history())
         loop_state._in_history = {path for path, _ in _entries(loop_state.logs)}
         loop_state.history.flush()
 
@@ -580,12 +581,27 @@ class _Due:
                     with stopwatch.counting(callback.time_goes_to):
                         callback(loop_state)
             except BaseException as error:
-                error.add_note(f"in the callback {callback.name}, at step {loop_state.elapsed.steps}")
+                callback.add_note(error, loop_state)
                 raise
+
+    def only_compiled(self, loop_state: LoopState) -> "_OnlyCompiled | None":
+        """The only callback, if it is a compiled function that was called with a batch such as most are."""
+        batch = loop_state.batch
+        if len(self._callbacks) != 1 or type(batch) is not dict or isinstance(loop_state.state, tuple):
+            return None
+        plain = self._callbacks[0].plain_call()
+        shapes = [getattr(leaf, "shape", None) for leaf in batch.values()]
+        if plain is None or any(type(shape) is not tuple for shape in shapes):
+            return None
+        return _OnlyCompiled(self._callbacks[0], plain, shapes, checks.num_examples(batch) or 1)
 
 
 class _Plan:
-    """Says which entries are due at a step; up to the next at which others can be, it asks none."""
+    """Says which entries are due at a step; up to the next where others than those of each step can be, it asks none.
+
+    Where these are a single compiled function, the steps in between are taken here: its dispatch may take no longer
+    than a few calls in Python.
+    """
 
     def __init__(self, entries: Sequence[_Entry]):
         pairs = [(entry, entry.when) for entry in entries if isinstance(entry.when, Schedule)]
@@ -593,15 +609,107 @@ class _Plan:
         self._others = [when for _, when in pairs if not is_always(when)]
         self._each_step = _Due(entry for entry, when in pairs if is_always(when))
         self._next_step = 0  # From which on others can be due.
+        self.newest = _Due(())
 
     def due(self, now: Elapsed) -> _Due:
+        """What is due now; it is also in `newest`, until the next step."""
         if now.steps < self._next_step and not now.is_last:
-            return self._each_step
-        due = _Due(entry for entry in self._entries if entry.when(now))
+            self.newest = self._each_step
+            return self.newest
+        self.newest = due = _Due(entry for entry in self._entries if entry.when(now))
         can_be_any_time = any(when.next_time(now) is not None for when in self._others)
         next_step = now.steps + 1 if can_be_any_time else earliest(when.next_step(now) for when in self._others)
         self._next_step = sys.maxsize if next_step is None else next_step
         return due
+
+    def draw(
+        self, loop_state: LoopState, counting: Counting, interruptible: interrupt.Interruptible
+    ) -> tuple[Elapsed, Any] | None:
+        """Takes the steps at which nothing but one compiled function is called, and draws the batch after them.
+
+        None where the run is over, or a signal has come. The row of the last step is left to be ended.
+        """
+        known = self._each_step.only_compiled(loop_state)
+        while known is not None and interruptible.signum is None:
+            room = min(self._next_step - 1 - counting.newest.steps, counting.room(), _MOST_STEPS_AT_ONCE)
+            if room < 1:
+                break
+            before = loop_state.elapsed
+            drawn, goes_on = _take_some(known, loop_state, counting, interruptible, room)
+            if loop_state.elapsed is not before:
+                self.newest = self._each_step
+            if not goes_on:
+                return drawn
+        return None if interruptible.signum is not None else counting.draw()
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnlyCompiled:
+    """The one callback of a step, a compiled function, and what the batches look like that it has been called with."""
+
+    callback: "_Callback"
+    plain: PlainCall
+    shapes: list[Any]
+    samples: int
+
+
+def _take_some(
+    known: _OnlyCompiled,
+    loop_state: LoopState,
+    counting: Counting,
+    interruptible: interrupt.Interruptible,
+    room: int,
+) -> tuple[tuple[Elapsed, Any] | None, bool]:
+    """Calls a compiled function for up to `room` batches, and then makes the rows of what it has reported.
+
+    Returns:
+      A batch that was drawn, and is not like those before, or with which the call fails: to be taken with all that
+      belongs to it. And whether there is none, and more steps can be taken here.
+    """
+    call, shapes = known.plain.call, known.shapes
+    draw, clock, state = counting.iterator.__next__, counting.stopwatch.clock, loop_state.state
+    reported: list[Any] = []
+    came_at: list[float] = []
+    in_data, came, batch, error, is_ahead = 0.0, 0.0, loop_state.batch, None, False
+    try:
+        with known.plain.taking(state):
+            for _ in range(room):
+                began = clock()
+                batch = draw()
+                came, is_ahead = clock(), True
+                in_data += came - began
+                if [leaf.shape for leaf in batch.values()] != shapes:
+                    break
+                logs, state = call(state, batch)
+                reported.append(logs)
+                came_at.append(came)
+                is_ahead = False
+                if interruptible.signum is not None:
+                    break
+    except BaseException as raised:
+        error = raised
+    counting.stopwatch.move(in_data, "data")
+    loop_state.state = state
+    if reported:
+        known.plain.remember(state)
+        _end_row(loop_state)
+        *others, newest = zip(counting.count_all(known.samples, came_at), reported, strict=True)
+        for loop_state.elapsed, logs in others:
+            _commit(loop_state, logs)
+        loop_state.elapsed, logs = newest
+        loop_state.logs.merge(logs)
+    if error is not None and not is_ahead:
+        return counting.end_by(error), False
+    if is_ahead:
+        drawn = counting.count(checks.num_examples(batch) or 1, came), batch
+        if error is not None and not (isinstance(error, Exception) and checks.is_alive(state)):
+            _end_row(loop_state)
+            loop_state.elapsed = drawn[0]
+            known.callback.add_note(error, loop_state)
+            raise error
+        return drawn, False
+    loop_state.batch = batch
+    return None, True
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
@@ -631,6 +739,7 @@ def _pairs(tasks: Tasks) -> Iterator[tuple[Schedule | _Moment, Any]]:
         yield when, callbacks
 
 
+_MOST_STEPS_AT_ONCE = 32
 _WHAT_TASKS_ARE = "Tasks are {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
 
 
@@ -683,6 +792,19 @@ class _Callback(abc.ABC):
         if state is not None:
             loop_state.state = state
 
+    def add_note(self, error: BaseException, loop_state: LoopState) -> None:
+        """Notes with an error that it comes from here."""
+        error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
+
+    def plain_call(self) -> PlainCall | None:
+        """What it calls, if that is no more than a compiled function."""
+        return None
+
+    @property
+    def _reports_alone(self) -> bool:
+        """Whether there is no more to do with what it reports than to log it."""
+        return self.has_reported and not self._reports_state
+
     def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
         """Looks closely at what it reports for the first time."""
         self.has_reported = bool(reported)
@@ -719,18 +841,31 @@ class _FunctionCallback(_Callback):
     def __init__(self, of: Callable[..., Any]):
         super().__init__(of)
         self._num_arguments = _num_arguments(of)
+        self._returns_pair = False
 
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
         if self._num_arguments == 2:  # As most.
             result = self.of(loop_state.state, loop_state.batch)
         else:
             result = self.of(*_arguments(loop_state, self._num_arguments))
-        return outputs_logs_and_state(result, self.name, loop_state.state)
+        outputs, logs, state = outputs_logs_and_state(result, self.name, loop_state.state)
+        self._returns_pair = type(result) is tuple and outputs is None and bool(logs) and state is not None
+        self._returns_pair &= "updates" not in (logs or {})
+        return outputs, logs, state
+
+    def plain_call(self) -> PlainCall | None:
+        # A function in Python could look at anything.
+        is_compiled = isinstance(self.of, jax.stages.Wrapped) and self._num_arguments == 2 and self._returns_pair
+        is_plain = is_compiled and self._reports_alone
+        return PlainCall(self.of, contextlib.nullcontext, lambda state: None) if is_plain else None
 
 
 class _ObjectCallback(_Callback):
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
         return outputs_logs_and_state(self.of.__loop_callback__(loop_state), self.name, loop_state.state)
+
+    def plain_call(self) -> PlainCall | None:
+        return self.of.plain_call() if self._reports_alone and isinstance(self.of, CompiledFunction) else None
 
 
 class _StepCallback(_Callback):

@@ -5,7 +5,7 @@ import math
 import numbers
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -708,42 +708,107 @@ def elapse(
     Yields:
       `(elapsed, batch)`, where `elapsed` counts this batch too: within the first, `elapsed.steps == 1`.
     """
+    return _elapse(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch or timing.Stopwatch(clock))
+
+
+def as_stop(stop: Any) -> Schedule | None:
+    """The schedule of what a user gives as the stop of a run; an int counts steps."""
     if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
-        stop = at(steps=int(stop))
+        return at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):
         raise TypeError(f"stop must be a number of steps, or a Schedule such as at(steps=10_000), got {stop!r}.")
-    return _elapse(as_iterator(dataset), stop, start or Elapsed(), stopwatch or timing.Stopwatch(clock))
+    return stop
 
 
 def _elapse(
     iterator: Iterator[types.Batch], stop: Schedule | None, elapsed: Elapsed, stopwatch: timing.Stopwatch
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
-    start, offset = elapsed, elapsed.time - stopwatch.training_secs()
-    is_over = stop is not None and stop.stops(elapsed.previous or elapsed, elapsed)
-    if is_over:
-        logging.warning("Nothing is left to do: the run is at step %d, where stop=%r ends it.", elapsed.steps, stop)
-    clock, before = stopwatch.clock, elapsed.without_previous()
+    counting = Counting(iterator, stop, elapsed, stopwatch)
     with stopwatch.counting("rest"):
-        while not is_over:
-            began = clock()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                _warn_of_early_end(start, before, stop)
-                return
-            except BaseException as error:
-                error.add_note(f"in the dataset, after step {before.steps}")
-                raise
-            finally:
-                came = clock()
-                stopwatch.move(came - began, "data")
-            samples = checks.num_examples(batch) or 1
-            stopwatch.steps += 1
-            stopwatch.samples += samples
-            elapsed = before.advance(samples=samples, time=offset + stopwatch.training_at(came))
-            is_over = stop is not None and stop.stops(before, elapsed)
-            yield dataclasses.replace(elapsed, is_last=True) if is_over else elapsed, batch
-            before = elapsed.without_previous()
+        while (drawn := counting.draw()) is not None:
+            yield drawn
+
+
+class Counting:
+    """Draws the batches of a run, and counts along: what `elapse` does, for loops that may draw some themselves.
+
+    Args:
+      iterator: the batches.
+      stop: after which step to end; None for as long as there is data.
+      start: how far an earlier run was.
+      stopwatch: counts the time; it counts for "rest" when `draw` is called.
+
+    Attributes:
+      newest: how far the run is with the batch drawn last, without what was before.
+    """
+
+    def __init__(
+        self, iterator: Iterator[types.Batch], stop: Schedule | None, start: Elapsed, stopwatch: timing.Stopwatch
+    ):
+        self.iterator, self.stopwatch, self.newest = iterator, stopwatch, start.without_previous()
+        self._stop, self._start = stop, start
+        self._offset = start.time - stopwatch.training_secs()
+        self._is_over = stop is not None and stop.stops(start.previous or start, start)
+        if self._is_over:
+            logging.warning("Nothing is left to do: the run is at step %d, where stop=%r ends it.", start.steps, stop)
+
+    def draw(self) -> tuple[Elapsed, types.Batch] | None:
+        """The next batch, and how far the run is with it; None where it is over."""
+        if self._is_over:
+            return None
+        stopwatch = self.stopwatch
+        began = stopwatch.clock()
+        try:
+            batch = next(self.iterator)
+        except BaseException as error:
+            return self.end_by(error)
+        finally:
+            came = stopwatch.clock()
+            stopwatch.move(came - began, "data")
+        return self.count(checks.num_examples(batch) or 1, came), batch
+
+    def end_by(self, error: BaseException) -> None:
+        """Ends the run where the iterator has raised: without another word, if that is what ends its data."""
+        if not isinstance(error, StopIteration):
+            error.add_note(f"in the dataset, after step {self.newest.steps}")
+            raise error
+        self._is_over = True
+        _warn_of_early_end(self._start, self.newest, self._stop)
+
+    def count(self, samples: int, came: float) -> Elapsed:
+        """Counts a batch of so many examples, which was there when the clock showed `came`."""
+        before, self.stopwatch.steps = self.newest, self.stopwatch.steps + 1
+        self.stopwatch.samples += samples
+        elapsed = before.advance(samples=samples, time=self._offset + self.stopwatch.training_at(came))
+        self.newest = elapsed.without_previous()
+        self._is_over = self._stop is not None and self._stop.stops(before, elapsed)
+        return dataclasses.replace(elapsed, is_last=True) if self._is_over else elapsed
+
+    def count_all(self, samples: int, came: Sequence[float]) -> list[Elapsed]:
+        """As `count`, for each of several batches of so many examples, after none of which the run can end.
+
+        What was before is kept of the last alone.
+        """
+        newest, training_at = self.newest, self.stopwatch.training_at
+        steps, total, loops = newest.steps, newest.samples, newest.loops
+        all_but_last = [
+            Elapsed(steps + place, total + place * samples, self._offset + training_at(then), loops)
+            for place, then in enumerate(came[:-1], start=1)
+        ]
+        if all_but_last:
+            self.newest = all_but_last[-1]
+            self.stopwatch.steps += len(all_but_last)
+            self.stopwatch.samples += len(all_but_last) * samples
+        return [*all_but_last, self.count(samples, came[-1])]
+
+    def room(self) -> int:
+        """How many of the next steps come before the one that `stop` may end the run with."""
+        if self._is_over or self._stop is None:
+            return 0 if self._is_over else NEVER[0]
+        if self._stop.next_time(self.newest) is not None:
+            return 0
+        step = self._stop.next_step(self.newest)
+        return NEVER[0] if step is None else step - self.newest.steps - 1
 
 
 def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:

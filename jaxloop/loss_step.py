@@ -16,7 +16,7 @@ from jaxloop import checks, data, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.compiled import NotCompiled
 from jaxloop.metrics import fetch
-from jaxloop.step import _NO_OPTIMIZER, PlainStep, Step
+from jaxloop.step import _NO_OPTIMIZER, NumpyStep, PlainStep
 
 LossFn = Callable[[Any, types.Batch], Any]
 """`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
@@ -24,7 +24,7 @@ LossFn = Callable[[Any, types.Batch], Any]
 _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
-class LossStep(Step):
+class LossStep(NumpyStep):
     """A `Step` of which the user writes only the loss: `loss(outputs, batch)`, as a method or an argument.
 
     `outputs` are what the model made of the batch's inputs. The loss returns one number per example, `[batch]`, or a
@@ -182,10 +182,6 @@ class LossStep(Step):
         assert self._loss is not None
         return self._loss(outputs, batch)
 
-    def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Turns tensors into NumPy arrays."""
-        return data.numpy_batch(batch)
-
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
         """Puts a mask beside the batch, and fills a short one up. What comes of it is for `run` alone."""
         rows = checks.num_examples(batch)
@@ -210,7 +206,7 @@ class LossStep(Step):
         return int(np.sum(values, dtype=np.int64))
 
     def plain_step(self) -> PlainStep | None:
-        plain = None if self._has_hooks_of_batches(LossStep) else self._plain_step()
+        plain = self._plain_step(LossStep) if self._takes_numpy else None
         if plain is None:
             return None
         # Of a batch that is not filled up and has no mask, `begin` does no more than this. On the device the mask need

@@ -14,7 +14,7 @@ import optax
 from absl import logging
 from etils import epath
 
-from jaxloop import bad_numbers, checkpoint, checks, cost, metrics, models, partition, types
+from jaxloop import bad_numbers, checkpoint, checks, cost, data, metrics, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
@@ -451,11 +451,12 @@ class Step:
 
         None where something is to be done to a batch but to give it to `run`, and before the first batch.
         """
-        return None if self._has_hooks_of_batches() else self._plain_step()
+        return self._plain_step(Step)
 
-    def _plain_step(self) -> "PlainStep | None":
+    def _plain_step(self, base: "type[Step]") -> "PlainStep | None":
+        """As `plain_step`, of a class whose own hooks leave as they are the batches that it tells."""
         like = self._batch_watch.like
-        if like is None or self._places_batches():
+        if like is None or self._places_batches() or self._has_hooks_of_batches(base):
             return None
         return PlainStep(self._compiled.training(self._watch), self._compiled.only_known, *like)
 
@@ -720,6 +721,21 @@ class Step:
     def action_lists(self) -> Sequence[ActionList]:
         """Both, and how often each action has been called."""
         return (self._begin_actions, self._end_actions)
+
+
+class NumpyStep(Step):
+    """A step that takes tensors of other libraries too."""
+
+    _takes_numpy = False  # Whether the last batch was one of NumPy arrays already.
+
+    def preprocess_batch(self, batch: types.Batch) -> types.Batch:
+        """Turns tensors into NumPy arrays."""
+        converted = data.numpy_batch(batch)
+        self._takes_numpy = converted is batch
+        return converted
+
+    def plain_step(self) -> PlainStep | None:
+        return self._plain_step(NumpyStep) if self._takes_numpy else None
 
 
 _OPTIONS = [

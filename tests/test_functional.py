@@ -3,6 +3,7 @@ import io
 import itertools
 import os
 import re
+import signal
 import types
 
 import jax
@@ -49,6 +50,90 @@ def steps_of(tasks, num_steps=10, **options):
 
 
 # The loop --------------------------------------------------------------------------------------------
+
+
+def odd_batches(kind):
+    """Eighty batches, of which some are not like the others."""
+    batches = examples.tiny_regression()[2][:80]
+    x, y = batches[50].values()
+    odd = {
+        "nothing": {"x": x, "y": y},
+        "short": {"x": x[:5], "y": y[:5]},
+        "one leaf": {"x": x, "y": y[:1]},
+        "dtype": {"x": x, "y": y.astype(np.int64)},
+        "another leaf": {"x": x, "y": y, "z": x},
+        "order": {"y": y, "x": x},
+        "wrong": {"x": np.ones([8, 4], np.float32), "y": y},
+        "strings": {"x": x, "y": np.array([["a"]] * 8)},
+        "no dict": [x, y],
+        "an error": None,
+    }[kind]
+    yield from [*batches[:20], odd, *batches[21:50], odd]
+    if odd is None:
+        raise OSError("the disk is gone")
+    yield from batches[51:]
+
+
+def run_on(step, kind):
+    """What a run comes to, its error included."""
+    told = lambda elapsed: (elapsed.steps, elapsed.samples, elapsed.is_last)
+    history, seen = jf.history(), []
+    note = lambda state, batch, elapsed, loop_state: seen.append((told(elapsed), len(loop_state.history)))
+    tasks = {jf.every(1): [step], jf.every(7): [note], jf.at(21) | jf.last(): [note], jf.on_end: [note]}
+    _, state, _ = examples.tiny_regression()
+    try:
+        batches = (batch for batch in odd_batches(kind) if batch is not None)
+        state, _, elapsed = jf.loop(state, batches, tasks, history=history)
+        end = told(elapsed), np.asarray(jax.tree.leaves(state.params)[0]).tolist()
+    except Exception as error:
+        end = type(error), str(error), [re.sub("callback .*,", "callback,", note) for note in error.__notes__]
+    return seen, [(*told(row.elapsed), row.logs) for row in history], end
+
+
+def steps_alike(kind):
+    """A compiled function, and the same hidden in one of Python; the first is called with less ado."""
+    if kind == "train_step":
+        compiled = jf.train_step(squared_error)
+        return compiled, lambda state, batch: compiled(state, batch)
+
+    def step(state, batch):
+        loss = lambda params: jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return jf.logs().add_loss("loss", value), state.apply_gradients(grads=grads)
+
+    compiled = jax.jit(step, donate_argnums=0)
+    return compiled, lambda state, batch: compiled(state, batch)
+
+
+KINDS = "nothing,short,one leaf,dtype,another leaf,order,wrong,strings,no dict,an error".split(",")
+
+
+@pytest.mark.parametrize("step", ["jit", "train_step"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_function_alone_is_called_like_any(kind, step):
+    one, other = (run_on(each, kind) for each in steps_alike(step))
+    assert one == other and len(one[1]) > 18
+
+
+def test_what_is_due_at_the_end_alone_is_called_after_steps_with_less_ado():
+    step, _ = steps_alike("jit")
+    _, state, batches = examples.tiny_regression()
+    called = []
+    tasks = {jf.every(1): [step], jf.at(10) | jf.last(): [lambda state, batch, elapsed: called.append(elapsed.steps)]}
+    jf.loop(state, batches[:15], tasks)
+    assert called == [10, 15]
+
+
+@pytest.mark.parametrize("as_data", [list, itertools.chain])
+def test_ctrl_c_amid_compiled_steps_ends_the_loop_after_one(as_data):
+    @jax.jit
+    def step(state, batch):
+        jax.debug.callback(lambda step: int(step) == 40 and signal.raise_signal(signal.SIGINT), state)
+        return {"count": state}, state + 1
+
+    state, history, elapsed = jf.loop(jnp.int32(0), as_data([{"x": np.ones(3)}] * 1000), {jf.every(1): [step]})
+    assert 40 < int(state) == elapsed.steps == len(history) < 200
+    assert history.collect("count") == list(range(int(state)))
 
 
 def test_the_program_of_the_documentation(tmp_path, monkeypatch):
