@@ -95,17 +95,18 @@ class TimedDraw:
 
     Attributes:
       secs: in all.
-      before: what the clock showed when the last batch but one was there; or, before there were two, at the start.
+      newest: what the clock showed when the last batch was there; or at the start.
+      before: when the one before it was; likewise.
     """
 
     def __init__(self, draw: Callable[[], types.Batch], clock: Callable[[], float]):
         self._draw, self._clock = draw, clock
         self.secs = 0.0
-        self.before = self._came = clock()
+        self.before = self.newest = clock()
 
     def __call__(self) -> types.Batch:
         began = self._clock()
         batch = self._draw()
-        self.before, self._came = self._came, self._clock()
-        self.secs += self._came - began
+        self.before, self.newest = self.newest, self._clock()
+        self.secs += self.newest - began
         return batch

@@ -300,12 +300,12 @@ class Loop:
             state, arrived = self._take_group(self._fused_step, state, feed, queue)
             if arrived is not None:
                 return state, arrived
-        plain = self._plain_step() if next_time == math.inf else None
+        plain = self._plain_step()
         if plain is None:
             return self._take_some(take, state, feed, queue, min(room, queue.room), next_time)
         if feed.ahead or room == 1:  # The last one is timed, for schedules that ask when the step before was done.
             return self._take_some(take, state, feed, queue, 1, next_time)
-        return self._take_plain(plain, state, feed, queue, min(room - 1, queue.room))
+        return self._take_plain(plain, state, feed, queue, min(room - 1, queue.room), next_time)
 
     def _take_some(
         self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
@@ -352,7 +352,7 @@ class Loop:
         return None if not self._returns_new_state or self._batch_keeper() is not None else self._step.plain_step()
 
     def _take_plain(
-        self, plain: PlainStep, state: Any, feed: Feed, queue: OutputQueue, room: int
+        self, plain: PlainStep, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
     ) -> tuple[Any, Arrived]:
         """As `_take_some`, for less, where nothing is to be done to a batch.
 
@@ -363,7 +363,8 @@ class Loop:
         run, only_known, name, rows = plain
         interrupt, add, taken_before = self._interrupt.outermost, queue.newest.append, len(queue.newest)
         timed = TimedDraw(feed.drawer(), self._stopwatch.clock)
-        draw = feed.drawer() if feed.is_instant() else timed
+        draw = feed.drawer() if feed.is_instant() and next_time == math.inf else timed
+        deadline = self._stopwatch.reading_at(next_time)
         batch, undone = None, False
         try:
             with only_known():
@@ -375,7 +376,7 @@ class Loop:
                     state, outputs = run(state, batch)
                     add(outputs)
                     undone = False
-                    if interrupt.signum is not None:
+                    if interrupt.signum is not None or timed.newest >= deadline:
                         break
         except BaseException as error:
             feed.has_ended = isinstance(error, StopIteration) and not undone

@@ -91,7 +91,7 @@ class LoopOutputs(dict[str, Any]):
             earlier = self.get(name)
             if not isinstance(values, list):
                 self[name] = values
-            elif not isinstance(earlier, list) or not all(map(_is_small, values)):
+            elif not isinstance(earlier, list) or not (_numbers_alike(values) or all(map(_is_small, values))):
                 self[name] = list(values)
             elif len(earlier) == steps_before and len(values) == steps_later:
                 self[name] = as_states_like(earlier, values)
@@ -275,21 +275,30 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
         if isinstance(value, int | float):  # A statistic.
             scalars[name] = float(value)
             continue
-        values = [_value_of(item) for item in (value if isinstance(value, list) else [value])]
-        present = [item for item in values if item is not None]
-        if present and all(map(_is_number, present)):
+        values = value if isinstance(value, list) else [value]
+        are_alike = _numbers_alike(values)
+        values = values if are_alike else [_value_of(item) for item in values]
+        present = values if are_alike else [item for item in values if item is not None]
+        if present and (are_alike or all(map(_is_number, present))):
             has_weights = isinstance(value, list) and len(num_examples) == len(values)
             scalars[name] = _weighted_mean(values, num_examples if has_weights else [1] * len(values))
     return scalars
 
 
+def _numbers_alike(values: Sequence[Any]) -> bool:
+    """Whether all are NumPy numbers of one type, as those of a loop's steps are; to look at each takes longer."""
+    kinds = {*map(type, values)}
+    return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
+
+
 def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
     """The mean of the values that are not None; those of an empty batch, often NaN, have no weight."""
-    pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
-    if not pairs:
-        return float("nan")
-    present, numbers = zip(*pairs, strict=True)
-    return float(np.average(np.array(present, np.float64), weights=numbers))
+    if not (all(weights) and _numbers_alike(values)):
+        pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
+        if not pairs:
+            return float("nan")
+        values, weights = zip(*pairs, strict=True)
+    return float(np.average(np.array(values, np.float64), weights=weights))
 
 
 def _is_number(value: Any) -> bool:
