@@ -228,7 +228,7 @@ def without_tensorflow(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
 
 
-def test_without_tensorflow_the_default_writer_writes_event_files(without_tensorflow, tmp_path, logs, monkeypatch):
+def test_the_default_writer_writes_event_files_without_tensorflow(without_tensorflow, tmp_path, logs, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     writer = actions.default_writer(tmp_path)
     assert isinstance(writer, actions.TensorBoardWriter)
@@ -254,8 +254,9 @@ def test_without_tensorflow_the_default_writer_writes_event_files(without_tensor
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of TensorFlow's.
-def test_with_tensorflow_the_default_writer_is_clus(tmp_path, logs):
+def test_with_tensorflow_alone_the_default_writer_is_clus(tmp_path, logs, monkeypatch):
     pytest.importorskip("tensorflow")
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     writer = actions.default_writer(tmp_path)
     assert type(writer).__module__.startswith("clu.metric_writers")
     actions.SummaryAction(writer, flush_each_call=True)(
