@@ -159,6 +159,7 @@ class BatchWatch:
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
         self._wide: list[str] = []  # The paths of 64-bit integers.
+        self._limits: list[tuple[Any, int, int]] = []  # Where they are in a plain batch, and what fits into 32 bits.
         self._has_device_arrays = False  # Which may be laid out in several ways.
         self._are_plain = True
         self._name: str | int = ""
@@ -182,8 +183,22 @@ class BatchWatch:
         if shapes != self._shapes:
             self._look_closely(batch, shapes, step)
         if self._wide:
-            _check_range(batch, self._wide)
+            self.check_range(batch)
         return self.num_rows
+
+    def check_range(self, batch: Any) -> None:
+        """Raises where a 64-bit integer of a batch like the last one does not fit into 32 bits."""
+        if not self._limits:
+            _check_range(batch, self._wide)
+        for name, least, most in self._limits:
+            leaf = batch[name]
+            if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
+                _check_range(batch, self._wide)
+
+    @property
+    def has_wide_integers(self) -> bool:
+        """Whether the last batch had 64-bit integers."""
+        return bool(self._wide)
 
     def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
         by_path = {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
@@ -227,14 +242,18 @@ class BatchWatch:
         items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
         self._name = next((name for name, leaf in items.items() if np.ndim(leaf)), "")
-        self._are_plain &= has_arrays_alone and not self._wide and bool(self.num_rows) and bool(items)
+        self._are_plain &= has_arrays_alone and bool(self.num_rows) and bool(items)
+        kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if is_64 and has_arrays_alone else {}
+        limits = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}
+        wide = [(name, limits[kind]) for name, kind in kinds.items() if kind in limits]
+        self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
 
     @property
     def like(self) -> tuple[str | int, int] | None:
         """The name of an array in the last batch, and how many rows it has: another one that has as many is like it.
 
         None where that does not say all: batches are to be looked at that are not dicts or tuples of host arrays with
-        one leading axis, or that have 64-bit integers.
+        one leading axis. Those with 64-bit integers are to be given to `check_range`.
         """
         if not self._seen or not self._are_plain:
             return None

@@ -163,9 +163,11 @@ class CompiledFunction:
         plain = step and step.plain_step()
         if step is None or plain is None:
             return None
-        run = plain.run
+        run, check = plain.run, plain.check
 
         def call(state: Any, batch: types.Batch) -> tuple[Any, Any]:
+            if check is not None:
+                check(batch)
             state, found = run(state, (batch, None))
             return found["logs"], state  # pyright: ignore[reportOptionalSubscript]
 

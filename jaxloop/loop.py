@@ -360,7 +360,7 @@ class Loop:
         Ends sooner too where a batch comes that is not like those before, or with which the step fails: taken the
         other way, it does so with all that belongs to it.
         """
-        run, only_known, name, rows = plain
+        run, only_known, name, rows, check = plain
         interrupt, add, taken_before = self._interrupt.outermost, queue.newest.append, len(queue.newest)
         timed = TimedDraw(feed.drawer(), self._stopwatch.clock)
         draw = feed.drawer() if feed.is_instant() and next_time == math.inf else timed
@@ -373,6 +373,8 @@ class Loop:
                     undone = True
                     if len(batch[name]) != rows:
                         break
+                    if check is not None:
+                        check(batch)
                     state, outputs = run(state, batch)
                     add(outputs)
                     undone = False

@@ -31,12 +31,14 @@ class PlainStep(NamedTuple):
       only_known: a context in which it raises NotCompiled, rather than compile for a batch that nobody has looked at.
       name: under which name, or place, a batch has an array ...
       rows: ... with so many rows, if it is one for this step. So many examples it has.
+      check: raises where there is something wrong with a batch; None where nobody needs to look.
     """
 
     run: Callable[[Any, types.Batch], tuple[Any, types.Output]]
     only_known: Callable[[], contextlib.AbstractContextManager[None]]
     name: str | int
     rows: int
+    check: Callable[[types.Batch], None] | None
 
 
 class FusingError(ValueError):
@@ -458,7 +460,8 @@ class Step:
         like = self._batch_watch.like
         if like is None or self._places_batches() or self._has_hooks_of_batches(base):
             return None
-        return PlainStep(self._compiled.training(self._watch), self._compiled.only_known, *like)
+        check = self._batch_watch.check_range if self._batch_watch.has_wide_integers else None
+        return PlainStep(self._compiled.training(self._watch), self._compiled.only_known, *like, check)
 
     def fused_step(
         self, *, evaluates: bool = False

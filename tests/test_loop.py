@@ -391,6 +391,8 @@ def odd_batches(kind):
     """Forty batches of which the 36th is not like the others."""
     rng = np.random.default_rng(0)
     batches = [{"x": rng.normal(size=[8, 3]).astype(np.float32), "y": np.ones([8, 1], np.float32)} for _ in range(40)]
+    if kind == "too large":
+        batches = [{"x": batch["x"], "y": np.ones([8, 1], np.int64)} for batch in batches]
     x, y = batches[35].values()
     batches[35] = {
         "nothing": {"x": x, "y": y},
@@ -403,6 +405,7 @@ def odd_batches(kind):
         "no dict": [x, y],
         "wrong": {"x": np.ones([8, 4], np.float32), "y": y},
         "strings": {"x": x, "y": np.array(["a"] * 8)},
+        "too large": {"x": x, "y": np.full([8, 1], 2**40)},
     }[kind]
     return batches
 
@@ -426,7 +429,7 @@ def train_on(kind, as_data, end_actions=(), **hooks):
 
 
 @pytest.mark.parametrize(
-    "kind", "nothing,short,one leaf,dtype,another leaf,order,no array,no dict,wrong,strings".split(",")
+    "kind", "nothing,short,one leaf,dtype,another leaf,order,no array,no dict,wrong,strings,too large".split(",")
 )
 def test_batches_like_those_before_are_taken_like_others(kind):
     """A loop does less for them, unless the step has a hook for each."""
