@@ -41,7 +41,14 @@ from jaxloop.loop import Loop
 from jaxloop.loss_step import LossStep
 from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
-from jaxloop.partition import DataParallelPartitioner, Partitioner, SingleDevicePartitioner, SPMDPartitioner
+from jaxloop.partition import (
+    DataParallelPartitioner,
+    FSDPPartitioner,
+    Partitioner,
+    RulesPartitioner,
+    SingleDevicePartitioner,
+    SPMDPartitioner,
+)
 from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first, last, never
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
@@ -65,6 +72,7 @@ __all__ = [
     "EvalContext",
     "EvalLoop",
     "EvalSpec",
+    "FSDPPartitioner",
     "History",
     "LearningRateAction",
     "Loop",
@@ -78,6 +86,7 @@ __all__ = [
     "Partitioner",
     "ProfileAction",
     "ProgressAction",
+    "RulesPartitioner",
     "SPMDPartitioner",
     "Schedule",
     "SingleDevicePartitioner",

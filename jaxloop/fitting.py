@@ -49,7 +49,7 @@ def fit(
     log_name: str | None = None,
     hparams: Mapping[str, Any] | None = None,
     monitor: str | None = None,
-    partitioner: partition.Partitioner | None = None,
+    partitioner: partition.Partitioner | Literal["auto"] | None = None,
     progress: str | None = "auto",
     seed: int = 0,
     steps_per_dispatch: int | Literal["auto"] = 1,
@@ -110,7 +110,8 @@ def fit(
       hparams: hyperparameters to note with the events, and in the log: numbers, strings and bools.
       monitor: what the best checkpoint is the best in, such as "eval/accuracy". By default "eval/loss", where a `loss`
         and `eval_data` are given.
-      partitioner: where the state and the batches live; None for one device.
+      partitioner: where the state and the batches live; None for one device. "auto" to take all there are: the state
+        is on each one if it fits there, and split over them (`FSDPPartitioner`) if not; the log says which.
       progress: "auto", "tqdm", "keras" or "plain", see `ProgressAction`; None to show nothing.
       seed: of the parameters and of dropout.
       steps_per_dispatch: how many steps the devices take at a time, a number or "auto", see `TrainLoop`.
@@ -127,7 +128,6 @@ def fit(
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
     passes, eval_passes, num_passes = _data(train_data, eval_data, num_epochs, num_steps)
-    partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
     progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -140,12 +140,20 @@ def fit(
         options = {"loss": loss, "metrics": metrics, "inputs": inputs}
         first_batch, key = passes.first(), jax.random.key(seed)
         batch_size = checks.num_examples(first_batch)
+        if partitioner == "auto":
+            trial = LossStep(key, model, optimizer, train=True, **options)
+            spec = jax.eval_shape(lambda: trial.initialize_model(trial.input_spec(first_batch)))
+            partitioner = partition.choose(spec, batch_size)
+        partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
         step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
         step_for_eval = LossStep(key, model, optimizer, partitioner, **options)
         state = step.initialize_model(step.input_spec(first_batch))
         monitor = "eval/loss" if monitor is None and eval_data is not None else monitor
     else:
         _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data)
+        if partitioner == "auto":
+            partitioner = partition.choose(model, checks.num_examples(passes.first()))
+        partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
         step = FunctionStep(train_step, partitioner, train=True)
         step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
         state = model

@@ -1,17 +1,60 @@
-"""Where arrays live: on one device, replicated over a mesh, or laid out by the model's annotations."""
+"""Where arrays live: on one device, or over a mesh, by one of several rules."""
 
 import abc
 import functools
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, types
+from jaxloop.layout import Layout, LeafLayout, readable
 from jaxloop.types import nnx
+
+Rules = Iterable[tuple[str, Any]]
+"""Names, or patterns of names, and how what they stand for is split."""
+
+# A leaf of fewer elements is not worth splitting, nor a word about it.
+_SMALL = 2**12
+
+
+def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
+    """A mesh with named axes, of all devices: `create_mesh(data=-1, model=2)`.
+
+    >>> create_mesh(data=-1).axis_names
+    ('data',)
+
+    Args:
+      devices: those of the mesh; None for all that there are, on all hosts.
+      **axes: by name, how many devices are along an axis. One of them may be -1: it takes what is left.
+
+    Raises:
+      ValueError: the axes don't take all devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+    if not axes or any(isinstance(size, bool) or not isinstance(size, int) for size in axes.values()):
+        raise TypeError(f"create_mesh takes sizes by the names of axes, such as data=-1, model=2, got ({shown}).")
+    if list(axes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in axes.values()):
+        raise ValueError(
+            f"The sizes of a mesh's axes are positive, and one of them may be -1, got create_mesh({shown})."
+        )
+    known = math.prod(size for size in axes.values() if size != -1)
+    if len(devices) % known or (-1 not in axes.values() and known != len(devices)):
+        some = f", or give some of them: devices=jax.devices()[:{known}]" if known < len(devices) else ""
+        raise ValueError(
+            f"create_mesh({shown}) can't be made of {len(devices)} devices: the sizes multiply to {known}. Change them"
+            f"{some}."
+        )
+    sizes = tuple(len(devices) // known if size == -1 else size for size in axes.values())
+    types_of_axes = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=types_of_axes, devices=devices)
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
@@ -75,6 +118,38 @@ class Partitioner(abc.ABC):
     def place_state(self, state: Any) -> Any:
         """Moves a state that was made elsewhere to where this partitioner keeps it. By default leaves it to jit."""
         return state
+
+    def report(self, state: Any) -> Layout:
+        """Where each leaf of a state lives, and how many bytes that takes. It prints as a table.
+
+        >>> from jaxloop import examples
+        >>> step, state, _ = examples.tiny_regression()
+        >>> layout = step.partitioner.report(state)
+        >>> layout.bytes_per_device == layout.bytes
+        True
+
+        Args:
+          state: arrays; or `jax.ShapeDtypeStruct`s, as `jax.eval_shape` returns them, for where they would live.
+        """
+        return Layout(self._leaf_layout(*each) for each in checks.leaves_by_path(state).items())
+
+    def plot(self, state: Any, pattern: str = "") -> None:
+        """Prints pictures of how the leaves of a state are split, see `Layout.plot`."""
+        self.report(state).plot(pattern)
+
+    def _leaf_layout(self, path: str, leaf: Any) -> LeafLayout:
+        sharding = getattr(leaf, "sharding", None) or self._sharding_of_leaf(path, leaf)
+        is_whole = sharding.is_fully_replicated
+        reason = self._why_whole(path, leaf) if is_whole and np.size(leaf) >= _SMALL else ""
+        return LeafLayout(path, tuple(np.shape(leaf)), leaf.dtype, sharding, reason)
+
+    def _sharding_of_leaf(self, path: str, leaf: Any) -> Any:
+        """Where a leaf will live."""
+        return self.sharding
+
+    def _why_whole(self, path: str, leaf: Any) -> str:
+        """Why a large leaf is whole on each device; nothing where there is one alone."""
+        return ""
 
     @abc.abstractmethod
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
@@ -180,6 +255,13 @@ class MeshPartitioner(Partitioner):
         place = lambda leaf: split if np.ndim(leaf) > 1 else self._replicated
         return batches if self._mesh.size == 1 else jax.device_put(batches, jax.tree.map(place, batches))
 
+    def _check_axes(self, entry: Any, who: str) -> None:
+        """Raises where an entry of a `PartitionSpec` names what is no axis of the mesh."""
+        for name in _names_of(entry):
+            if name not in self._mesh.axis_names:
+                axes = ", ".join(map(repr, self._mesh.axis_names))
+                raise ValueError(f"{who} {name!r}, which is no axis of the mesh; those are {axes}.")
+
     def _check_divides(self, batch, axis):
         shards = self._mesh.shape[self._data_axis]
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -228,14 +310,12 @@ class DataParallelPartitioner(MeshPartitioner):
     def shard_init_fn(self, init_fn):
         return jax.jit(init_fn, out_shardings=self._replicated)
 
+    def _why_whole(self, path, leaf):
+        return "data parallel: the state is on every device" if self._mesh.size > 1 else ""
 
-class SPMDPartitioner(MeshPartitioner):
-    """The state laid out by the model's Flax partitioning metadata, the batch split over `data_axis`.
 
-    Reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
-    `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh. Leaves without
-    metadata are replicated. The state comes out unboxed: its leaves are plain arrays.
-    """
+class _LaidOutPartitioner(MeshPartitioner):
+    """Holds the layout of one state: a tree of shardings, known once there is a state."""
 
     def __init__(self, mesh: Mesh, data_axis: str):
         super().__init__(mesh, data_axis)
@@ -246,10 +326,213 @@ class SPMDPartitioner(MeshPartitioner):
         """A tree of `NamedSharding` shaped like the state; known once the state has been initialised."""
         if self._sharding is None:
             raise ValueError(
-                "SPMDPartitioner.sharding is read from the model's metadata when the state is initialised. "
-                "Call step.initialize_model(...) of a step with this partitioner first."
+                f"{type(self).__name__}.sharding is known when the state is initialised. Call "
+                "step.initialize_model(...) of a step with this partitioner first."
             )
         return self._sharding
+
+    def _hold(self, sharding: Any) -> None:
+        if self._sharding is not None and jax.tree.structure(sharding) != jax.tree.structure(self._sharding):
+            raise ValueError(
+                f"This {type(self).__name__} holds the layout of another state already: initialize one model, with "
+                "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
+            )
+        self._sharding = sharding
+
+
+class _LeafPartitioner(_LaidOutPartitioner):
+    """Lays the state out leaf by leaf, by the path and the shape of each: subclasses say how in `_spec_of`."""
+
+    @abc.abstractmethod
+    def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
+        """How a leaf is split."""
+
+    def shard_init_fn(self, init_fn):
+        def init_unboxed(*args, **kwargs):
+            return nn.meta.unbox(init_fn(*args, **kwargs))
+
+        def sharded_init(*args, **kwargs):
+            self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
+            return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
+
+        return sharded_init
+
+    def place_state(self, state):
+        if self._sharding is None:
+            self._lay_out(state)
+        return super().place_state(state)
+
+    def _lay_out(self, state: Any) -> None:
+        of_leaf = lambda path, leaf: self._sharding_of_leaf(checks.path_name(path), leaf)
+        self._hold(jax.tree_util.tree_map_with_path(of_leaf, state))
+
+    def _sharding_of_leaf(self, path, leaf):
+        return NamedSharding(self._mesh, self._spec_of(path, leaf))
+
+
+class FSDPPartitioner(_LeafPartitioner):
+    """Parameters and optimizer state split over `data_axis`, as the batch is: each device has a part of each.
+
+    What a step needs of them in whole the devices gather from each other. Per device the state takes 1/n of the bytes
+    on n devices, but for small leaves and those that don't divide; `report` says which.
+
+    >>> mesh = create_mesh(data=-1)
+    >>> FSDPPartitioner(mesh).mesh.shape["data"] == jax.device_count()
+    True
+
+    Args:
+      mesh: see `MeshPartitioner`.
+      data_axis: likewise. The other axes hold copies.
+      min_size: a leaf of fewer elements is whole on each device.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = _SMALL):
+        super().__init__(mesh, data_axis)
+        checks.check_positive("min_size", min_size)
+        self._min_size = min_size
+
+    def _spec_of(self, path, leaf):
+        axis = self._axis_to_split(leaf)
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self._data_axis)
+
+    def _axis_to_split(self, leaf: Any) -> int | None:
+        shape, shards = np.shape(leaf), self._mesh.shape[self._data_axis]
+        axes = [axis for axis, size in enumerate(shape) if size and size % shards == 0]
+        if shards == 1 or np.size(leaf) < self._min_size or not axes:
+            return None
+        return max(axes, key=lambda axis: (shape[axis], -axis))
+
+    def _why_whole(self, path, leaf):
+        shards = self._mesh.shape[self._data_axis]
+        if shards == 1:
+            return ""
+        if np.size(leaf) < self._min_size:
+            return f"smaller than min_size={self._min_size}"
+        return f"none of its axes divides by the {shards} devices of {self._data_axis!r}"
+
+
+class RulesPartitioner(_LeafPartitioner):
+    r"""The state laid out by rules: patterns of paths, for models without metadata.
+
+    A rule is a regular expression, looked for anywhere in the path of a leaf, and a `PartitionSpec`, whose names are
+    axes of the mesh. The first one that matches counts. Paths are those of the whole state, so that what matches
+    `params/Dense_0/kernel` by `Dense_0/kernel` matches the optimizer's moments of it too.
+
+    >>> mesh = create_mesh(data=-1, model=1)
+    >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
+
+    Leaves that no rule matches are whole on each device; of large ones that is said, and so is a rule that matches
+    nothing.
+
+    Args:
+      mesh: see `MeshPartitioner`.
+      data_axis: likewise.
+      rules: pairs of a pattern and a `PartitionSpec`.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh does not have. Once there is a state: a rule splits an axis of a
+        parameter that does not divide, or that it does not have.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
+        super().__init__(mesh, data_axis)
+        self._rules = [(re.compile(pattern), PartitionSpec(*(spec or ()))) for pattern, spec in rules]
+        for pattern, spec in self._rules:
+            for entry in spec:
+                self._check_axes(entry, f"The rule {pattern.pattern!r} splits over")
+
+    def _lay_out(self, state):
+        leaves = checks.leaves_by_path(state)
+        super()._lay_out(state)
+        for pattern, spec in self._rules:
+            if not any(pattern.search(path) for path in leaves):
+                logging.warning("The rule (%r, %s) matches no leaf of the state.", pattern.pattern, spec)
+        large = [path for path, leaf in leaves.items() if np.size(leaf) >= _SMALL and self._rule_for(path) is None]
+        if large:
+            shown = ", ".join(large[:6]) + (f" and {len(large) - 6} more" if len(large) > 6 else "")
+            logging.warning(
+                "No rule matches %s: each device has the whole of it. To mean that, add the rule ('', P()) at the end.",
+                shown,
+            )
+
+    def _rule_for(self, path: str) -> tuple[re.Pattern[str], PartitionSpec] | None:
+        return next(((pattern, spec) for pattern, spec in self._rules if pattern.search(path)), None)
+
+    def _spec_of(self, path, leaf):
+        rule = self._rule_for(path)
+        if rule is None:
+            return PartitionSpec()
+        pattern, spec = rule
+        shape = np.shape(leaf)
+        problem = self._problem_of(spec, shape)
+        # The state of an optimizer may have less of a leaf than the parameter has.
+        if problem and path.startswith("opt_state"):
+            return PartitionSpec()
+        if problem:
+            raise ValueError(
+                f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: "
+                f"{problem}. Change the rule, put one before it for this leaf, or change the sizes of the model or the "
+                "mesh."
+            )
+        return spec
+
+    def _problem_of(self, spec: PartitionSpec, shape: tuple[int, ...]) -> str:
+        if len(spec) > len(shape):
+            return f"it has {len(shape)} axes, and the rule speaks of {len(spec)}"
+        for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
+            shards = math.prod(self._mesh.shape[name] for name in _names_of(names))
+            if size % shards:
+                return f"its axis {axis} of size {size} does not divide over the {shards} devices of {names!r}"
+        return ""
+
+    def _why_whole(self, path, leaf):
+        rule = self._rule_for(path)
+        if rule is None:
+            return "no rule matches it"
+        problem = self._problem_of(rule[1], np.shape(leaf))
+        return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " says so")
+
+
+def _names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a `PartitionSpec`."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+class SPMDPartitioner(_LaidOutPartitioner):
+    """The state laid out by the model's Flax partitioning metadata, the batch split over `data_axis`.
+
+    Reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
+    `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh, or logical names
+    with a rule, as `nn.with_logical_partitioning` has them. Leaves without metadata are replicated. The state comes out
+    unboxed: its leaves are plain arrays.
+
+    >>> rules = [("embed", None), ("hidden", "model")]
+    >>> partitioner = SPMDPartitioner(create_mesh(data=-1, model=1), "data", logical_axis_rules=rules)
+
+    Args:
+      mesh: see `MeshPartitioner`.
+      data_axis: likewise.
+      logical_axis_rules: pairs of a logical name and the mesh axis that it stands for, a tuple of several, or None for
+        none. Inside `run`, `nn.with_logical_constraint` goes by them too.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh does not have. Once there is a state: the model names an axis that
+        the mesh does not have, and there is no rule for it.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
+        super().__init__(mesh, data_axis)
+        self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
+        for logical_name, axes in self._rules:
+            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) stands for")
+
+    def partition(self, fn, **jit_kwargs):
+        @functools.wraps(fn)
+        def with_rules(*args, **kwargs):
+            with nn.logical_axis_rules(self._rules):
+                return fn(*args, **kwargs)
+
+        return super().partition(with_rules, **jit_kwargs)
 
     def shard_init_fn(self, init_fn):
         def init_unboxed(*args, **kwargs):
@@ -257,27 +540,98 @@ class SPMDPartitioner(MeshPartitioner):
 
         def sharded_init(*args, **kwargs):
             # NNX makes annotated variables only where it can see a mesh.
-            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-                annotated = jax.eval_shape(init_fn, *args, **kwargs)
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh), nn.logical_axis_rules(self._rules):
+                try:
+                    annotated = jax.eval_shape(init_fn, *args, **kwargs)
+                except ValueError as error:  # NNX looks at the names when it makes a variable.
+                    if unknown := re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error)):
+                        raise self._unknown_axis(unknown[1]) from error
+                    raise
                 is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
                 # Each of the two knows its own annotations.
                 of = nn if _has_boxes(annotated) else nnx
                 specs = of.get_partition_spec(annotated)
-                sharding = jax.tree.map(self._sharding_of, specs, is_leaf=is_spec)
-                if self._sharding is not None and jax.tree.structure(sharding) != jax.tree.structure(self._sharding):
-                    raise ValueError(
-                        "This SPMDPartitioner holds the layout of another state already: initialize one model, with "
-                        "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
-                    )
-                self._sharding = sharding
+                self._hold(jax.tree.map(self._sharding_of, specs, is_leaf=is_spec))
                 return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
 
         return sharded_init
 
     def _sharding_of(self, spec: PartitionSpec | None) -> NamedSharding:
-        return NamedSharding(self._mesh, spec if spec is not None else PartitionSpec())
+        names = [name for each in spec or () for name in _names_of(each)]
+        for name in names:
+            if name not in dict(self._rules) and name not in self._mesh.axis_names:
+                raise self._unknown_axis(name)
+        if set(names) & {name for name, _ in self._rules}:  # Else they are axes of the mesh already.
+            own = [(name, name) for name in self._mesh.axis_names]
+            spec = nn.spmd.logical_to_mesh_axes(tuple(spec or ()), [*self._rules, *own])
+        return NamedSharding(self._mesh, spec or PartitionSpec())
+
+    def _unknown_axis(self, name: str) -> ValueError:
+        return ValueError(
+            f"The model names an axis {name!r}, which is none of the mesh's "
+            f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
+            "logical_axis_rules, with the mesh axis that it stands for, or None."
+        )
+
+    def _sharding_of_leaf(self, path, leaf):
+        return checks.leaves_by_path(self.sharding)[path]
+
+    def _why_whole(self, path, leaf):
+        return "the model does not annotate it" if self._mesh.size > 1 else ""
 
 
 def _has_boxes(tree: Any) -> bool:
     is_box = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)
     return any(is_box(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_box))
+
+
+# What to take ----------------------------------------------------------------------------------------
+
+# Of a device's memory; the rest is for what the steps need besides.
+_SHARE_FOR_STATE = 0.5
+
+
+def choose(state: Any, rows: int | None) -> Partitioner:
+    """The partitioner for all devices of this process that a training wants, who does not say; says in the log why.
+
+    On one device there is nothing to choose. On several, the batch is split over all of them; the state is on each one
+    as long as it takes, with gradients of the size of its parameters, at most half of the memory of a device, and is
+    split too where it takes more.
+
+    Args:
+      state: the train state, or its shapes, as `jax.eval_shape` returns them.
+      rows: how many rows a batch has; None where nobody knows.
+    """
+    devices = jax.devices()
+    if len(devices) == 1:
+        return SingleDevicePartitioner()
+    if rows is None or rows % len(devices):
+        logging.warning(
+            "partitioner='auto' takes one of %d devices, because a batch has %s rows, which do not divide over them. "
+            "Batch to a multiple of %d.",
+            len(devices),
+            "no common number of" if rows is None else rows,
+            len(devices),
+        )
+        return SingleDevicePartitioner()
+    leaves = checks.leaves_by_path(state)
+    size = lambda leaf: math.prod(np.shape(leaf)) * leaf.dtype.itemsize
+    needed = sum(size(leaf) * (2 if path.startswith("params") else 1) for path, leaf in leaves.items())
+    memory = _memory_of(devices[0])
+    mesh = create_mesh(data=-1)
+    fits = memory is None or needed <= _SHARE_FOR_STATE * memory
+    of = "of which nobody knows the memory" if memory is None else f"of {readable(memory)} each"
+    logging.info(
+        "partitioner='auto': on %d devices %s, the batch is split over all of them, and the state, with its gradients "
+        "%s, is %s.",
+        len(devices),
+        of,
+        readable(needed),
+        "on each one (DataParallelPartitioner)" if fits else "split too (FSDPPartitioner)",
+    )
+    return DataParallelPartitioner(mesh, "data") if fits else FSDPPartitioner(mesh)
+
+
+def _memory_of(device: Any) -> int | None:
+    """The bytes that a device has; None where it doesn't say."""
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

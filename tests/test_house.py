@@ -15,12 +15,13 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types encoding compilation_cache cost checks interrupt lock schedules timing partition models metrics output_queue
-bad_numbers history seal checkpoint read_ahead fingerprint sources position data actions.action actions.background
-actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action actions.learning_rate_action
-actions.periodic_action actions.profile_action actions.progress_action actions.summary_action actions.writers
-actions.action_list actions compiled step loss_step function_step tuning feed loop stat_loop action_loop train_loop
-eval_loop specs tally whole_run failures outer_loop functional fitting testing examples
+types encoding compilation_cache cost checks interrupt lock schedules timing layout partition models metrics
+output_queue bad_numbers history seal checkpoint read_ahead fingerprint sources position data actions.action
+actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
+actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
+actions.summary_action actions.writers actions.action_list actions compiled step loss_step function_step tuning feed
+loop stat_loop action_loop train_loop eval_loop specs tally whole_run failures outer_loop functional fitting testing
+examples
 """.split()
 
 
@@ -56,7 +57,7 @@ def test_no_module_imports_upwards():
         ("jax.block_until_ready", {"metrics"}),
         ("orbax", {"checkpoint"}),
         ("jax.device_put", {"partition"}),
-        ("NamedSharding", {"partition"}),
+        ("NamedSharding", {"layout", "partition"}),
         ("pickle", set()),
         ("eval", set()),
         ("exec", set()),
@@ -87,7 +88,8 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
 
 FIXED_NAMES = {
     "types": "TrainState Batch BatchSpec Output PRNGType MetricType MetricWithMetadata",
-    "partition": "Partitioner SingleDevicePartitioner DataParallelPartitioner SPMDPartitioner",
+    "partition": "Partitioner SingleDevicePartitioner DataParallelPartitioner SPMDPartitioner "
+    "FSDPPartitioner RulesPartitioner",
     "step": "Step",
     "loop": "Loop",
     "stat_loop": "StatLoop STAT_NUM_PARAMS STAT_NUM_FLOPS STAT_INIT_TIME STAT_BEGIN_TIME STAT_LIFE_TIME_SECS "

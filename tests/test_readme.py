@@ -16,7 +16,7 @@ def blocks(kind):
 def test_the_programs_in_the_readme_run_and_print_what_it_says(capsys, monkeypatch, tmp_path, writer):
     monkeypatch.chdir(tmp_path)
     writer.write_hparams, writer.close = lambda hparams: None, lambda: None
-    monkeypatch.setattr(jaxloop.fitting, "default_writer", lambda workdir: writer)  # clu's imports TensorFlow.
+    monkeypatch.setattr(jaxloop.fitting, "default_writer", lambda workdir: writer)
     ((program,), continued) = blocks("python"), blocks("python continued")
     names = {"__name__": "__main__"}
     with jax.numpy_dtype_promotion("standard"):  # As a user has it.
@@ -35,7 +35,8 @@ def test_the_programs_in_the_readme_run_and_print_what_it_says(capsys, monkeypat
 
     assert "of a device's memory" in printed.out
 
-    _, _, functions, by_hand, fit, own_steps, _ = names["histories"]
+    assert re.search(r"params/Dense_1/kernel +\[64, 128\] +float32 +P\(None, 'data'\) +4.0 KiB\n", printed.out)
+    _, _, _, functions, by_hand, fit, own_steps, _ = names["histories"]
     assert functions.collect("steps", "loss") == by_hand.collect("steps", "loss")
     assert functions.collect("accuracy")[-1] > 0.9
     assert fit.collect("steps", "eval.accuracy")[0] == list(range(20, 601, 20))

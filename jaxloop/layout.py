@@ -1,0 +1,135 @@
+"""Where the leaves of a state live, as a table."""
+
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+# So many pictures at most: of each kind of layout one.
+_MOST_PICTURES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """Where a leaf lives.
+
+    Attributes:
+      path: its path in the state, such as `params/Dense_0/kernel`.
+      shape: of the whole leaf.
+      dtype: its dtype.
+      sharding: where its parts are.
+      reason: why it is whole on each device though it is large, if it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    reason: str = ""
+
+    @property
+    def spec(self) -> str:
+        """How it is split, such as `P('data')`."""
+        spec = getattr(self.sharding, "spec", None)
+        return "" if spec is None else str(spec).replace("PartitionSpec", "P").replace(",)", ")")
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole leaf."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What one device holds of it."""
+        return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
+
+
+class Layout:
+    """Where the leaves of a state live. As a text, a table.
+
+    Attributes:
+      leaves: one for each leaf, in order.
+    """
+
+    def __init__(self, leaves: Iterable[LeafLayout]):
+        self.leaves = list(leaves)
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole state."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What one device holds of it."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    def plot(self, pattern: str = "") -> None:
+        """Prints a picture of how the leaves are split, by JAX's own visualiser: one for leaves that are alike.
+
+        Args:
+          pattern: a regular expression, looked for in the paths; of others nothing is shown.
+
+        Raises:
+          ImportError: rich, which draws, is not installed.
+          ValueError: no path has the pattern.
+        """
+        if importlib.util.find_spec("rich") is None:
+            raise ImportError("To draw how a state is split takes rich, which is not installed. Run: pip install rich")
+        leaves = [leaf for leaf in self.leaves if re.search(pattern, leaf.path)]
+        if not leaves:
+            raise ValueError(f"No leaf of the state has {pattern!r} in its path. There is {self.leaves[0].path}, say.")
+        alike: dict[Any, list[LeafLayout]] = {}
+        for leaf in leaves:
+            if isinstance(leaf.sharding, NamedSharding) and not leaf.sharding.is_fully_replicated:
+                alike.setdefault((leaf.shape, leaf.spec), []).append(leaf)
+        largest_first = sorted(alike.values(), key=lambda group: -sum(leaf.bytes for leaf in group))
+        for first, *others in largest_first[:_MOST_PICTURES]:
+            more = f" and {len(others)} like it" if others else ""
+            print(f"{first.path}{more}: {list(first.shape)} by {first.spec}")
+            jax.debug.visualize_sharding(*_with_two_axes(first))
+        left = sum(map(len, largest_first[_MOST_PICTURES:]))
+        whole = len(leaves) - sum(map(len, alike.values()))
+        print(f"Whole on each device: {whole}." + (f" Split, and not shown: {left}." if left else ""))
+
+    def __str__(self) -> str:
+        head = ("path", "shape", "dtype", "spec", "per device", "")
+        rows = [
+            (leaf.path, str(list(leaf.shape)), str(leaf.dtype), leaf.spec, readable(leaf.bytes_per_device), leaf.reason)
+            for leaf in self.leaves
+        ]
+        total = ("", "", "", "", readable(self.bytes_per_device), f"of {readable(self.bytes)} in all")
+        widths = [max(len(row[column]) for row in (head, *rows, total)) for column in range(len(head) - 1)]
+        *left, right = widths
+        form = "  ".join([*(f"{{:<{width}}}" for width in left), f"{{:>{right}}}", "{}"])
+        return "\n".join(form.format(*row).rstrip() for row in (head, *rows, total))
+
+    def __repr__(self) -> str:
+        per_device = f"{readable(self.bytes_per_device)} of {readable(self.bytes)} per device"
+        return f"Layout({len(self.leaves)} leaves, {per_device})"
+
+
+def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
+    """A shape of at most two axes, those that are split before others, and how these are split."""
+    entries = (*leaf.sharding.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
+    by_weight = sorted(range(len(leaf.shape)), key=lambda axis: (entries[axis] is None, -leaf.shape[axis]))
+    axes = sorted(by_weight[:2])
+    spec = PartitionSpec(*(entries[axis] for axis in axes))
+    return tuple(leaf.shape[axis] for axis in axes), NamedSharding(leaf.sharding.mesh, spec)
+
+
+def readable(number: float) -> str:
+    """Bytes with a unit.
+
+    >>> readable(1_572_864)
+    '1.5 MiB'
+    """
+    if number < 1024:
+        return f"{number:.0f} B"
+    power = min(int(math.log2(number)) // 10, 4)
+    return f"{number / 1024**power:.1f} {' KMGT'[power]}iB"

@@ -1,0 +1,378 @@
+"""The same training wherever its state lives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxloop
+from jaxloop import examples, partition
+from jaxloop.loss_step import LossStep
+
+KEY = jax.random.key(0)
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+RULES = [("Dense_0/kernel", P(None, "model")), ("Dense_0/bias", P("model")), ("Dense_1/kernel", P("model", "data"))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # Which Adam needs.
+        yield
+
+
+class Network(nn.Module):
+    """Which drops half of its activations, by a key of the step."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(0.5, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
+        return nn.Dense(32)(x)
+
+
+def loss(outputs, batch):
+    return optax.softmax_cross_entropy(outputs, jax.nn.one_hot(batch["label"], 32))
+
+
+def batches(count, rows=16):
+    rng = np.random.default_rng(0)
+    make = lambda: {
+        "x": rng.normal(size=[rows, 24]).astype(np.float32),
+        "label": rng.integers(32, size=rows, dtype="i4"),
+    }
+    return [make() for _ in range(count)]
+
+
+def new_step(partitioner):
+    return LossStep(KEY, Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
+
+
+def trained(partitioner, count=20):
+    step = new_step(partitioner)
+    state, outputs = jaxloop.TrainLoop(step)(step.initialize_model([1, 24]), batches(count))
+    return state, outputs["loss"]
+
+
+def mesh_of(shape):
+    return partition.create_mesh(data=shape[0], model=shape[1])
+
+
+MAKE = {
+    "data parallel": lambda mesh: partition.DataParallelPartitioner(mesh, "data"),
+    "FSDP": lambda mesh: partition.FSDPPartitioner(mesh, min_size=1),
+    "FSDP over the other axis": lambda mesh: partition.FSDPPartitioner(mesh, "model", min_size=1),
+    "rules": lambda mesh: partition.RulesPartitioner(mesh, "data", RULES),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return trained(partition.SingleDevicePartitioner())
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("kind", MAKE)
+def test_training_is_the_same_wherever_the_state_lives(kind, shape, on_one_device):
+    """The masks of dropout too, which would change every loss."""
+    state, losses = trained(MAKE[kind](mesh_of(shape)))
+    np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(on_one_device[0].params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+# FSDP ------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_leaves_a_share_of_the_state_to_each_device():
+    partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=64)
+    state, _ = trained(partitioner, count=2)
+    assert state.params["Dense_0"]["kernel"].sharding.spec == P(None, "data")  # [24, 64]
+    assert state.params["Dense_1"]["kernel"].sharding.spec == P("data")  # [64, 32]
+    assert state.opt_state[0].mu["Dense_1"]["kernel"].sharding.spec == P("data")
+    assert state.params["Dense_1"]["bias"].sharding.spec == P()  # Of 32 numbers.
+    # Parameters and both moments of Adam; whole are the small bias, thrice, and two counts.
+    split, whole = 3 * 4 * (24 * 64 + 64 + 64 * 32), 3 * 4 * 32 + 2 * 4
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert held == split // 8 + whole
+    layout = partitioner.report(state)
+    assert (layout.bytes_per_device, layout.bytes) == (held, split + whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((64, 128), P(None, "data")),
+        ((128, 128), P("data")),
+        ((12, 100), P()),
+        ((4, 1000), P(None, "data")),
+        ((4,), P()),
+    ],
+)
+def test_fsdp_splits_the_largest_axis_that_divides(shape, spec):
+    partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
+    state = partitioner.place_state({"params": {"w": np.zeros(shape, np.float32)}})
+    assert state["params"]["w"].sharding.spec == spec == partitioner.sharding["params"]["w"].spec
+
+
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
+    for make in (MAKE["FSDP"], MAKE["rules"], lambda mesh: partition.SingleDevicePartitioner()):
+        step = new_step(make(mesh_of((4, 2))))
+        actions = [jaxloop.CheckpointAction(tmp_path, jaxloop.every(steps=5))]
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
+        )
+        before = jaxloop.checkpoint.all_steps(tmp_path)
+        total = (before[-1] if before else 0) + 5
+        state, _ = outer_loop(step.initialize_model([1, 24]), batches(20), total)
+        assert int(state.step) == total
+    state_at_once, _ = trained(partition.SingleDevicePartitioner(), count=15)
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(state_at_once.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+# Rules -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_rule_that_matches_counts_for_the_optimizer_too():
+    partitioner = partition.RulesPartitioner(
+        mesh_of((4, 2)), "data", [*RULES, (r"bias$", P()), ("Dense", P("data")), ("", None)]
+    )
+    state = new_step(partitioner).initialize_model([1, 24])
+    for params in (state.params, state.opt_state[0].mu):
+        assert params["Dense_0"]["kernel"].sharding.spec == P(None, "model")
+        assert params["Dense_1"]["kernel"].sharding.spec == P("model", "data")
+        assert params["Dense_1"]["bias"].sharding.spec == P()
+
+
+def test_rules_that_match_nothing_and_large_leaves_without_one_are_said(warnings_logged):
+    partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("attention/.*/kernel", P(None, "model"))])
+    state = {"params": {"embedding": np.zeros([128, 64], np.float32), "bias": np.zeros(3, np.float32)}}
+    partitioner.place_state(state)
+    assert warnings_logged() == [
+        "The rule ('attention/.*/kernel', P(None, 'model')) matches no leaf of the state.",
+        "No rule matches params/embedding: each device has the whole of it. To mean that, add the rule ('', P()) at "
+        "the end.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("data"), r"params/w, float32\[6, 64\]: its axis 0 of size 6 does not divide over the 4 devices of 'data'"),
+        (P(None, ("data", "model")), None),
+        (P(("data", "model")), r"axis 0 of size 6 does not divide over the 8 devices of \('data', 'model'\)"),
+        (P(None, None, "data"), "it has 2 axes, and the rule speaks of 3"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_cannot_be_applied_is_an_error(spec, message):
+    partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", spec)])
+    state = {"params": {"w": np.zeros([6, 64], np.float32)}}
+    if message is None:
+        assert partitioner.place_state(state)["params"]["w"].sharding.spec == spec
+        return
+    with pytest.raises(ValueError, match=message):
+        partitioner.place_state(state)
+
+
+def test_an_optimizer_may_have_less_of_a_leaf_than_the_rule_splits():
+    partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("kernel", P(None, "model"))])
+    step = LossStep(KEY, Network(), optax.adafactor(1e-2, min_dim_size_to_factor=8), partitioner, train=True, loss=loss)
+    state = step.initialize_model([1, 24])
+    state, outputs = step.step(state, batches(1)[0])
+    assert state.params["Dense_0"]["kernel"].sharding.spec == P(None, "model") and np.isfinite(outputs["loss"])
+
+
+def test_a_rule_for_an_axis_that_is_not_there_is_an_error():
+    with pytest.raises(
+        ValueError, match="splits over 'tensor', which is no axis of the mesh; those are 'data', 'model'"
+    ):
+        partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
+
+
+def test_one_partitioner_holds_one_layout():
+    partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
+    new_step(partitioner).initialize_model([1, 24])
+    with pytest.raises(ValueError, match="This FSDPPartitioner holds the layout of another state already"):
+        LossStep(KEY, nn.Dense(3), optax.sgd(0.1), partitioner, train=True, loss=loss).initialize_model([1, 24])
+
+
+# Logical axes ----------------------------------------------------------------------------------------
+
+
+class LinenLogical(nn.Module):
+    """Names what its axes mean, and leaves to rules where they are."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "hidden"))
+        x = nn.with_logical_constraint(nn.relu(nn.Dense(16, kernel_init=init)(x)), (None, "hidden"))
+        return nn.Dense(1)(x)
+
+
+class NNXLogical(nnx.Module):
+    def __init__(self, *, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
+        self.up, self.down = nnx.Linear(3, 16, kernel_init=init, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def squares(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean(-1)
+
+
+def logical_step(kind, rules, shape=(4, 2)):
+    partitioner = partition.SPMDPartitioner(mesh_of(shape), "data", logical_axis_rules=rules)
+    model, options = (LinenLogical(), {}) if kind == "Linen" else (NNXLogical, {"nnx_model_args": ()})
+    return LossStep(KEY, model, optax.adam(1e-2), partitioner, train=True, loss=squares, **options)
+
+
+@pytest.mark.parametrize("kind", ["Linen", "NNX"])
+@pytest.mark.parametrize(
+    ("rules", "spec"),
+    [
+        ([("embed", None), ("hidden", "model")], P(None, "model")),
+        ([("embed", None), ("hidden", ("data", "model"))], P(None, ("data", "model"))),
+        ([("embed", None), ("hidden", None)], P()),
+    ],
+)
+def test_logical_axes_are_where_the_rules_say(kind, rules, spec):
+    _, _, batches = examples.tiny_regression()
+    losses = []
+    for each, shape in ((rules, (4, 2)), ([("embed", None), ("hidden", None)], (8, 1))):
+        step = logical_step(kind, each, shape)
+        state = step.initialize_model([1, 3])
+        kernels = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (3, 16)]
+        expected = spec if each is rules else P()
+        assert len(kernels) == 3  # Of Adam's moments two.
+        assert all(
+            leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(step.partitioner.mesh, expected), 2)
+            for leaf in kernels
+        )
+        losses.append(jaxloop.TrainLoop(step)(state, batches, 20)[1]["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Linen", "NNX"])
+def test_a_logical_axis_without_a_rule_is_an_error(kind):
+    with pytest.raises(ValueError, match=r"names an axis 'hidden'.*Add \('hidden', \.\.\.\) to logical_axis_rules"):
+        logical_step(kind, [("embed", None)]).initialize_model([1, 3])
+
+
+def test_a_logical_axis_stands_for_an_axis_of_the_mesh():
+    with pytest.raises(
+        ValueError, match=r"rule \('hidden', 'tensor'\) stands for 'tensor', which is no axis of the mesh"
+    ):
+        logical_step("Linen", [("hidden", "tensor")])
+
+
+# Meshes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"), [({"data": -1}, (8,)), ({"data": -1, "model": 2}, (4, 2)), ({"data": 2, "model": 4}, (2, 4))]
+)
+def test_a_mesh_takes_all_devices(axes, shape):
+    mesh = partition.create_mesh(**axes)
+    assert mesh.devices.shape == shape and mesh.axis_names == tuple(axes)
+    assert partition.create_mesh(data=-1, devices=jax.devices()[:2]).devices.tolist() == jax.devices()[:2]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"data": 3, "model": -1}, r"create_mesh\(data=3, model=-1\) can't be made of 8 devices"),
+        (
+            {"data": 4},
+            r"sizes multiply to 4. Change them, or give some of them: devices=jax.devices\(\)",
+        ),
+        ({"data": -1, "model": -1}, "one of them may be -1"),
+        ({"data": 0}, "sizes of a mesh's axes are positive"),
+        ({"data": 16}, "8 devices: the sizes multiply to 16"),
+    ],
+)
+def test_a_mesh_that_can_not_be_made_is_an_error(axes, message):
+    with pytest.raises(ValueError, match=message):
+        partition.create_mesh(**axes)
+
+
+def test_a_mesh_has_axes_with_sizes():
+    for axes in ({}, {"data": "all"}):
+        with pytest.raises(TypeError, match="sizes by the names of axes, such as data=-1, model=2"):
+            partition.create_mesh(**axes)
+
+
+# Reports ---------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_a_table_of_where_the_leaves_live():
+    partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
+    shapes = {"embedding": [1000, 64], "odd": [71, 61], "small": [7]}
+    state = {"params": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
+    assert str(partitioner.report(state)).splitlines() == [
+        "path              shape       dtype    spec       per device",
+        "params/embedding  [1000, 64]  float32  P('data')    31.2 KiB",
+        "params/odd        [71, 61]    float32  P()          16.9 KiB  "
+        "none of its axes divides by the 8 devices of 'data'",
+        "params/small      [7]         float32  P()              28 B",
+        "                                                    48.2 KiB  of 266.9 KiB in all",
+    ]
+
+
+@pytest.mark.parametrize("kind", [*MAKE, "one device"])
+def test_a_report_is_the_same_before_and_after_the_state_is_made(kind):
+    partitioner = partition.SingleDevicePartitioner() if kind == "one device" else MAKE[kind](mesh_of((4, 2)))
+    step = new_step(partitioner)
+    abstract = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
+    before = partitioner.report(abstract)
+    state = step.initialize_model([1, 24])
+    after = partitioner.report(state)
+    assert str(before) == str(after) and before.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def test_a_picture_shows_what_is_split(capsys):
+    pytest.importorskip("rich")
+    partitioner = MAKE["rules"](mesh_of((4, 2)))
+    state = new_step(partitioner).initialize_model([1, 24])
+    partitioner.plot(state, "params|mu")
+    shown = capsys.readouterr().out
+    assert "params/Dense_1/kernel and 1 like it: [64, 32] by P('model', 'data')" in shown and "CPU 0" in shown
+    assert "Whole on each device: 2." in shown
+    with pytest.raises(ValueError, match="No leaf of the state has 'attention' in its path"):
+        partitioner.plot(state, "attention")
+
+
+# What to take ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "rows", "kind"),
+    [
+        (None, 16, partition.DataParallelPartitioner),
+        (10**6, 16, partition.DataParallelPartitioner),
+        (10**4, 16, partition.FSDPPartitioner),
+        (None, 10, partition.SingleDevicePartitioner),
+        (None, None, partition.SingleDevicePartitioner),
+    ],
+)
+def test_what_is_chosen_depends_on_the_devices_and_the_batch(memory, rows, kind, monkeypatch, logs):
+    if memory is not None:
+        monkeypatch.setattr(partition, "_memory_of", lambda device: memory)
+    state = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
+    assert type(partition.choose(state, rows)) is kind
+    assert "partitioner='auto'" in logs.text
+
+
+def test_fit_takes_all_devices_if_asked(logs):
+    data = batches(8)
+    options = {"loss": loss, "optimizer": optax.adam(1e-2), "num_epochs": 2, "progress": None}
+    state, history = jaxloop.fit(Network(), data, partitioner="auto", **options)
+    _, on_one = jaxloop.fit(Network(), data, **options)
+    assert len(state.params["Dense_0"]["kernel"].sharding.device_set) == 8
+    assert "on 8 devices of which nobody knows the memory, the batch is split over all of them" in logs.text
+    np.testing.assert_allclose(history.collect("loss"), on_one.collect("loss"), rtol=1e-5)
