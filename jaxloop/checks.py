@@ -188,10 +188,13 @@ class BatchWatch:
 
     def check_range(self, batch: Any) -> None:
         """Raises where a 64-bit integer of a batch like the last one does not fit into 32 bits."""
-        if not self._limits:
+        try:
+            leaves = [(batch[name], least, most) for name, least, most in self._limits]
+        except (KeyError, IndexError, TypeError):  # It is not like the last one.
+            leaves = []
+        if not leaves:
             _check_range(batch, self._wide)
-        for name, least, most in self._limits:
-            leaf = batch[name]
+        for leaf, least, most in leaves:
             if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
                 _check_range(batch, self._wide)
 
@@ -315,6 +318,15 @@ def num_examples(batch: Any) -> int | None:
             elif found != shape[0]:
                 return None
     return None if found is None else int(found)
+
+
+def check_only_process(who: str) -> None:
+    """Raises in a job of several processes, for what does not know of others yet."""
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"{who} runs in one process so far, and here are {jax.process_count()}. In several, call a TrainLoop or an "
+            "EvalLoop, without checkpoints."
+        )
 
 
 # What a step returns ---------------------------------------------------------------------------------

@@ -348,9 +348,10 @@ def loop(
     of jaxloop are callbacks too (a loop runs on the one batch), and so are objects with
     `__loop_callback__(loop_state) -> (logs, state)`.
 
-    The logs of a step make one row of the history. Nothing waits for the devices, unless a callback reads a value.
-    Ctrl-C ends the loop after the step in flight: it is saved where the tasks have a checkpoint, and what is there is
-    returned. SIGTERM does the same, and exits with 143.
+    The logs of a step make one row of the history. Where nothing is called but one compiled function, the rows of up to
+    32 steps are made together, before anything else is called: only the dataset could see that. Nothing waits for the
+    devices, unless a callback reads a value. Ctrl-C ends the loop after the step in flight: it is saved where the tasks
+    have a checkpoint, and what is there is returned. SIGTERM does the same, and exits with 143.
 
     With a `checkpoint(directory, resume=True)` among the tasks, the loop goes on from the newest checkpoint: with its
     state, its position in the data, the rows of its history, and what the tools and `LoopState.metadata` remember. So
@@ -380,6 +381,7 @@ def loop(
     loop_state = LoopState(state, history, elapsed or Elapsed())
     entries = _compile(tasks, loop_state)
     callbacks = list({id(each): each for entry in entries for each in entry.callbacks}.values())
+    checks.check_only_process("jf.loop")
     checks.check_alive(state, "jf.loop")
 
     with interrupt.Interruptible() as interruptible, _closing(callbacks, loop_state), stopwatch.counting("rest"):
@@ -590,10 +592,10 @@ class _Due:
         if len(self._callbacks) != 1 or type(batch) is not dict or isinstance(loop_state.state, tuple):
             return None
         plain = self._callbacks[0].plain_call()
-        shapes = [getattr(leaf, "shape", None) for leaf in batch.values()]
-        if plain is None or any(type(shape) is not tuple for shape in shapes):
+        if plain is None or any(type(getattr(leaf, "shape", None)) is not tuple for leaf in batch.values()):
             return None
-        return _OnlyCompiled(self._callbacks[0], plain, shapes, checks.num_examples(batch) or 1)
+        like = [(name, leaf.shape, leaf.dtype) for name, leaf in batch.items()]
+        return _OnlyCompiled(self._callbacks[0], plain, like, checks.num_examples(batch) or 1)
 
 
 class _Plan:
@@ -649,7 +651,7 @@ class _OnlyCompiled:
 
     callback: "_Callback"
     plain: PlainCall
-    shapes: list[Any]
+    like: list[tuple[str, Any, Any]]
     samples: int
 
 
@@ -666,7 +668,7 @@ def _take_some(
       A batch that was drawn, and is not like those before, or with which the call fails: to be taken with all that
       belongs to it. And whether there is none, and more steps can be taken here.
     """
-    call, shapes = known.plain.call, known.shapes
+    call, like = known.plain.call, known.like
     draw, clock, state = counting.iterator.__next__, counting.stopwatch.clock, loop_state.state
     reported: list[Any] = []
     came_at: list[float] = []
@@ -678,7 +680,7 @@ def _take_some(
                 batch = draw()
                 came, is_ahead = clock(), True
                 in_data += came - began
-                if [leaf.shape for leaf in batch.values()] != shapes:
+                if [(name, leaf.shape, leaf.dtype) for name, leaf in batch.items()] != like:
                     break
                 logs, state = call(state, batch)
                 reported.append(logs)
@@ -689,7 +691,7 @@ def _take_some(
     except BaseException as raised:
         error = raised
     counting.stopwatch.move(in_data, "data")
-    loop_state.state = state
+    loop_state.state, loop_state.batch = state, batch
     if reported:
         known.plain.remember(state)
         _end_row(loop_state)
@@ -708,7 +710,6 @@ def _take_some(
             known.callback.add_note(error, loop_state)
             raise error
         return drawn, False
-    loop_state.batch = batch
     return None, True
 
 

@@ -201,12 +201,18 @@ class History:
             return
         _check_elapsed("commit", elapsed)
         self._check_file()
-        self._settle()
-        self._add(elapsed, _copied(logs, set()))
-        if not self._forms[-1].on_device:
+        copied, error = _copied(logs, set()), None
+        try:
+            self._settle()
+        except ValueError as raised:  # Of earlier rows, which takes nothing from this one.
+            error = raised
+        self._add(elapsed, copied)
+        if self._forms[-1].on_device:
+            self._send([self._on_their_way(len(self._elapsed) - 1)])
+        else:
             self._append_to_file([len(self._elapsed) - 1])
-            return
-        self._send([self._on_their_way(len(self._elapsed) - 1)])
+        if error is not None:
+            raise error
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Keeps what is no scalar, images say, as it is: in memory, not in the file, and not copied to the host."""
@@ -502,7 +508,7 @@ class History:
             self._known_forms[key] = _Form(logs)
         form = self._known_forms[key]
         self._forms.append(form)
-        self._kinds = _mapped(logs, _kind) if form.paths == form.on_device else None
+        self._kinds = _mapped(logs, _kind) if form.paths and form.paths == form.on_device else None
         self._elapsed.append(elapsed.without_previous())
         for path, value in _leaves(logs):
             if path not in self._columns:

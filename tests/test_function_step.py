@@ -366,3 +366,10 @@ def test_the_object_door_and_the_function_door_give_the_same_bits(assert_same, d
 
     _, state, _ = examples.tiny_regression(partitioner=data_parallel(4))
     assert_same(jf.loop(state, batches, {jf.every(1): train}, stop=30)[0], expected)
+
+
+def test_64_bit_integers_may_come_under_another_name():
+    step = FunctionStep(lambda state, batch: (state + sum(leaf.sum() for leaf in batch.values()), {}), train=True)
+    batches = [{"x": np.ones(4, np.int64)}] * 5 + [{"z": np.ones(4, np.int64)}] * 5
+    state, _ = jaxloop.TrainLoop(step)(jnp.int32(0), batches)
+    assert int(state) == 40

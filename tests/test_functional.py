@@ -124,6 +124,36 @@ def test_what_is_due_at_the_end_alone_is_called_after_steps_with_less_ado():
     assert called == [10, 15]
 
 
+def test_at_the_end_of_the_data_the_batch_is_the_last_one():
+    @jax.jit
+    def step(state, batch):
+        return {"x": batch["x"].sum()}, state + 1
+
+    seen = []
+    look = lambda state, batch, elapsed: seen.append((elapsed.steps, float(batch["x"][0])))
+    dataset = [{"x": np.full(1, number, np.float32)} for number in range(1, 91)]
+    jf.loop(jnp.int32(0), dataset, {jf.every(1): step, jf.last(): look, jf.on_end: look})
+    assert seen == [(90, 90.0), (90, 90.0)]
+
+
+def test_a_compiled_function_may_return_something_else_for_other_batches():
+    @jax.jit
+    def step(state, batch):
+        if "x" in batch:
+            return {"a": {"n": state}, "b": {"n": state}}, state + 1
+        return {
+            "none": (None, state + 1),
+            "logs": {"a": {"n": state}, "b": {"n": state}},
+            "still": ({"c": state}, None),
+        }[next(iter(batch))]
+
+    value = np.ones(1, np.float32)
+    dataset = [{"x": value}] * 40 + [{"none": value}, {"logs": value}, {"still": value}] + [{"x": value}] * 5
+    state, history, _ = jf.loop(jnp.int32(0), dataset, {jf.every(1): [step]})
+    assert int(state) == 46 and len(history) == 47
+    assert history.collect("a.n") == [*range(40), 41, *range(41, 46)]
+
+
 @pytest.mark.parametrize("as_data", [list, itertools.chain])
 def test_ctrl_c_amid_compiled_steps_ends_the_loop_after_one(as_data):
     @jax.jit

@@ -311,6 +311,31 @@ def test_rows_of_one_function_among_others_are_as_if_all_were_numbers(order, tmp
     assert all(row.elapsed.previous is None for row in history)
 
 
+def test_a_donated_value_of_an_earlier_row_takes_nothing_from_this_one():
+    step = jax.jit(lambda x: {"loss": x})
+    history, values = History(), [step(jnp.float32(number)) for number in range(64)]
+    for number, logs in enumerate(values):
+        history.commit(Elapsed(number + 1), logs)
+    values[5]["loss"].delete()
+    for row in (Elapsed(65), {"eval": 1.0}), (Elapsed(66), step(jnp.float32(7))):
+        try:
+            history.commit(*row)
+        except ValueError as error:
+            assert "loss at step 6" in str(error)
+    try:
+        history.flush()
+    except ValueError as error:
+        assert "loss at step 6" in str(error)
+    assert len(history.rows) == 66 and history.collect("eval") == [1.0] and history.collect("loss")[-1] == 7.0
+
+
+def test_a_row_of_nothing_is_in_the_file_at_once(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    for number in range(3):
+        history.commit(Elapsed(number), {})
+        assert len((tmp_path / "history.jsonl").read_text().splitlines()) == number + 1 == len(history)
+
+
 def test_an_interrupted_reader_loses_nothing(monkeypatch):
     history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(50)))
     with monkeypatch.context() as patch:
