@@ -183,6 +183,7 @@ class OuterLoop:
         self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs)
         if on_exhausted not in ("stop", "raise"):
             raise ValueError(f'on_exhausted must be "stop" or "raise", got {on_exhausted!r}.')
+        checks.check_only_process("OuterLoop")
         checks.check_alive(state, "OuterLoop(...)")
         stop, tally = stop and stop.as_stop(), Tally(self._loops)
         call = _Call(

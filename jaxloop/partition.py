@@ -1,6 +1,7 @@
 """Where arrays live: on one device, or over a mesh, by one of several rules."""
 
 import abc
+import contextlib
 import functools
 import math
 import re
@@ -8,9 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import linen as nn
+from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, types
@@ -39,7 +42,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     """
     devices = jax.devices() if devices is None else list(devices)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
-    if not axes or any(isinstance(size, bool) or not isinstance(size, int) for size in axes.values()):
+    if not axes or any(isinstance(size, bool) or not isinstance(size, int | np.integer) for size in axes.values()):
         raise TypeError(f"create_mesh takes sizes by the names of axes, such as data=-1, model=2, got ({shown}).")
     if list(axes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in axes.values()):
         raise ValueError(
@@ -138,10 +141,14 @@ class Partitioner(abc.ABC):
         self.report(state).plot(pattern)
 
     def _leaf_layout(self, path: str, leaf: Any) -> LeafLayout:
-        sharding = getattr(leaf, "sharding", None) or self._sharding_of_leaf(path, leaf)
+        sharding = leaf.sharding if self._holds(leaf) else self._sharding_of_leaf(path, leaf)
         is_whole = sharding.is_fully_replicated
         reason = self._why_whole(path, leaf) if is_whole and np.size(leaf) >= _SMALL else ""
-        return LeafLayout(path, tuple(np.shape(leaf)), leaf.dtype, sharding, reason)
+        return LeafLayout(path, tuple(np.shape(leaf)), _dtype_of(leaf), sharding, reason)
+
+    def _holds(self, leaf: Any) -> bool:
+        """Whether a leaf is an array that is placed already."""
+        return isinstance(leaf, jax.Array)
 
     def _sharding_of_leaf(self, path: str, leaf: Any) -> Any:
         """Where a leaf will live."""
@@ -225,6 +232,10 @@ class MeshPartitioner(Partitioner):
         self._data_axis = data_axis
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._split = NamedSharding(self._mesh, PartitionSpec(data_axis))
+        # Over how many parts of the data axis this process splits what it has of a batch.
+        along = np.moveaxis(mesh.devices, mesh.axis_names.index(data_axis), 0)
+        is_here = lambda device: device.process_index == jax.process_index()
+        self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     @property
     def mesh(self) -> Mesh:
@@ -247,13 +258,13 @@ class MeshPartitioner(Partitioner):
         if self._mesh.size == 1:
             return batch  # The jitted call takes host arrays faster than device_put does.
         self._check_divides(batch, axis=0)
-        return jax.device_put(batch, jax.tree.map(self._leaf_sharding, batch))
+        return self._put(batch, jax.tree.map(self._leaf_sharding, batch))
 
     def shard_stacked_batches(self, batches):
         self._check_divides(batches, axis=1)
         split = NamedSharding(self._mesh, PartitionSpec(None, self._data_axis))
         place = lambda leaf: split if np.ndim(leaf) > 1 else self._replicated
-        return batches if self._mesh.size == 1 else jax.device_put(batches, jax.tree.map(place, batches))
+        return batches if self._mesh.size == 1 else self._put(batches, jax.tree.map(place, batches))
 
     def _check_axes(self, entry: Any, who: str) -> None:
         """Raises where an entry of a `PartitionSpec` names what is no axis of the mesh."""
@@ -262,8 +273,17 @@ class MeshPartitioner(Partitioner):
                 axes = ", ".join(map(repr, self._mesh.axis_names))
                 raise ValueError(f"{who} {name!r}, which is no axis of the mesh; those are {axes}.")
 
+    def _holds(self, leaf):
+        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
+
+    def _put(self, batch: Any, shardings: Any) -> Any:
+        """Places what this process has of a batch: in a job of many, each has its own part."""
+        if not self._mesh.is_multi_process:
+            return jax.device_put(batch, shardings)
+        return jax.tree.map(lambda leaf, sharding: make_array_from_process_local_data(sharding, leaf), batch, shardings)
+
     def _check_divides(self, batch, axis):
-        shards = self._mesh.shape[self._data_axis]
+        shards = self._local_shards
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             shape = np.shape(leaf)[axis:]
             if shape and shape[0] % shards:
@@ -273,7 +293,9 @@ class MeshPartitioner(Partitioner):
                 )
 
     def shard_short_batch(self, batch):
-        shards = self._mesh.shape[self._data_axis]
+        shards = self._local_shards
+        if self._mesh.is_multi_process:
+            return self.shard_batch(batch)  # Of rows that differ from process to process there is no copy for all.
         if any(np.ndim(leaf) and np.shape(leaf)[0] % shards for leaf in jax.tree.leaves(batch)):
             return jax.device_put(batch, self._replicated)
         return self.shard_batch(batch)
@@ -282,17 +304,35 @@ class MeshPartitioner(Partitioner):
         return self._split if np.ndim(leaf) else self._replicated
 
     def place_state(self, state):
-        return jax.device_put(state, self.sharding)
+        if not self._mesh.is_multi_process:
+            return jax.device_put(state, self.sharding)
+        shardings = self.sharding
+        if isinstance(shardings, Sharding):
+            shardings = jax.tree.map(lambda _: self.sharding, state)
+        return jax.tree.map(_place_in_all_processes, state, shardings)
 
     def partition(self, fn, **jit_kwargs):
+        # None: the outputs go where the compiler likes. What other processes hold nobody could read.
+        outputs = self._replicated if self._mesh.is_multi_process else None
+
         @functools.wraps(fn)
         def with_mesh(*args, **kwargs):
             # Lets `fn` use with_sharding_constraint(x, PartitionSpec(...)); costs nothing after tracing.
             with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
                 return fn(*args, **kwargs)
 
-        # None: the outputs go where the compiler likes.
-        return jax.jit(with_mesh, **{"donate_argnums": 0, "out_shardings": (self.sharding, None), **jit_kwargs})
+        return jax.jit(with_mesh, **{"donate_argnums": 0, "out_shardings": (self.sharding, outputs), **jit_kwargs})
+
+
+def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
+    """Moves a leaf of which each process has the same copy to devices of all processes."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _place_in_all_processes(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 class DataParallelPartitioner(MeshPartitioner):
@@ -332,7 +372,11 @@ class _LaidOutPartitioner(MeshPartitioner):
         return self._sharding
 
     def _hold(self, sharding: Any) -> None:
-        if self._sharding is not None and jax.tree.structure(sharding) != jax.tree.structure(self._sharding):
+        is_other = self._sharding is not None and (
+            jax.tree.structure(sharding) != jax.tree.structure(self._sharding)
+            or jax.tree.leaves(sharding) != jax.tree.leaves(self._sharding)
+        )
+        if is_other:
             raise ValueError(
                 f"This {type(self).__name__} holds the layout of another state already: initialize one model, with "
                 "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
@@ -349,7 +393,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
     def shard_init_fn(self, init_fn):
         def init_unboxed(*args, **kwargs):
-            return nn.meta.unbox(init_fn(*args, **kwargs))
+            return _unboxed(init_fn(*args, **kwargs))
 
         def sharded_init(*args, **kwargs):
             self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
@@ -358,8 +402,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
         return sharded_init
 
     def place_state(self, state):
-        if self._sharding is None:
-            self._lay_out(state)
+        self._lay_out(state)
         return super().place_state(state)
 
     def _lay_out(self, state: Any) -> None:
@@ -442,8 +485,10 @@ class RulesPartitioner(_LeafPartitioner):
                 self._check_axes(entry, f"The rule {pattern.pattern!r} splits over")
 
     def _lay_out(self, state):
-        leaves = checks.leaves_by_path(state)
+        leaves, is_known = checks.leaves_by_path(state), self._sharding is not None
         super()._lay_out(state)
+        if is_known:  # Once is enough.
+            return
         for pattern, spec in self._rules:
             if not any(pattern.search(path) for path in leaves):
                 logging.warning("The rule (%r, %s) matches no leaf of the state.", pattern.pattern, spec)
@@ -493,6 +538,11 @@ class RulesPartitioner(_LeafPartitioner):
         return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " says so")
 
 
+def _dtype_of(leaf: Any) -> Any:
+    """The dtype of a leaf, which may be a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+
+
 def _names_of(entry: Any) -> tuple[str, ...]:
     """The mesh axes of one entry of a `PartitionSpec`."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -502,9 +552,9 @@ class SPMDPartitioner(_LaidOutPartitioner):
     """The state laid out by the model's Flax partitioning metadata, the batch split over `data_axis`.
 
     Reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
-    `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh, or logical names
-    with a rule, as `nn.with_logical_partitioning` has them. Leaves without metadata are replicated. The state comes out
-    unboxed: its leaves are plain arrays.
+    `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh. Logical names,
+    which have rules, are those of Linen's `nn.with_logical_partitioning` and of NNX's `nnx.with_partitioning`. Leaves
+    without metadata are replicated. The state comes out unboxed: its leaves are plain arrays.
 
     >>> rules = [("embed", None), ("hidden", "model")]
     >>> partitioner = SPMDPartitioner(create_mesh(data=-1, model=1), "data", logical_axis_rules=rules)
@@ -529,18 +579,18 @@ class SPMDPartitioner(_LaidOutPartitioner):
     def partition(self, fn, **jit_kwargs):
         @functools.wraps(fn)
         def with_rules(*args, **kwargs):
-            with nn.logical_axis_rules(self._rules):
+            with self._with_rules():
                 return fn(*args, **kwargs)
 
         return super().partition(with_rules, **jit_kwargs)
 
     def shard_init_fn(self, init_fn):
         def init_unboxed(*args, **kwargs):
-            return nn.meta.unbox(init_fn(*args, **kwargs))
+            return _unboxed(init_fn(*args, **kwargs))
 
         def sharded_init(*args, **kwargs):
             # NNX makes annotated variables only where it can see a mesh.
-            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh), nn.logical_axis_rules(self._rules):
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh), self._with_rules():
                 try:
                     annotated = jax.eval_shape(init_fn, *args, **kwargs)
                 except ValueError as error:  # NNX looks at the names when it makes a variable.
@@ -557,16 +607,29 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return sharded_init
 
     def _sharding_of(self, spec: PartitionSpec | None) -> NamedSharding:
-        names = [name for each in spec or () for name in _names_of(each)]
-        for name in names:
-            if name not in dict(self._rules) and name not in self._mesh.axis_names:
-                raise self._unknown_axis(name)
-        if set(names) & {name for name, _ in self._rules}:  # Else they are axes of the mesh already.
-            own = [(name, name) for name in self._mesh.axis_names]
-            spec = nn.spmd.logical_to_mesh_axes(tuple(spec or ()), [*self._rules, *own])
-        return NamedSharding(self._mesh, spec or PartitionSpec())
+        entries, used = [], set[str]()
+        for entry in spec or ():
+            axes = [axis for name in _names_of(entry) for axis in self._axes_of(name, used)]
+            used.update(axes)
+            entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+        return NamedSharding(self._mesh, PartitionSpec(*entries))
+
+    def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
+        """The mesh axes that a name stands for: those of the first of its rules whose axes are free."""
+        rules = [_names_of(axes) for logical_name, axes in self._rules if logical_name == name]
+        if not rules and name not in self._mesh.axis_names:
+            raise self._unknown_axis(name)
+        return next((axes for axes in rules if not used.intersection(axes)), ()) if rules else (name,)
+
+    def _with_rules(self) -> contextlib.AbstractContextManager[None]:
+        return nn.logical_axis_rules(self._rules) if self._rules else contextlib.nullcontext()
 
     def _unknown_axis(self, name: str) -> ValueError:
+        if name in dict(self._rules):
+            return ValueError(
+                f"The model names the logical axis {name!r} by nn.with_partitioning, which takes axes of the mesh. "
+                "Annotate it by nn.with_logical_partitioning."
+            )
         return ValueError(
             f"The model names an axis {name!r}, which is none of the mesh's "
             f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
@@ -580,9 +643,18 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return "the model does not annotate it" if self._mesh.size > 1 else ""
 
 
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.meta.AxisMetadata)
+
+
 def _has_boxes(tree: Any) -> bool:
-    is_box = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)
-    return any(is_box(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_box))
+    return any(map(_is_box, jax.tree.leaves(tree, is_leaf=_is_box)))
+
+
+def _unboxed(tree: Any) -> Any:
+    """The tree without Linen's annotations, which would constrain the leaves by names that only rules know."""
+    value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
+    return jax.tree.map(value, tree, is_leaf=_is_box)
 
 
 # What to take ----------------------------------------------------------------------------------------
@@ -615,7 +687,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
         )
         return SingleDevicePartitioner()
     leaves = checks.leaves_by_path(state)
-    size = lambda leaf: math.prod(np.shape(leaf)) * leaf.dtype.itemsize
+    size = lambda leaf: math.prod(np.shape(leaf)) * _dtype_of(leaf).itemsize
     needed = sum(size(leaf) * (2 if path.startswith("params") else 1) for path, leaf in leaves.items())
     memory = _memory_of(devices[0])
     mesh = create_mesh(data=-1)

@@ -264,6 +264,37 @@ def test_a_logical_axis_without_a_rule_is_an_error(kind):
         logical_step(kind, [("embed", None)]).initialize_model([1, 3])
 
 
+def test_logical_names_are_translated_one_by_one():
+    rules = [("a", "data"), ("b", "model"), ("c", ("data", "model")), ("c", "model"), ("d", None)]
+    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", logical_axis_rules=rules)
+    annotated = {
+        "both": (("a", "b"), "d"),
+        "first that is free": ("a", "c"),
+        "none left": ("c", "a"),
+        "of the mesh": ("model", None),
+    }
+    init = lambda: {key: nn.LogicallyPartitioned(jnp.zeros([8, 8]), names) for key, names in annotated.items()}
+    state = partitioner.shard_init_fn(init)()
+    specs = {key: leaf.sharding.spec for key, leaf in state.items()}
+    sharding = lambda spec: jax.sharding.NamedSharding(partitioner.mesh, spec)
+    expected = [P(("data", "model")), P("data", "model"), P(("data", "model")), P("model")]
+    for key, spec in zip(annotated, expected, strict=True):
+        assert sharding(specs[key]).is_equivalent_to(sharding(spec), 2), (key, specs[key])
+    model = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("a", None)))
+    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", rules)
+    with pytest.raises(ValueError, match="Annotate it by nn.with_logical_partitioning"):
+        LossStep(KEY, model, optax.sgd(0.1), partitioner, train=True, loss=loss).initialize_model([1, 8])
+
+
+def test_rules_of_a_context_around_it_are_left_alone():
+    partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data")
+    state = partitioner.shard_init_fn(lambda: jnp.zeros(8))()
+    constrained = lambda state, batch: (state, nn.with_logical_constraint(batch, ("hidden", None)))
+    with nn.logical_axis_rules([("hidden", "model")]):
+        _, out = partitioner.partition(constrained)(state, np.zeros([8, 8], np.float32))
+    assert "model" in str(out.sharding.spec)
+
+
 def test_a_logical_axis_stands_for_an_axis_of_the_mesh():
     with pytest.raises(
         ValueError, match=r"rule \('hidden', 'tensor'\) stands for 'tensor', which is no axis of the mesh"
@@ -324,6 +355,24 @@ def test_a_report_is_a_table_of_where_the_leaves_live():
     ]
 
 
+def test_a_report_tells_where_a_state_will_live_that_is_elsewhere_still():
+    state = {"params": {"w": jnp.zeros([64, 128])}, "step": 0}
+    layout = partition.FSDPPartitioner(partition.create_mesh(data=8)).report(state)
+    assert [(leaf.path, leaf.spec, leaf.reason) for leaf in layout.leaves] == [
+        ("params/w", "P(None, 'data')", ""),
+        ("step", "P()", ""),
+    ]
+
+
+def test_a_partitioner_refuses_a_state_that_is_laid_out_otherwise():
+    partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
+    partitioner.place_state({"w": np.zeros([64, 8])})
+    partitioner.place_state({"w": np.ones([64, 8])})
+    for other in ({"v": np.zeros([64, 8])}, {"w": np.zeros([8, 64])}):
+        with pytest.raises(ValueError, match="holds the layout of another state already"):
+            partitioner.place_state(other)
+
+
 @pytest.mark.parametrize("kind", [*MAKE, "one device"])
 def test_a_report_is_the_same_before_and_after_the_state_is_made(kind):
     partitioner = partition.SingleDevicePartitioner() if kind == "one device" else MAKE[kind](mesh_of((4, 2)))
@@ -366,6 +415,7 @@ def test_what_is_chosen_depends_on_the_devices_and_the_batch(memory, rows, kind,
     state = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
     assert type(partition.choose(state, rows)) is kind
     assert "partitioner='auto'" in logs.text
+    assert type(partition.choose({"step": 0}, rows)) is not partition.FSDPPartitioner  # Of a Python number.
 
 
 def test_fit_takes_all_devices_if_asked(logs):

@@ -1,0 +1,139 @@
+"""Starts the processes of a job on one machine: `python -m jaxloop.launch --processes 2 --devices 2 driver.py ...`.
+
+Each has so many devices of the CPU; without `--devices` those that JAX finds. What they print comes line by line, with
+the number of the process before it. Where one fails, it is said which was the first, the others are ended after a
+while, and the exit code is that of the first. Ctrl-C and SIGTERM go to all.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from jaxloop import distributed
+
+# So long the others may take to end by themselves, once one has failed.
+_GRACE_SECS = 15.0
+_POLL_SECS = 0.05
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a job to its end; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jaxloop.launch", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--processes", type=int, required=True, help="how many processes")
+    parser.add_argument("--devices", type=int, help="devices of the CPU for each process")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
+    parser.add_argument("program", help="a file, or a module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the program")
+    options = parser.parse_args(arguments)
+    if options.processes < 1 or (options.devices is not None and options.devices < 1):
+        parser.error("--processes and --devices are positive numbers")
+    command = [sys.executable, "-u", *(["-m"] if options.module else []), options.program, *options.arguments]
+    address = f"127.0.0.1:{_free_port()}"
+    processes = [
+        _Process(command, _environment(address, options.processes, place, options.devices), place)
+        for place in range(options.processes)
+    ]
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, frame: [each.send(signum) for each in processes])
+    return _wait_for(processes)
+
+
+class _Process:
+    """A process of the job, whose output is passed on."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], place: int):
+        self.place = place
+        # In a session of its own, for Ctrl-C to come from the launcher alone.
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.ended_at: float | None = None
+        self._printer = threading.Thread(target=self._print_lines)
+        self._printer.start()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None as long as it runs."""
+        return self._process.poll()
+
+    def send(self, signum: int) -> None:
+        if self.code is None:
+            self._process.send_signal(signum)
+
+    def _print_lines(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            sys.stdout.write(f"[{self.place}] {line.decode(errors='replace')}")
+            sys.stdout.flush()
+        self._process.wait()
+        self.ended_at = time.monotonic()
+
+    def finish(self) -> None:
+        """Waits until all that it has printed was passed on."""
+        self._printer.join()
+
+
+def _wait_for(processes: Sequence[_Process]) -> int:
+    while _first_failed(processes) is None and any(each.ended_at is None for each in processes):
+        time.sleep(_POLL_SECS)
+    failed = _first_failed(processes)
+    if failed is not None:
+        _say(f"Process {failed.place} has failed: {_in_words(failed.code)}.")
+    deadline = time.monotonic() + _GRACE_SECS
+    while any(each.ended_at is None for each in processes):
+        time.sleep(_POLL_SECS)
+        if time.monotonic() > deadline:
+            for each in processes:
+                each.send(signal.SIGKILL)
+    for each in processes:
+        each.finish()
+        if each.code and each is not failed:
+            _say(f"Process {each.place} has ended too: {_in_words(each.code)}.")
+    code = failed.code if failed is not None and failed.code is not None else 0
+    return code if code >= 0 else 128 - code
+
+
+def _first_failed(processes: Sequence[_Process]) -> _Process | None:
+    """The one that says why a job has failed: the others may have ended by it."""
+    ended = [(each.ended_at, each.place) for each in processes if each.ended_at is not None and each.code]
+    return processes[min(ended)[1]] if ended else None
+
+
+def _environment(address: str, num_processes: int, place: int, devices: int | None) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        distributed.COORDINATOR: address,
+        distributed.NUM_PROCESSES: str(num_processes),
+        distributed.PROCESS_ID: str(place),
+    }
+    if devices is not None:
+        # With few threads, several devices on few cores wait for each other for ever.
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        environment.setdefault("NPROC", "32")
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _in_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _say(text: str) -> None:
+    print(f"jaxloop.launch: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

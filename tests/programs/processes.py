@@ -1,0 +1,59 @@
+"""Trains in as many processes as it is started in; the first writes what came of it: `processes.py FILE [FAULT]`."""
+
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.experimental import multihost_utils
+
+import jaxloop
+from jaxloop import distributed, partition
+
+distributed.initialize()
+file, fault = (*sys.argv[1:], None)[:2]
+mesh = partition.create_mesh(data=-1)
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
+        return nn.Dense(1)(x)
+
+
+def loss(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean(-1)
+
+
+def exec_fault():
+    if fault == "exception":
+        raise OSError("the disk is gone")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    rows = 16 // jax.process_count()
+    mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
+    for number in range(50):
+        if fault and number == 20 and jax.process_index() == 1:
+            exec_fault()
+        x = rng.normal(size=[16, 8]).astype(np.float32)
+        yield {"x": x[mine], "y": x[mine].sum(-1, keepdims=True)}
+
+
+found = {}
+for partitioner in (jaxloop.DataParallelPartitioner(mesh, "data"), jaxloop.FSDPPartitioner(mesh, min_size=1)):
+    step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
+    state, outputs = jaxloop.TrainLoop(step)(step.initialize_model([1, 8]), batches())
+    name = type(partitioner).__name__
+    found[f"{name} losses"] = np.array(outputs["loss"])
+    for path, leaf in jaxloop.checks.leaves_by_path(state).items():
+        found[f"{name} {path}"] = multihost_utils.process_allgather(leaf, tiled=True)
+    print(f"{name}: step {int(state.step)} on {jax.device_count()} devices")
+if jax.process_index() == 0:
+    np.savez(file, **found)
