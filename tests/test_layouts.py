@@ -385,7 +385,6 @@ def test_a_report_is_the_same_before_and_after_the_state_is_made(kind):
 
 
 def test_a_picture_shows_what_is_split(capsys):
-    pytest.importorskip("rich")
     partitioner = MAKE["rules"](mesh_of((4, 2)))
     state = new_step(partitioner).initialize_model([1, 24])
     partitioner.plot(state, "params|mu")
