@@ -1,5 +1,6 @@
 """What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
 
+import importlib.util
 from typing import Any
 
 import jax
@@ -26,6 +27,14 @@ def describe(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return type(leaf).__name__
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # A placeholder in sys.modules.
+        return False
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False) -> None:

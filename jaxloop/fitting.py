@@ -128,6 +128,7 @@ def fit(
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
     passes, eval_passes, num_passes = _data(train_data, eval_data, num_epochs, num_steps)
+    partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
     progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -144,7 +145,6 @@ def fit(
             trial = LossStep(key, model, optimizer, train=True, **options)
             spec = jax.eval_shape(lambda: trial.initialize_model(trial.input_spec(first_batch)))
             partitioner = partition.choose(spec, batch_size)
-        partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
         step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
         step_for_eval = LossStep(key, model, optimizer, partitioner, **options)
         state = step.initialize_model(step.input_spec(first_batch))
@@ -153,7 +153,6 @@ def fit(
         _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data)
         if partitioner == "auto":
             partitioner = partition.choose(model, checks.num_examples(passes.first()))
-        partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
         step = FunctionStep(train_step, partitioner, train=True)
         step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
         state = model

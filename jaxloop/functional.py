@@ -58,6 +58,7 @@ from jaxloop.function_step import CompiledFunction, PlainCall, name_of, outputs_
 from jaxloop.history import History
 from jaxloop.loop import Counting, Loop, as_iterator, as_stop
 from jaxloop.loop import elapse as elapse
+from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed as Elapsed
 from jaxloop.schedules import Schedule, earliest, is_always
@@ -633,7 +634,7 @@ class _Plan:
         """
         known = self._each_step.only_compiled(loop_state)
         while known is not None and interruptible.signum is None:
-            room = min(self._next_step - 1 - counting.newest.steps, counting.room(), _MOST_STEPS_AT_ONCE)
+            room = min(self._next_step - 1 - counting.newest.steps, counting.room(), CHUNK_SIZE)
             if room < 1:
                 break
             before = loop_state.elapsed
@@ -740,7 +741,6 @@ def _pairs(tasks: Tasks) -> Iterator[tuple[Schedule | _Moment, Any]]:
         yield when, callbacks
 
 
-_MOST_STEPS_AT_ONCE = 32
 _WHAT_TASKS_ARE = "Tasks are {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
 
 

@@ -20,7 +20,7 @@ from etils import epath
 from jax import core
 
 from jaxloop import checks, metrics
-from jaxloop.output_queue import OutputQueue
+from jaxloop.output_queue import CHUNK_SIZE, OutputQueue
 from jaxloop.schedules import Elapsed
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # Of how many rows the values may be on their way from the devices.
 _MOST_ROWS_UNDER_WAY = 64
-_ROWS_AT_ONCE = 32
 _UNITS = ("steps", "samples", "time", "loops")
 # A curve of at most so many points shows each of them.
 _FEW_POINTS = 30
@@ -196,7 +195,7 @@ class History:
         values: list[jax.Array] = []
         if self._kinds is not None and type(elapsed) is Elapsed and _read_alike(logs, self._kinds, values):
             self._newest.append((elapsed, values))
-            if len(self._newest) >= _ROWS_AT_ONCE:
+            if len(self._newest) >= CHUNK_SIZE:
                 self._settle()
             return
         _check_elapsed("commit", elapsed)

@@ -1,7 +1,6 @@
 """Where the leaves of a state live, as a table."""
 
 import dataclasses
-import importlib.util
 import math
 import re
 from collections.abc import Iterable
@@ -9,6 +8,8 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxloop import checks
 
 # So many pictures at most: of each kind of layout one.
 _MOST_PICTURES = 8
@@ -79,7 +80,7 @@ class Layout:
           ImportError: rich, which draws, is not installed.
           ValueError: no path has the pattern.
         """
-        if importlib.util.find_spec("rich") is None:
+        if not checks.is_installed("rich"):
             raise ImportError("To draw how a state is split takes rich, which is not installed. Run: pip install rich")
         leaves = [leaf for leaf in self.leaves if re.search(pattern, leaf.path)]
         if not leaves:

@@ -211,19 +211,16 @@ class LossStep(NumpyStep):
             return None
         # Of a batch that is not filled up and has no mask, `begin` does no more than this. On the device the mask need
         # not be brought there at each step.
-        run, is_real = plain.run, self._all_real
+        run, is_real, has_names = plain.run, self._all_real, isinstance(plain.name, str)
         if is_real is None or len(is_real) != plain.rows:
             is_real = self._all_real = jnp.asarray(_real_rows(plain.rows, plain.rows))
 
         def run_whole(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-            if "mask" in batch:
+            if has_names and "mask" in batch:
                 raise NotCompiled
             return run(state, _MaskedBatch(batch, is_real))
 
-        def run_whole_tuple(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-            return run(state, _MaskedBatch(batch, is_real))
-
-        return plain._replace(run=run_whole if isinstance(plain.name, str) else run_whole_tuple)
+        return plain._replace(run=run_whole)
 
     def _look_at(self, batch: types.Batch) -> int | None:
         return super()._look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)

@@ -372,11 +372,7 @@ class _LaidOutPartitioner(MeshPartitioner):
         return self._sharding
 
     def _hold(self, sharding: Any) -> None:
-        is_other = self._sharding is not None and (
-            jax.tree.structure(sharding) != jax.tree.structure(self._sharding)
-            or jax.tree.leaves(sharding) != jax.tree.leaves(self._sharding)
-        )
-        if is_other:
+        if self._sharding is not None and jax.tree.flatten(sharding) != jax.tree.flatten(self._sharding):
             raise ValueError(
                 f"This {type(self).__name__} holds the layout of another state already: initialize one model, with "
                 "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
@@ -392,8 +388,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
         """How a leaf is split."""
 
     def shard_init_fn(self, init_fn):
-        def init_unboxed(*args, **kwargs):
-            return _unboxed(init_fn(*args, **kwargs))
+        init_unboxed = _unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
             self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
@@ -585,8 +580,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return super().partition(with_rules, **jit_kwargs)
 
     def shard_init_fn(self, init_fn):
-        def init_unboxed(*args, **kwargs):
-            return _unboxed(init_fn(*args, **kwargs))
+        init_unboxed = _unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
             # NNX makes annotated variables only where it can see a mesh.
@@ -651,10 +645,10 @@ def _has_boxes(tree: Any) -> bool:
     return any(map(_is_box, jax.tree.leaves(tree, is_leaf=_is_box)))
 
 
-def _unboxed(tree: Any) -> Any:
-    """The tree without Linen's annotations, which would constrain the leaves by names that only rules know."""
+def _unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without Linen's annotations, which would constrain the leaves by names that only rules know."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
-    return jax.tree.map(value, tree, is_leaf=_is_box)
+    return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)
 
 
 # What to take ----------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 import abc
 import dataclasses
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
+
+from jaxloop import checks
 
 _KERAS_WIDTH = 30
 
@@ -130,7 +131,7 @@ class TqdmBar(Bar):
 
     def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
         super().__init__(stream, is_live)
-        if is_notebook(stream) and is_installed("ipywidgets"):
+        if is_notebook(stream) and checks.is_installed("ipywidgets"):
             from tqdm.notebook import tqdm
         else:
             from tqdm import tqdm
@@ -251,14 +252,6 @@ def is_notebook(stream: TextIO | None = None) -> bool:
 def is_live(stream: TextIO) -> bool:
     """Whether what is written to a stream can be written over."""
     return bool(getattr(stream, "isatty", lambda: False)()) or is_notebook(stream)
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # A placeholder in sys.modules.
-        return False
 
 
 def _terminal_size(stream: TextIO) -> tuple[int, int] | None:

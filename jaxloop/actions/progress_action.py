@@ -18,7 +18,6 @@ from jaxloop.actions.bars import (
     PlainBar,
     Progress,
     TqdmBar,
-    is_installed,
     is_live,
     is_notebook,
     named_numbers,
@@ -169,7 +168,7 @@ class ProgressAction(Action):
         stream = self._stream or (sys.stdout if is_notebook() else sys.stderr)
         redraws = is_live(stream)
         kind = self._kind if self._kind != "auto" else "tqdm" if redraws else "plain"
-        if kind == "tqdm" and not is_installed("tqdm"):
+        if kind == "tqdm" and not checks.is_installed("tqdm"):
             logging.log_first_n(
                 logging.WARNING,
                 "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm.",

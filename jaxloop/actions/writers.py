@@ -7,8 +7,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint
-from jaxloop.actions.bars import is_installed
+from jaxloop import checkpoint, checks
 
 
 def default_writer(workdir: epath.PathLike) -> Any:
@@ -23,9 +22,9 @@ def default_writer(workdir: epath.PathLike) -> Any:
       OSError: a directory that can't be written.
     """
     checkpoint.prepare_directory(workdir)
-    if is_installed("tensorboardX"):
+    if checks.is_installed("tensorboardX"):
         return TensorBoardWriter(workdir)
-    if is_installed("tensorflow") and is_installed("tensorboard"):  # clu's writer imports both.
+    if checks.is_installed("tensorflow") and checks.is_installed("tensorboard"):  # clu's writer imports both.
         _hide_accelerators_from_tensorflow()
         from clu import metric_writers
 
