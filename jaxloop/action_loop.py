@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxloop import encoding, metrics, timing, types
+from jaxloop import agreement, encoding, metrics, timing, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.history import History
@@ -128,6 +128,14 @@ class ActionLoop(StatLoop):
     def action_lists(self) -> Sequence[ActionList]:
         """All actions, the step's too, and how often each has been called."""
         return (self._begin_actions, self._end_actions, *self.step.action_lists)
+
+    def description(self) -> list[str]:
+        actions = [
+            f"  {_class_name(action)}, interval {action.interval!r}"
+            for each in self.action_lists
+            for action in each.actions
+        ]
+        return [*super().description(), *actions]
 
     def attach(self, action: Action) -> None:
         """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
@@ -482,7 +490,8 @@ class ActionLoop(StatLoop):
             outputs = slot.hand_over(newest)
             if slot.reads_outputs:
                 outputs.update(self._stats(state, spent - slot.spent_before))
-            with self._stopwatch.counting(slot.action.time_goes_to), slot.keeping(outputs):
+            counting = self._stopwatch.counting(slot.action.time_goes_to)
+            with counting, slot.keeping(outputs), self._telling_failure(slot):
                 slot.actions.call(
                     slot.index,
                     state,
@@ -496,6 +505,18 @@ class ActionLoop(StatLoop):
             slot.called_at, slot.spent_before = now.steps, spent
             if outputs.get(types.STOP_LOOP):
                 self._stop_asked = True
+        if called and self._is_shared:
+            self._stop_asked = agreement.any_stops(self._stop_asked)
+
+    @contextlib.contextmanager
+    def _telling_failure(self, slot: "_Slot") -> Iterator[None]:
+        """Tells the other processes where an action raises: they stop at the same step, and save."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_shared and not slot.saves:  # To save is to wait for the others, who would wait there.
+                agreement.tell_failure(error)
+            raise
 
     def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
         if self._keeps_pieces:

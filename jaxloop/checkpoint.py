@@ -23,7 +23,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import checks, seal
+from jaxloop import checks, distributed, seal
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
@@ -200,6 +200,24 @@ def restore_newest(
             list(errors),
         )
     return None
+
+
+def move_damaged_aside(directory: epath.PathLike) -> None:
+    """Moves the checkpoints whose seal is broken and that are newer than the newest whole one, see `restore_newest`.
+
+    In a job of many processes, the first does so before all of them restore. Where all are damaged, none is moved.
+    """
+    directory = absolute(directory)
+    errors: dict[int, CheckpointError] = {}
+    for step in reversed(all_steps(directory)):
+        try:
+            _verified(directory, step)
+        except CheckpointError as error:
+            errors[step] = error
+            continue
+        for damaged, error in errors.items():
+            _move_aside(directory, damaged, error, f"Step {step} is restored instead.")
+        return
 
 
 def _move_aside(directory: epath.Path, step: int, error: CheckpointError, consequence: str) -> None:
@@ -522,7 +540,7 @@ class CheckpointWriter:
 
     def _open(self) -> ocp.CheckpointManager:
         prepare_directory(self._directory)
-        if self._best is not None:
+        if self._best is not None and distributed.is_first_process():
             for step in all_steps(self._directory):
                 try:
                     _metrics(self._directory, step)
@@ -700,11 +718,13 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
     """Removes what saves that were killed left in a directory, where nothing else may be saving now.
 
+    In a job of many processes, it is the first that does so.
+
     Returns:
       The names of the temporary directories that were removed; they are logged.
     """
     directory = absolute(directory)
-    if not directory.exists():
+    if not directory.exists() or not distributed.is_first_process():
         return []
     names = sorted(path.name for path in directory.iterdir() if ocp.utils.TMP_DIR_SUFFIX in path.name)
     for name in names:

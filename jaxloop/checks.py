@@ -333,8 +333,8 @@ def check_only_process(who: str) -> None:
     """Raises in a job of several processes, for what does not know of others yet."""
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise NotImplementedError(
-            f"{who} runs in one process so far, and here are {jax.process_count()}. In several, call a TrainLoop or an "
-            "EvalLoop, without checkpoints."
+            f"{who} runs in one process so far, and here are {jax.process_count()}. In several, take an OuterLoop, a "
+            "TrainLoop or fit."
         )
 
 

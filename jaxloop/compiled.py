@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxloop import bad_numbers, checks, partition, types
+from jaxloop import agreement, bad_numbers, checks, partition, types
 
 
 class NotCompiled(Exception):
@@ -103,7 +104,8 @@ class Compiled:
             traces.append(signature)
             return run(state, batch)
 
-        return self._partitioner.partition(traced, **jit_kwargs)
+        compiled = self._partitioner.partition(traced, **jit_kwargs)
+        return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
 
     @contextlib.contextmanager
     def only_known(self) -> Iterator[None]:
@@ -118,6 +120,30 @@ class Compiled:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+class _Compared:
+    """A compiled function of which all processes make sure, for each form of a batch, that it is the same in all.
+
+    Else they would wait for each other for ever, or come to other results.
+    """
+
+    def __init__(self, name: str, compiled: Any):
+        self._name, self._compiled = name, compiled
+        self.lower = compiled.lower
+        self._known: set[Any] = set()
+
+    def __call__(self, state: Any, batch: types.Batch) -> Any:
+        leaves, structure = jax.tree.flatten(batch)
+        form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if form not in self._known:
+            program = self.lower(state, batch).as_text()
+            signature = [f"{name}: {described}" for name, described in _signature(state, batch).items()]
+            digest = hashlib.sha256(program.encode()).hexdigest()[:12]
+            lines = [f"jax {jax.__version__}", *signature, f"compiled program {digest}, of {len(program)} characters"]
+            agreement.check_same(f"{self._name}.run, with its model, loss and optimizer,", lines)
+            self._known.add(form)
+        return self._compiled(state, batch)
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:

@@ -8,10 +8,21 @@ import jax
 import numpy as np
 
 from jaxloop import checks, types
+from jaxloop.fingerprint import describe_source
 from jaxloop.position import PositionedIterator, skippable, with_options
 from jaxloop.sources import IndexIterator, is_function, library
 
-__all__ = ["Passes", "batches", "from_index", "is_one_pass", "numpy_batch", "peek", "prefetch", "skippable"]
+__all__ = [
+    "Passes",
+    "batches",
+    "from_index",
+    "is_one_pass",
+    "numpy_batch",
+    "peek",
+    "prefetch",
+    "shard_for_process",
+    "skippable",
+]
 
 _NUMPY_ALONE = {np.ndarray}
 
@@ -182,6 +193,73 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
         )
     checks.check_positive("from_index(..., num_batches)", num_batches, optional=True)
     return IndexedBatches(make_batch, num_batches)
+
+
+# Each process its part -----------------------------------------------------------------------------------
+
+
+def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
+    """The part of the data that this process is to feed in a job of several; in one process, all of it.
+
+    The parts don't overlap, and together are all the data. In each step the batches of all processes together hold the
+    same examples, however many processes there are, as long as they add up to the same size: so a run may go on with
+    another number of them.
+
+    - Of examples, in a Grain `MapDataset` or a `tf.data.Dataset`, every n-th, for n processes. Shard first (before
+      you shuffle with tf.data), then batch by the rows of one process.
+    - Of batches, in what `from_index` returns, a list or a tuple, the rows of this process in each.
+
+    >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
+    >>> shard_for_process(batches, process_index=1, process_count=2)
+    [{'x': array([2, 3])}, {'x': array([6, 7])}]
+
+    Args:
+      data: as said above.
+      process_index: which process; None for `jax.process_index()`.
+      process_count: of how many; None for `jax.process_count()`.
+
+    Raises:
+      TypeError: data of another kind; the error says what to do.
+      ValueError: the examples were batched already, or the rows of a batch don't divide.
+    """
+    place = jax.process_index() if process_index is None else process_index
+    count = jax.process_count() if process_count is None else process_count
+    checks.check_positive("process_count", count)
+    if not 0 <= place < count:
+        raise ValueError(f"process_index must be from 0 to {count - 1}, got {place}.")
+    if count == 1:
+        return data
+    if isinstance(data, IndexedBatches):
+        make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
+        return IndexedBatches(make_batch, data.num_batches)
+    if isinstance(data, list | tuple):
+        return type(data)(_rows_of_process(batch, place, count) for batch in data)
+    kinds = {base.__name__ for base in type(data).__mro__}
+    is_grain, is_tensorflow = "MapDataset" in kinds, library(data) == "tensorflow" and hasattr(data, "shard")
+    if not is_grain and not is_tensorflow:
+        raise TypeError(
+            "shard_for_process takes a Grain MapDataset, a tf.data.Dataset, what from_index returns, or a list of "
+            f"batches, got {checks.describe(data)}. Of a Grain IterDataset, shard the MapDataset it is made of; a "
+            "Grain DataLoader takes shard_options=grain.sharding.ShardByJaxProcess() in its sampler; of files, read "
+            "files[jax.process_index()::jax.process_count()]."
+        )
+    if any("Batch" in line.split("(")[0] for line in describe_source(data)):
+        raise ValueError(
+            f"shard_for_process takes {type(data).__name__} of examples, and these were batched before: the n-th batch "
+            "would be another one than in one process. Shard first, and then batch by the rows of one process."
+        )
+    return data[place::count] if is_grain else data.shard(count, place)
+
+
+def _rows_of_process(batch: types.Batch, place: int, count: int) -> types.Batch:
+    rows = checks.num_examples(batch)
+    if rows is None or rows % count:
+        raise ValueError(
+            f"A batch of {checks.batch_in_words(batch)} does not divide over {count} processes: its leaves need a "
+            f"common leading axis, of a multiple of {count}."
+        )
+    mine = slice(place * rows // count, (place + 1) * rows // count)
+    return jax.tree.map(lambda leaf: leaf[mine] if np.ndim(leaf) else leaf, batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,13 @@ from absl import logging
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
 """The variables of the environment in which `python -m jaxloop.launch` says it to each process."""
 
+EXIT_CODE_OF_FOLLOWER = 76
+"""That of a process which ends because another one has failed."""
+
+
+class ProcessError(RuntimeError):
+    """Another process of the job has failed, and so this one can't go on."""
+
 
 def initialize(
     coordinator_address: str | None = None,
@@ -59,6 +66,7 @@ def initialize(
             "jaxloop.distributed.initialize() must be called before JAX does anything, and JAX has started already: an "
             "array was made, or jax.devices() called. Make it the first line of the program, after the imports."
         )
+    jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which ends a run well.
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -79,6 +87,15 @@ def initialize(
     logging.info("Process %d of %d, with %d of %d devices.", *_place(), jax.local_device_count(), jax.device_count())
 
 
+def is_first_process() -> bool:
+    """Whether this process is the one that writes files which are there once: the only one, or number 0 of a job.
+
+    >>> is_first_process()
+    True
+    """
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
 def _has_started() -> bool:
     return jax._src.xla_bridge.backends_are_initialized()  # pyright: ignore
 
@@ -93,4 +110,4 @@ def _end_at_once(kind: type[BaseException], error: BaseException, trace: Traceba
     sys.stdout.flush()
     sys.stderr.write(f"Process {_place()[0]} of {_place()[1]} ends by an exception.\n{lines}")
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(EXIT_CODE_OF_FOLLOWER if issubclass(kind, ProcessError) else 1)

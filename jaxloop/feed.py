@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxloop import types
+from jaxloop.agreement import JointDraw
 
 # Of `cycle` the first pass may be slow.
 _IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
@@ -22,22 +23,43 @@ class Feed:
     Args:
       dataset: an iterator of batches.
       draw: draws the next batch from it; None for `next(dataset)`.
+      join: where several processes are to draw together, makes what does so from what draws in this one.
 
     Attributes:
       dataset: the iterator.
+      joint: what draws in several processes together; None in one.
       ahead: batches that were drawn, and not taken.
       has_ended: whether the end of the data has come out.
       was_quick: whether nobody waited for the batches that were drawn and timed last; for whoever times them to say.
     """
 
-    def __init__(self, dataset: Iterator[types.Batch], draw: Callable[[Any], types.Batch] | None = None):
+    def __init__(
+        self,
+        dataset: Iterator[types.Batch],
+        draw: Callable[[Any], types.Batch] | None = None,
+        join: Callable[[Callable[[], types.Batch]], JointDraw] | None = None,
+    ):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended = False
         self._is_in_memory = draw is None and isinstance(dataset, _IN_MEMORY)
         self.was_quick = False
         self._draw = dataset.__next__ if draw is None else lambda: draw(dataset)
+        self.joint = join and join(self._draw)
+        if self.joint is not None:
+            self._draw, self._is_in_memory = self.joint, False
         self._error: Exception | None = None
+
+    @property
+    def num_ahead(self) -> int:
+        """How many batches were drawn from the dataset, and not taken."""
+        return len(self.ahead) + (0 if self.joint is None else self.joint.held)
+
+    def begin(self, limit: int | None) -> None:
+        """Begins a series of at most so many batches."""
+        self.has_ended = False
+        if self.joint is not None:
+            self.joint.begin(limit, len(self.ahead))
 
     def is_instant(self) -> bool:
         """Whether to draw a batch is but to take it out of the memory, so that nobody needs to time it."""

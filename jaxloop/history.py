@@ -149,11 +149,12 @@ class History:
         has rows already, call `resume` before the first commit.
     """
 
-    def __init__(self, path: epath.PathLike | None = None):
+    def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
         self.outputs: list[tuple[Elapsed, Any]] = []
         """What `add_outputs` was given: pairs of elapsed and outputs."""
         self._path = None if path is None else _absolute(path)
-        self._may_append = path is None
+        self._may_append = path is None or not writes
+        self._writes = writes
         self._num_lines = 0  # In the file.
         self._clear()
 
@@ -270,7 +271,7 @@ class History:
                 steps,
                 num_rows,
             )
-        if self._path is not None and not (is_in_order and len(kept) == len(rows)):
+        if self._path is not None and self._writes and not (is_in_order and len(kept) == len(rows)):
             if rows and not kept and self._path.exists():
                 before = epath.Path(f"{self._path}.before")
                 if not before.exists() or before.stat().length <= self._path.stat().length:
@@ -564,7 +565,7 @@ class History:
         return Row(self._elapsed[number], form.logs_of(column.values[column.place(number)] for column in columns))
 
     def _append_to_file(self, numbers: Sequence[int]) -> None:
-        if self._path is None or not numbers:
+        if self._path is None or not numbers or not self._writes:
             return
         with self._path.open("a") as file:
             for number in numbers:

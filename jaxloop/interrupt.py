@@ -45,13 +45,16 @@ class Interruptible:
 
     Args:
       clock: tells the time in seconds.
+      defers: whether a signal that comes here is no more than `unconfirmed` until somebody calls `confirm`: in a job of
+        many processes, when all know of it.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, defers: bool = False):
+        self._clock, self._defers = clock, defers
         self._outer: Interruptible | None = None
         self._pid = 0
         self.signum: int | None = None  # The first signal.
+        self.unconfirmed: int | None = None  # One that is not to be heeded yet.
         self._times: dict[int, float] = {}  # When each signal came last, also in an earlier run.
         # The handlers we took the place of, Python's and the C library's.
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -73,8 +76,12 @@ class Interruptible:
             return self._outer.signal_name
         return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self.signum]
 
+    def confirm(self, signum: int) -> None:
+        """Has this signal heeded from now on, wherever it has come."""
+        self.signum, self.unconfirmed = self.signum or signum, None
+
     def __enter__(self) -> "Interruptible":
-        self.signum = None
+        self.signum = self.unconfirmed = None
         self._outer = _find_open()
         if self._outer is None and threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
@@ -86,7 +93,7 @@ class Interruptible:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._put_back()
-        if self._outer is None and self.signum == signal.SIGTERM:
+        if self._outer is None and signal.SIGTERM in (self.signum, self.unconfirmed):
             if error is None:
                 raise SystemExit(_EXIT_CODE)
             error.add_note(f"SIGTERM had come: without this error the process would have exited with {_EXIT_CODE}")
@@ -95,13 +102,17 @@ class Interruptible:
         is_worker = os.getpid() != self._pid  # Forked during the run: `Process.terminate()` shall end it.
         if is_worker and signum == signal.SIGTERM:
             _end_at_once(signum)
-        first, now = self.signum, self._clock()
+        first, now = self.signum or self.unconfirmed, self._clock()
         since = now - self._times.get(signum, float("-inf"))
         if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
             return
         # A program may repeat a short run, and swallow one request after the other.
         is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS
-        self.signum, self._times[signum] = first or signum, now
+        self._times[signum] = now
+        if self._defers and self.signum is None:
+            self.unconfirmed = first or signum
+        else:
+            self.signum = first or signum
         # Nothing to put back: we are closed, and somebody else has put our handler back.
         if first is not None or is_repeated or not self._before:
             self._put_back()  # Here, for `KeyboardInterrupt` may be raised on the way into `__exit__`.

@@ -1,8 +1,8 @@
 """Starts the processes of a job on one machine: `python -m jaxloop.launch --processes 2 --devices 2 driver.py ...`.
 
 Each has so many devices of the CPU; without `--devices` those that JAX finds. What they print comes line by line, with
-the number of the process before it. Where one fails, it is said which was the first, the others are ended after a
-while, and the exit code is that of the first. Ctrl-C and SIGTERM go to all.
+the number of the process before it. Where one fails, it is said which was the first, the others are killed after three
+seconds, and the exit code is that of the first. Ctrl-C and SIGTERM go to all.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from jaxloop import distributed
 
 # So long the others may take to end by themselves, once one has failed.
-_GRACE_SECS = 15.0
+_GRACE_SECS = 3.0
 _POLL_SECS = 0.05
 
 
@@ -62,6 +62,14 @@ class _Process:
         """Its exit code, negative for a signal; None as long as it runs."""
         return self._process.poll()
 
+    @property
+    def is_running(self) -> bool:
+        return self.ended_at is None
+
+    @property
+    def has_failed(self) -> bool:
+        return not self.is_running and bool(self.code)
+
     def send(self, signum: int) -> None:
         if self.code is None:
             self._process.send_signal(signum)
@@ -80,29 +88,31 @@ class _Process:
 
 
 def _wait_for(processes: Sequence[_Process]) -> int:
-    while _first_failed(processes) is None and any(each.ended_at is None for each in processes):
+    while not any(each.has_failed for each in processes) and any(each.is_running for each in processes):
         time.sleep(_POLL_SECS)
-    failed = _first_failed(processes)
-    if failed is not None:
-        _say(f"Process {failed.place} has failed: {_in_words(failed.code)}.")
-    deadline = time.monotonic() + _GRACE_SECS
-    while any(each.ended_at is None for each in processes):
+    deadline, killed = time.monotonic() + _GRACE_SECS, []
+    while any(each.is_running for each in processes):
         time.sleep(_POLL_SECS)
-        if time.monotonic() > deadline:
-            for each in processes:
+        if time.monotonic() > deadline and not killed and any(each.has_failed for each in processes):
+            killed = [each for each in processes if each.is_running]
+            for each in killed:
                 each.send(signal.SIGKILL)
     for each in processes:
         each.finish()
-        if each.code and each is not failed:
-            _say(f"Process {each.place} has ended too: {_in_words(each.code)}.")
-    code = failed.code if failed is not None and failed.code is not None else 0
+    # Those that ended because of another one say nothing about why.
+    is_follower = lambda each: each in killed or each.code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
+    failed = sorted((each for each in processes if each.code), key=lambda each: (is_follower(each), each.ended_at))
+    for number, each in enumerate(failed):
+        if each in killed:
+            _say(f"Process {each.place} was still there {_GRACE_SECS:.0f} s later, hanging perhaps, and was killed.")
+        else:
+            has_failed = "has ended too" if number else "has failed"
+            _say(f"Process {each.place} {has_failed}: {_in_words(each.code)}.")
+    for each in processes if failed else ():
+        if not each.code:
+            _say(f"Process {each.place} had ended well.")
+    code = (failed[0].code or 0) if failed else 0
     return code if code >= 0 else 128 - code
-
-
-def _first_failed(processes: Sequence[_Process]) -> _Process | None:
-    """The one that says why a job has failed: the others may have ended by it."""
-    ended = [(each.ended_at, each.place) for each in processes if each.ended_at is not None and each.code]
-    return processes[min(ended)[1]] if ended else None
 
 
 def _environment(address: str, num_processes: int, place: int, devices: int | None) -> dict[str, str]:

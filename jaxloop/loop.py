@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxloop import checks, interrupt, metrics, partition, timing, types
+from jaxloop import agreement, checks, interrupt, metrics, partition, timing, types
 from jaxloop.feed import Feed, TimedDraw
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import Elapsed, Schedule, at
@@ -71,7 +71,9 @@ class Loop:
         self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
         self._rescued_state: Any = None
-        self._interrupt = interrupt.Interruptible()
+        self._is_shared = agreement.is_shared(step.partitioner.mesh)
+        self._agreed_secs = 0.0  # With other processes: what the stopwatch of the first has counted.
+        self._interrupt = interrupt.Interruptible(defers=self._is_shared)
         self._was_interrupted = False
         self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
@@ -124,6 +126,10 @@ class Loop:
         """What counts `spent`: for time that goes to something else inside, and to evaluations between two calls."""
         return self._stopwatch
 
+    def description(self) -> list[str]:
+        """What must be the same in all processes of a job, a line each."""
+        return [repr(self), f"  {self._step!r}", f"  max_steps_in_flight={self._max_in_flight}"]
+
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
         """Compiles ahead all that this loop will run on batches like this one: its first step then waits for nothing.
 
@@ -144,7 +150,7 @@ class Loop:
     def resume(self, elapsed: Elapsed) -> None:
         """Goes on counting from where an earlier run, in this process or another, left off."""
         self._step_num, self._samples = elapsed.steps, elapsed.samples
-        self._time_offset = elapsed.time - self._stopwatch.training_secs()
+        self._time_offset = elapsed.time - self._clock_secs()
         self._looked = elapsed.without_previous()
 
     @property
@@ -231,6 +237,8 @@ class Loop:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         outputs, queue = metrics.LoopOutputs(), self._new_queue()
         feed, stopwatch = self._feed_of(dataset), self._stopwatch
+        feed.begin(num_steps)
+        self._consumed = self.source.count - feed.num_ahead
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         take = self._fused_step = None
         self._place, self._step_name = "the dataset", repr(self._step)
@@ -241,12 +249,14 @@ class Loop:
             take = self._quick_step()
             while len(self._num_examples) != num_steps:
                 left = NEVER[0] if num_steps is None else num_steps - len(self._num_examples)
-                room = min(left, next_step - self._step_num)
+                room, deadline = min(left, next_step - self._step_num), next_time
+                if self._is_shared and next_time < math.inf:  # All have one clock, which goes on from batch to batch.
+                    room, deadline = 1, math.inf
                 if take is None:
-                    state, arrived = self._take_some(self._take_careful, state, feed, queue, 1, next_time)
+                    state, arrived = self._take_some(self._take_careful, state, feed, queue, 1, deadline)
                     take = self._quick_step()
                 else:
-                    state, arrived = self._take_quickly(take, state, feed, queue, room, next_time)
+                    state, arrived = self._take_quickly(take, state, feed, queue, room, deadline)
                 if arrived:
                     outputs = self._take(outputs, arrived)
                 if feed.has_ended:
@@ -254,7 +264,7 @@ class Loop:
                 if self._interrupt.requested:
                     self._was_interrupted = len(self._num_examples) != num_steps
                     break
-                is_time = next_time < math.inf and stopwatch.training_secs() >= next_time
+                is_time = next_time < math.inf and self._clock_secs() >= next_time
                 if (is_time or self._step_num >= next_step) and len(self._num_examples) != num_steps:
                     now = self._now(self._loops_ended())
                     if now.is_last:
@@ -467,10 +477,20 @@ class Loop:
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
         """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
         if self._feed.dataset is not dataset:
-            self._feed = Feed(dataset, self._get_next_batch if _is_overridden(self, "_get_next_batch") else None)
-        self._feed.has_ended = False
-        self._consumed = self.source.count - len(self._feed.ahead)
+            draw = self._get_next_batch if _is_overridden(self, "_get_next_batch") else None
+            self._feed = Feed(dataset, draw, self._join if self._is_shared else None)
         return self._feed
+
+    def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointDraw:
+        """What draws batches together with the other processes."""
+        return agreement.JointDraw(
+            draw,
+            count=self._step.num_examples,
+            requests=self._interrupt,
+            secs=self._stopwatch.training_secs,
+            fill_to=self._step.filler(),
+            until_all_end=not self._returns_new_state,
+        )
 
     def forget_batches(self) -> None:
         """Drops what was drawn ahead from an iterator, which somebody has moved to another place since."""
@@ -493,7 +513,8 @@ class Loop:
     def _set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
         """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
         if value == "auto":
-            self._steps_at_once = None
+            # Each process would find something else.
+            self._steps_at_once = 1 if self._is_shared else None
             return
         checks.check_positive(f"{type(self).__name__}.steps_per_dispatch", value)
         if value > 1 and self._has_own_step():
@@ -535,12 +556,16 @@ class Loop:
           undone: whether another batch was drawn, whose step was not done.
         """
         new = self._num_examples[self._counted :]
+        if self._feed.joint is not None and new:
+            new, times = zip(*self._feed.joint.counted(len(new)), strict=True)
+            self._num_examples[self._counted :] = new
+            self._time_before_step, self._agreed_secs = (self._agreed_secs, *times)[-2:]
         self._counted += len(new)
         samples = sum(new)
         self._samples += samples
         self._stopwatch.steps += len(new)
         self._stopwatch.samples += samples
-        self._consumed = self.source.count - len(self._feed.ahead) - undone
+        self._consumed = self.source.count - self._feed.num_ahead - undone
         if self._returns_new_state:
             self._step_num += len(new)
         return len(new)
@@ -568,7 +593,11 @@ class Loop:
         return Elapsed(self._step_num, self._samples, self._training_secs(), loops, previous=earlier.without_previous())
 
     def _training_secs(self) -> float:
-        return self._time_offset + self._stopwatch.training_secs()
+        return self._time_offset + self._clock_secs()
+
+    def _clock_secs(self) -> float:
+        """The seconds of training by the stopwatch; with other processes, by that of the first."""
+        return self._agreed_secs if self._is_shared else self._stopwatch.training_secs()
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
         """How far the training is after the step on this batch; for the step's own actions."""

@@ -12,7 +12,7 @@ import optax
 from absl import logging
 from clu import metrics as clu_metrics
 
-from jaxloop import checks, data, models, partition, types
+from jaxloop import agreement, checks, data, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.compiled import NotCompiled
 from jaxloop.metrics import fetch
@@ -185,10 +185,16 @@ class LossStep(NumpyStep):
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
         """Puts a mask beside the batch, and fills a short one up. What comes of it is for `run` alone."""
         rows = checks.num_examples(batch)
-        if not rows:
+        if rows is None or (rows == 0 and not self._is_shared):
             return state, batch
         filled = _fill(batch, rows, self._fill_size(rows))
         if filled.rows > rows and not self._may_fill(state, filled):
+            if self._is_shared:
+                raise ValueError(
+                    f"{self!r} can't fill a batch of {rows} rows up to {filled.rows}, which it would have to where "
+                    "other processes have batches of this size: the model mixes the examples of a batch, or a value is "
+                    "not per example. Drop the remainder."
+                )
             filled = _fill(batch, rows, rows)
         return state, filled
 
@@ -278,6 +284,15 @@ class LossStep(NumpyStep):
     def begin_evaluation(self) -> None:
         # To forget the loops before makes an evaluation the same in a run that was resumed.
         self._rows_of_first = None
+
+    def filler(self) -> Callable[[int], None] | None:
+        return self._fill_to if not self.train or self._batch_size else None
+
+    def _fill_to(self, rows: int) -> None:
+        if not self.train:
+            self._rows_of_first = max(rows, self._rows_of_first or rows)
+        elif rows > (self._batch_size or rows):
+            raise ValueError(f"A batch has {rows} rows, and others fewer: give batch_size={rows} to {self!r}.")
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         if not isinstance(batch, _MaskedBatch):  # An override of `begin` has made it.
@@ -471,10 +486,19 @@ class LossStep(NumpyStep):
         """The number of rows that a batch is to have."""
         if self.train:
             # A function of the batch alone: a run that was resumed does not know the batches before.
-            size = max(rows, self._batch_size or rows)
-            return -(-size // self._shards()) * self._shards()
+            return self._divisible(max(rows, self._batch_size or rows))
         self._rows_of_first = max(rows, self._rows_of_first or self._batch_size or rows)
-        return self._rows_of_first
+        return self._divisible(self._rows_of_first) if self._is_shared else self._rows_of_first
+
+    def _divisible(self, rows: int) -> int:
+        """So many rows or some more, for a batch of this process to divide over its devices."""
+        shards = self._partitioner.local_shards if self._is_shared else self._shards()
+        return -(-rows // shards) * shards
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other processes have a part of each batch."""
+        return agreement.is_shared(self._partitioner.mesh)
 
     def _may_fill(self, state: Any, filled: "_MaskedBatch") -> bool:
         """Whether filling up changes no mean."""
@@ -530,7 +554,9 @@ def _fill(batch: Any, rows: int, size: int) -> _MaskedBatch:
     if size > rows:
         # A copy, for zeros may be none of the inputs that the loss is defined for.
         chosen = np.minimum(np.arange(size), rows - 1)
-        batch = jax.tree.map(lambda leaf: leaf[chosen] if np.ndim(leaf) else leaf, batch)
+        # Where there is none, other processes have some.
+        copied = lambda leaf: leaf[chosen] if rows else np.zeros([size, *leaf.shape[1:]], leaf.dtype)
+        batch = jax.tree.map(lambda leaf: copied(leaf) if np.ndim(leaf) else leaf, batch)
     mask = _mask_of(batch)
     if mask is None:
         return _MaskedBatch(batch, is_real)

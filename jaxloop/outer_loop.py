@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, failures, interrupt, lock, metrics, types
+from jaxloop import agreement, checkpoint, checks, distributed, failures, interrupt, lock, metrics, types
 from jaxloop.action_loop import ActionLoop, Run
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
@@ -23,7 +23,7 @@ from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.tally import Tally
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
-from jaxloop.whole_run import Resumed, WholeRun
+from jaxloop.whole_run import Resumed, WholeRun, go_to
 
 STOP_LOOP = types.STOP_LOOP
 """A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
@@ -106,7 +106,8 @@ class OuterLoop:
         for loop in self._loops:
             if not isinstance(loop, ActionLoop):
                 raise TypeError(f"OuterLoop takes a TrainLoop and a list of EvalLoops, got {loop!r} among them.")
-        self._interrupt = interrupt.Interruptible()
+        self._is_shared = agreement.is_shared(self._loops[0].step.partitioner.mesh)
+        self._interrupt = interrupt.Interruptible(defers=self._is_shared)
         self._rescued_state: Any = None
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
@@ -116,7 +117,8 @@ class OuterLoop:
             raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
         self._workdir = workdir
-        self._history = History(None if workdir is None else epath.Path(workdir) / file)
+        history_file = None if workdir is None else epath.Path(workdir) / file
+        self._history = History(history_file, writes=not self._is_shared or distributed.is_first_process())
         self._log_interval = log_interval
         self._spent = Spent()
         self._passes = 0  # Over the train data, that have ended.
@@ -183,7 +185,6 @@ class OuterLoop:
         self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs)
         if on_exhausted not in ("stop", "raise"):
             raise ValueError(f'on_exhausted must be "stop" or "raise", got {on_exhausted!r}.')
-        checks.check_only_process("OuterLoop")
         checks.check_alive(state, "OuterLoop(...)")
         stop, tally = stop and stop.as_stop(), Tally(self._loops)
         call = _Call(
@@ -199,10 +200,13 @@ class OuterLoop:
             tally,
         )
         self._rescued_state = None
+        if self._is_shared:
+            self._check_same_in_all(call)
         spent_before = self._loops[0].spent
         with self._interrupt, contextlib.ExitStack() as locks:  # After SIGTERM, closing the first one exits.
             for directory in self._directories_to_train_in():
-                locks.enter_context(lock.DirectoryLock(directory))
+                if distributed.is_first_process():
+                    locks.enter_context(lock.DirectoryLock(directory))
             try:
                 self._join_loops(call)
                 with self._loops[0].stopwatch.counting("rest"):
@@ -211,7 +215,8 @@ class OuterLoop:
                     if is_over:
                         state = _finish_actions(self._loops, state)
             except BaseException as error:
-                self._rescue_state(call, save=isinstance(error, Exception | SystemExit))
+                can_save = not self._is_shared or agreement.is_known_to_all(error)  # To save takes all processes.
+                self._rescue_state(call, save=can_save and isinstance(error, Exception | SystemExit))
                 self._close_actions(raise_errors=False)
                 self._record_failure(error)
                 raise
@@ -222,10 +227,24 @@ class OuterLoop:
                 tally.report_what_never_ran(eval_specs)
                 if self._train_loop is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
-                if self._train_loop is not None and self._checkpoint_spec is not None:
+                if self._writes_stopped_file():
+                    assert self._checkpoint_spec is not None
                     # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
                     self._checkpoint_spec.stopped_file.touch()
         return state, outputs
+
+    def _writes_stopped_file(self) -> bool:
+        return self._train_loop is not None and self._checkpoint_spec is not None and distributed.is_first_process()
+
+    def _check_same_in_all(self, call: _Call) -> None:
+        """Raises where the processes of a job are about to do different things."""
+        names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
+        lines = [f"{name}={getattr(call, name)!r}" for name in names]
+        lines += [
+            f"EvalSpec {name!r}: {spec.num_steps} steps"
+            for name, spec in zip(_names(call.eval_specs), call.eval_specs, strict=True)
+        ]
+        agreement.check_same("The run", [*lines, *(line for loop in self._loops for line in loop.description())])
 
     def _run(self, call: _Call) -> tuple[Any, metrics.LoopOutputs | None]:
         if self._train_loop is not None:
@@ -292,10 +311,11 @@ class OuterLoop:
             call.eval_sources = {name: self._source_of(spec.dataset_iterator) for name, spec in with_iterator}
             eval_loops = dict(zip(names, self._eval_loops, strict=True))
             keys = self._train_loop.step.base_prng
-            call.whole_run = WholeRun(self._train_loop, eval_loops, call.eval_sources, self._history, keys)
+            sources = call.eval_sources
+            call.whole_run = WholeRun(self._train_loop, eval_loops, sources, self._history, keys, self._is_shared)
             can_resume = bool(_checkpoint_actions(self._train_loop))
             run = dataclasses.replace(run, snapshot=call.whole_run.snapshot, can_resume=can_resume)
-            run.keeps_batches = self._directory_of_failures() is not None
+            run.keeps_batches = self._directory_of_failures() is not None and not self._is_shared
         for loop in self._loops:
             loop.detach_all()
             loop.run_info = dataclasses.replace(run)
@@ -348,6 +368,8 @@ class OuterLoop:
             tally.newest = (state, step_num)
             has_ended = train_loop.loop_count > loops_before
             goes_on = not _asks_to_stop(loop_outputs)
+            if self._is_shared and not self._interrupt.requested:
+                goes_on = not agreement.any_stops(not goes_on)
             if steps_run or has_ended:
                 outputs = loop_outputs
             pass_has_ended = goes_on and not only_ends and (num_steps is None or steps_run < num_steps)
@@ -440,6 +462,12 @@ class OuterLoop:
         """Restores the newest checkpoint that is whole; the state as it is where it is past that one."""
         state, step_num = call.state, _step_num(call.state)
         checkpoint.clear_leftovers(spec.checkpoint_dir)
+        if self._is_shared:
+            if distributed.is_first_process():
+                checkpoint.move_damaged_aside(spec.checkpoint_dir)
+            agreement.wait_for_all("before restoring")
+            found = f"The list of checkpoints in {spec.checkpoint_dir}, which must be a directory that all share,"
+            agreement.check_same(found, list(map(str, checkpoint.all_steps(spec.checkpoint_dir))))
         saved = checkpoint.all_steps(spec.checkpoint_dir)
         resumed = None
         if saved and saved[-1] < step_num:
@@ -448,13 +476,15 @@ class OuterLoop:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
         else:
             given = checks.adopt(call.state)
-            restored = checkpoint.restore_newest(spec.checkpoint_dir, given, transforms=spec.transforms)
+            restored = checkpoint.restore_newest(
+                spec.checkpoint_dir, given, transforms=spec.transforms, moves_aside=not self._is_shared
+            )
             assert restored is not None
             state, saved_step = restored
             resumed = run.load(spec.checkpoint_dir, saved_step, given)
             logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
-        # Evaluators of this directory shall wait for what is trained now.
-        spec.stopped_file.unlink(missing_ok=True)
+        if self._writes_stopped_file():  # Evaluators of this directory shall wait for what is trained now.
+            spec.stopped_file.unlink(missing_ok=True)
         return state, resumed
 
     def _open_train_data(self, call: _Call, run: WholeRun, resumed: Resumed | None) -> None:
@@ -474,7 +504,7 @@ class OuterLoop:
         self._loops[0].forget_batches()
         try:
             if resumed.position is not None:
-                run.source.seek(resumed.position)
+                go_to(run.source, resumed.position, is_own=resumed.is_own_position)
             elif not resumed.knows_position and is_epoch and resumed.steps_in_loop:
                 run.source.skip(resumed.steps_in_loop)
         except PositionUnknownError as error:
@@ -683,6 +713,9 @@ class OuterLoop:
         """Records the step that failed, once all checkpoints are committed."""
         loop, workdir = self._train_loop, self._directory_of_failures()
         if not isinstance(loop, TrainLoop) or loop.failed_step is None or workdir is None:
+            return
+        if self._is_shared:
+            logging.info("No record of the failure is made in %s: it would take the batches of all processes.", workdir)
             return
         if not isinstance(error, Exception) or not loop.stopwatch.steps:  # The very first step fails again at once.
             return

@@ -95,6 +95,11 @@ class Partitioner(abc.ABC):
         """Where the state lives: one sharding for all leaves, or a tree of them shaped like the state."""
 
     @property
+    def local_shards(self) -> int:
+        """Over how many parts of the data axis this process splits what it has of a batch."""
+        return 1
+
+    @property
     def places_batches(self) -> bool:
         """Whether `shard_batch` does anything: False where the jitted call takes host arrays as they are."""
         return True
@@ -232,7 +237,6 @@ class MeshPartitioner(Partitioner):
         self._data_axis = data_axis
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._split = NamedSharding(self._mesh, PartitionSpec(data_axis))
-        # Over how many parts of the data axis this process splits what it has of a batch.
         along = np.moveaxis(mesh.devices, mesh.axis_names.index(data_axis), 0)
         is_here = lambda device: device.process_index == jax.process_index()
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
@@ -244,6 +248,10 @@ class MeshPartitioner(Partitioner):
     @property
     def data_axis(self) -> str:
         return self._data_axis
+
+    @property
+    def local_shards(self) -> int:
+        return self._local_shards
 
     @property
     def places_batches(self) -> bool:

@@ -606,6 +606,10 @@ class Step:
     def begin_evaluation(self) -> None:
         """Called before the first batch of an evaluation."""
 
+    def filler(self) -> Callable[[int], None] | None:
+        """What is told to how many rows short batches are to be filled up; None where this step can't do that."""
+        return None
+
     def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
 

@@ -70,7 +70,7 @@ class TrainLoop(ActionLoop):
         XLA may round otherwise in the last bit. `Step.begin` is called for each batch, with the state before the
         dispatch, and may not change it; a Step with actions or with an `end` of its own is a ValueError. "auto" tries
         1 and 32 on the first 32 batches, with copies of the state, and keeps what is faster, for a checkpoint's resume
-        too; the hooks before `run` are called more often then.
+        too; the hooks before `run` are called more often then. In several processes it is 1.
       max_steps_in_flight: see `Loop`.
     """
 

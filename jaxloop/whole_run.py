@@ -1,16 +1,18 @@
 """The whole run: what a checkpoint keeps beside the train state, and how a run goes on from there."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, encoding
+from jaxloop import agreement, checkpoint, encoding
 from jaxloop.history import History
-from jaxloop.position import DatasetPosition, PositionedIterator
+from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
 
 _POSITION_ARRAYS = "data"
@@ -28,6 +30,7 @@ class Resumed:
       steps_in_loop: how many steps of the loop under way it had done.
       position: where in the data it was; None for the start of the next pass, or where nothing is known.
       knows_position: whether the checkpoint says where in the data it was.
+      is_own_position: whether it was saved by as many processes as there are now: the position is that of this one.
     """
 
     elapsed: Elapsed
@@ -36,6 +39,7 @@ class Resumed:
     steps_in_loop: int = 0
     position: DatasetPosition | None = None
     knows_position: bool = False
+    is_own_position: bool = True
 
 
 class Part(Protocol):
@@ -77,6 +81,7 @@ class WholeRun:
       eval_sources: what evaluations draw from, where they go on from one to the next.
       history: what was measured.
       keys: the PRNG keys, which a later run must have too.
+      is_shared: whether this is one of several processes that train together, each with data of its own.
 
     Attributes:
       source: the pass over the train data under way; None between two.
@@ -90,10 +95,12 @@ class WholeRun:
         eval_sources: Mapping[str, PositionedIterator],
         history: History,
         keys: Any = None,
+        is_shared: bool = False,
     ):
         self._main, self._parts = main, {"train": main, **others}
         self._eval_sources, self._history = eval_sources, history
         self._keys = encoding.encode_keys(keys)
+        self._is_shared = is_shared
         self.source: PositionedIterator | None = None
         self.passes = 0
 
@@ -111,6 +118,10 @@ class WholeRun:
         arrays: dict[str, np.ndarray] = {}
         consumed = self._main.batches_consumed
         train = states["train"]
+        positions = {
+            "data": self.source and _position_of(self.source, consumed, None if self._is_shared else arrays),
+            "eval_data": {name: _position_of(each, each.count) for name, each in self._eval_sources.items()},
+        }
         return {
             "metadata": {
                 "elapsed": train["elapsed"],
@@ -122,9 +133,9 @@ class WholeRun:
                 "jaxloop": _version(),
                 "keys": self._keys,
                 "passes": self.passes,
-                "data": self.source and _position_of(self.source, consumed, arrays),
+                **positions,
                 "data_sizes": {name: array.size for name, array in arrays.items()},
-                "eval_data": {name: _position_of(each, each.count) for name, each in self._eval_sources.items()},
+                "of_processes": self._of_all_processes(positions),
                 # Of rows in memory a later process has none.
                 "history_rows": None if self._history.path is None else len(self._history),
                 "parts": states,
@@ -169,9 +180,10 @@ class WholeRun:
             prefix = f"{name}."
             states = {key.removeprefix(prefix): tree for key, tree in kept.items() if key.startswith(prefix)}
             part.load_state_dict(run["parts"][name], states)
+        positions, is_own = self._own_positions(run)
         for name, source in self._eval_sources.items():
-            if run["eval_data"].get(name):
-                source.seek(DatasetPosition.from_dict(run["eval_data"][name]))
+            if position := positions["eval_data"].get(name):
+                go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
         self._history.resume(step, run["history_rows"])
         self.passes = run["passes"]
         return Resumed(
@@ -179,17 +191,31 @@ class WholeRun:
             was_broken_off,
             run["parts"]["train"]["has_stopped"],
             steps_in_loop,
-            self._read_position(directory, step, run),
+            self._read_position(directory, step, run, positions["data"]),
             knows_position=True,
+            is_own_position=is_own,
         )
 
-    def _read_position(self, directory: epath.PathLike, step: int, run: Mapping[str, Any]) -> DatasetPosition | None:
-        if run["data"] is None:
+    def _of_all_processes(self, positions: dict[str, Any]) -> list[dict[str, Any]]:
+        """The positions of each process, where there are several."""
+        texts = agreement.gather_texts(json.dumps(positions)) if self._is_shared else []
+        return list(map(json.loads, texts))
+
+    def _own_positions(self, run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+        """The positions of this process; or of the first, and False, where there were more processes, or fewer."""
+        of_processes, num_processes = run.get("of_processes") or [run], jax.process_count() if self._is_shared else 1
+        is_own = len(of_processes) == num_processes
+        return of_processes[jax.process_index() if is_own and self._is_shared else 0], is_own
+
+    def _read_position(
+        self, directory: epath.PathLike, step: int, run: Mapping[str, Any], position: Any
+    ) -> DatasetPosition | None:
+        if position is None:
             return None
         arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
         if arrays:
             arrays = checkpoint.trees(directory, step, {_POSITION_ARRAYS: arrays})[_POSITION_ARRAYS]
-        return DatasetPosition.from_dict(run["data"], arrays)
+        return DatasetPosition.from_dict(position, arrays)
 
     def _check_is_this_run(self, run: Mapping[str, Any], directory: epath.PathLike, step: int) -> None:
         if run["jaxloop"] != _version():
@@ -202,6 +228,24 @@ class WholeRun:
                 "could not go on as it was. Give the step the same keys, made from the same seed, or give another "
                 "directory."
             )
+
+
+def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool) -> None:
+    """Goes to a position in the data, that of this process or of one that had another part of each batch.
+
+    Raises:
+      PositionUnknownError: the source can't go there.
+      ValueError: it is a position in other data.
+    """
+    if is_own:
+        source.seek(position)
+    elif source.kind == "unknown":
+        raise PositionUnknownError(
+            f"The position after {position.count} batches was saved by another number of processes, and {source!r} "
+            f"does not say where it is. {source.problem}"
+        )
+    else:
+        source.skip(position.count)
 
 
 def _position_of(source: PositionedIterator, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:

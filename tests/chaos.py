@@ -1,6 +1,6 @@
 """Breaks runs in all ways that we know of, and looks whether they end as if nothing had happened.
 
-    python tests/chaos.py                            # All of it, in less than a quarter of an hour: `make chaos`.
+    python tests/chaos.py                            # All of it, in less than twenty minutes: `make chaos`.
     python tests/chaos.py --only sigkill --count 5   # A part of it.
     python tests/chaos.py --seed 7
 
@@ -38,8 +38,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
-from programs import whole_run
+from programs import launching, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -754,6 +755,26 @@ def compare_in_one_process(arena: Arena, job: str, count: int) -> Broken:
         yield 1, [f"{where}: {', '.join(differ)} differ"] if differ else []
 
 
+def processes(arena: Arena, count: int, seed: int) -> Broken:
+    """Breaks one of two processes, in all ways in turn, and goes on, now and then in another layout."""
+    rng = random.Random(seed)
+    whole = arena.new_directory("whole")
+    whole.mkdir(parents=True)
+    job, _ = launching.launch(launching.JOB, whole, processes=2, devices=2)
+    assert job.returncode == 0, job.stdout + job.stderr
+    expected = launching.final_of(whole)
+    for number in range(count):
+        fault = list(launching.FAULTS)[number % len(launching.FAULTS)]
+        directory, at, place = arena.new_directory(fault), rng.randrange(2, 58), rng.randrange(2)
+        then = rng.choice([(2, 2), (2, 2), (1, 4), (4, 1)])
+        directory.mkdir()
+        problems = launching.break_and_go_on(directory, fault, at=at, place=place, then=then)
+        if not problems:
+            final = launching.final_of(directory)
+            problems = [f"{name} differs" for name in expected if not np.array_equal(final[name], expected[name])]
+        yield 1, [f"{fault} in process {place} at step {at}, then {then}: {problem}" for problem in problems]
+
+
 def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Broken:
     """Mixes all of them."""
     rng, done = random.Random(seed), 0
@@ -827,6 +848,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "disk_full": (disk_full, 10),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
+    "processes": (processes, 20),
     "donated": (donated, 12),
 }
 

@@ -1,67 +1,154 @@
 """Several processes, each started by the launcher."""
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
+import signal
 import time
 
 import jax
 import numpy as np
 import pytest
+from programs.launching import JOB, break_and_go_on, final_of, launch
 
-from jaxloop import distributed
+from jaxloop import agreement, checkpoint, distributed, interrupt
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "processes.py"
-
-
-def launch(*arguments, processes, devices=1):
-    """Runs a job; returns it, and how many seconds it took."""
-    command = [sys.executable, "-m", "jaxloop.launch", f"--processes={processes}", f"--devices={devices}"]
-    start = time.monotonic()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAXLOOP_")}
-    job = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=180, env=environment)
-    return job, time.monotonic() - start
+PROGRAM, TOGETHER = (pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py"))
 
 
-def test_the_same_comes_of_it_however_the_devices_are_divided_into_processes(tmp_path):
+def test_several_processes_come_to_what_one_comes_to(tmp_path):
     found = {}
-    for processes, devices in ((2, 2), (1, 4), (1, 1)):
+    for processes, devices in ((2, 2), (1, 1)):
         file = tmp_path / f"{processes}x{devices}.npz"
         job, _ = launch(PROGRAM, file, processes=processes, devices=devices)
         assert job.returncode == 0, job.stdout + job.stderr
         for place in range(processes):
             assert f"[{place}] FSDPPartitioner: step 50 on {processes * devices} devices" in job.stdout
         found[processes, devices] = np.load(file)
-    two, one, single = found[2, 2], found[1, 4], found[1, 1]
-    assert len(two.files) == 2 * 15 and all(np.array_equal(two[name], one[name]) for name in two.files)
+    two, single = found[2, 2], found[1, 1]
+    assert len(two.files) == 2 * 15
     for kind in ("DataParallelPartitioner", "FSDPPartitioner"):
         np.testing.assert_allclose(two[f"{kind} losses"], single[f"{kind} losses"], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [("exception", "Process 1 has failed: exit code 1"), ("kill", "Process 1 has failed: ended by SIGKILL")],
-)
-def test_where_one_process_fails_all_end_soon(fault, said, tmp_path):
-    job, secs = launch(PROGRAM, tmp_path / "none.npz", fault, processes=2)
-    assert job.returncode != 0 and secs < 40  # Of which it takes some to start.
-    assert said in job.stderr and not (tmp_path / "none.npz").exists()
-    if fault == "exception":
-        assert "[1] Process 1 of 2 ends by an exception." in job.stdout
-        assert re.search(r"\[1\] OSError: the disk is gone\n\[1\] in the dataset, after step 20", job.stdout)
+def test_where_one_process_fails_all_end_soon(tmp_path):
+    job, secs = launch(PROGRAM, tmp_path / "none.npz", "exception", processes=2)
+    assert job.returncode == 1 and secs < 40  # Of which it takes some to start.
+    assert "Process 1 has failed: exit code 1" in job.stderr and "Process 0 has ended too" in job.stderr
+    assert "[1] Process 1 of 2 ends by an exception." in job.stdout
+    assert re.search(r"\[1\] OSError: the disk is gone\n\[1\] in the dataset, after step 20", job.stdout)
+    assert "[0] jaxloop.distributed.ProcessError: Process 1 of 2 has failed" in job.stdout
 
 
 def test_what_runs_in_one_process_alone_says_so(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "from jaxloop import distributed\ndistributed.initialize()\nimport jaxloop\nfrom jaxloop import examples\n"
-        "step, state, batches = examples.tiny_regression()\n"
-        "jaxloop.OuterLoop(jaxloop.TrainLoop(step))(state, batches, 10)"
+        "from jaxloop import distributed, functional as jf\ndistributed.initialize()\njf.loop(0, [], tasks={}, stop=1)"
     )
     job, _ = launch(program, processes=2)
-    assert job.returncode == 1 and "NotImplementedError: OuterLoop runs in one process so far" in job.stdout
+    assert job.returncode == 1 and "NotImplementedError: jf.loop runs in one process so far" in job.stdout
+
+
+def test_processes_with_data_of_different_length_end_together_and_count_each_example_once():
+    job, _ = launch(TOGETHER, processes=2, devices=2)
+    assert job.returncode == 0, job.stdout + job.stderr
+    for place in range(2):
+        assert f"[{place}] train 7 7 56 8\n" in job.stdout  # Steps, losses, samples; examples in a step.
+        assert f"[{place}] five more 12\n" in job.stdout
+        assert f"[{place}] eval 43 True\n" in job.stdout
+        assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout
+        assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
+        assert f"[{place}] another run: ValueError: The run is not the same in all processes" in job.stdout
+    assert "  total_steps=100 -> total_steps=50" in job.stdout
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The final state of a run in which nothing happened."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    job, _ = launch(JOB, directory, processes=2, devices=2)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert len(list(directory.glob("events*"))) == 1  # The first process alone writes.
+    assert (directory / "checkpoints" / "history.jsonl").read_text().count("\n") == 6
+    return final_of(directory)
+
+
+def test_a_killed_process_ends_all_and_the_run_goes_on_in_another_layout_to_the_same_bits(unbroken, tmp_path):
+    assert break_and_go_on(tmp_path, "kill", then=(1, 4)) == []
+    final = final_of(tmp_path)
+    assert len(final) == 14 and all(np.array_equal(final[name], unbroken[name]) for name in unbroken)
+
+
+def test_sigterm_in_one_process_has_all_save_the_same_step(tmp_path):
+    job, _ = launch(JOB, tmp_path, "--fault=term", "--in=0", processes=2, devices=2)
+    steps = re.findall(r"Ended by SIGTERM. The state of step (\d+) is returned and saved", job.stdout)
+    assert job.returncode == 143 and len(steps) == 2 and len(set(steps)) == 1
+    assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == int(steps[0])
+
+
+def test_processes_with_different_versions_of_a_step_say_so_before_they_run_it(tmp_path):
+    job, _ = launch(JOB, tmp_path, "--version=0.5", processes=2)
+    assert job.returncode == 1
+    assert "LossStep.run, with its model, loss and optimizer, is not the same in all processes." in job.stdout
+    assert re.search(r"compiled program \w+, of \d+ characters -> compiled program \w+", job.stdout)
+
+
+def joint(batches, **options):
+    """What draws in several processes, of which there is one."""
+    count = lambda batch: len(batch["x"])
+    options = {"secs": time.perf_counter, "fill_to": None, "until_all_end": False, **options}
+    return agreement.JointDraw(iter(batches).__next__, count=count, requests=interrupt.Interruptible(), **options)
+
+
+def test_to_draw_together_is_to_draw_ahead_within_a_limit():
+    iterator = iter([{"x": np.full([4], number)} for number in range(100)])
+    draw = joint(iterator)
+    draw.begin(5, ahead=0)
+    drawn = [draw() for _ in range(5)]
+    assert [batch["x"][0] for batch in drawn] == [0, 1, 2, 3, 4] and draw.held == 0
+    assert [examples for examples, _ in draw.counted(5)] == [4] * 5
+    assert next(iterator)["x"][0] == 5
+    draw.begin(None, ahead=0)
+    assert [draw()["x"][0] for _ in range(3)] == [6, 7, 8]
+    assert draw.held > 0 and next(iterator)["x"][0] == 9 + draw.held
+
+
+def test_what_ends_the_data_comes_after_the_last_batch():
+    def failing():
+        yield {"x": np.zeros([4])}
+        yield {"x": np.zeros([4])}
+        raise OSError("the disk is gone")
+
+    draw = joint(failing())
+    draw.begin(None, ahead=0)
+    draw(), draw()
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        draw()
+    assert agreement.is_known_to_all(raised.value) and not agreement.is_known_to_all(OSError())
+    draw = joint([{"x": np.zeros([4])}])
+    draw.begin(None, ahead=0)
+    draw()
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            draw()
+
+
+def test_a_signal_is_heeded_when_all_know_of_it():
+    with interrupt.Interruptible(defers=True) as requests:
+        draw = joint([{"x": np.zeros([4])}] * 100)
+        draw._requests = requests
+        draw.begin(None, ahead=0)
+        draw()
+        signal.raise_signal(signal.SIGINT)
+        assert not requests.requested
+        while not requests.requested:
+            draw()
+        assert requests.signal_name == "Ctrl-C"
+
+
+def test_texts_and_lines_of_one_process():
+    assert agreement.gather_texts("one") == ["one"]
+    agreement.check_same("A run", ["one", "two"])
+    assert not agreement.any_stops(False) and agreement.any_stops(True)
 
 
 def test_a_launcher_passes_on_output_and_the_exit_code(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from absl import logging
 
-from jaxloop import encoding
+from jaxloop import distributed, encoding
 
 MOST_PENDING = 64
 """How many calls may wait for a thread. Whoever has more waits."""
@@ -87,7 +87,7 @@ class DirectWriter:
         self._writer = writer
 
     def put(self, action: Any, step: int, calls: Sequence[Call], *, waits: bool = False) -> None:
-        for call in calls:
+        for call in calls if distributed.is_first_process() else ():
             _Write(0, action, step, call).carry_out(self._writer)
 
     def flush(self) -> None:
@@ -97,8 +97,8 @@ class DirectWriter:
         return {}
 
     def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
-        for write in _writes_in(action, state_dict):  # Of a run that had a thread.
-            write.carry_out(self._writer)
+        for write in _writes_in(action, state_dict) if distributed.is_first_process() else ():
+            write.carry_out(self._writer)  # Of a run that had a thread.
 
 
 class BackgroundWriter:
@@ -114,6 +114,8 @@ class BackgroundWriter:
     No row is lost or written twice where a call raises: that call and those behind it are kept, in their order, and the
     thread ends. The error is raised where an action next asks for something, or flushes. The time after that they are
     tried again. A checkpoint that is saved in between has them, and a run that goes on from there makes them first.
+
+    Of a job's processes the first alone calls anything.
 
     The thread is a daemon that ends with `flush`, and when it has had nothing to do for a second. A program that ends
     makes all calls before; one that was forked from it makes none of them.
@@ -156,6 +158,8 @@ class BackgroundWriter:
         Raises:
           BaseException: that of an earlier call.
         """
+        if not distributed.is_first_process():
+            return
         copies = [call._replace(values={name: _copy(value) for name, value in call.values.items()}) for call in calls]
         with self._changed:
             self._raise_error()
@@ -209,7 +213,7 @@ class BackgroundWriter:
             self._pending = [each for each in self._pending if each.action is not action and not each.is_in_checkpoint]
             self._is_halted = False
             # The thread begins later, when other actions have put theirs between these.
-            self._insert(_writes_in(action, state_dict))
+            self._insert(_writes_in(action, state_dict) if distributed.is_first_process() else [])
 
     def _insert(self, writes: Iterable[_Write]) -> None:
         for write in writes:

@@ -156,7 +156,6 @@ class CheckpointAction(Action):
         Returns:
           Whether a save began: not for a step that is there already, nor where the manager's own policy says no.
         """
-        checks.check_only_process("CheckpointAction")
         has_begun = self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
         if has_begun:
             self._warn_of_waiting(step)

@@ -7,7 +7,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks
+from jaxloop import checkpoint, checks, distributed
 
 
 def default_writer(workdir: epath.PathLike) -> Any:
@@ -18,9 +18,13 @@ def default_writer(workdir: epath.PathLike) -> Any:
     memory; its first row takes seconds, and each about fifty times as long. Without either, scalars are logged alone,
     and that is said.
 
+    In a job of many processes, that of the first alone writes files.
+
     Raises:
       OSError: a directory that can't be written.
     """
+    if not distributed.is_first_process():
+        return LogWriter()
     checkpoint.prepare_directory(workdir)
     if checks.is_installed("tensorboardX"):
         return TensorBoardWriter(workdir)

@@ -1,0 +1,141 @@
+"""A run of an OuterLoop in as many processes as it is started in: `job.py DIRECTORY --fault=kill --at=33 --in=1`.
+
+The first process writes the final state to `DIRECTORY/final.npz`. That a fault has come is noted in `DIRECTORY/fired`,
+so that it does not come again at the next start.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.experimental import multihost_utils
+
+import jaxloop
+from jaxloop import data, distributed, partition
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory", type=pathlib.Path)
+parser.add_argument("--fault", default="")
+parser.add_argument("--at", type=int, default=33)
+parser.add_argument("--in", dest="place", type=int, default=1)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--version", type=float, default=0.0)
+options = parser.parse_args()
+fired = options.directory / "fired"
+is_faulty = options.fault and not fired.exists()
+mine = is_faulty and int(os.environ["JAXLOOP_PROCESS_ID"]) == options.place
+if mine and options.fault == "never_joins":
+    fired.touch()
+    time.sleep(1000)
+distributed.initialize(**({"start_secs": 6} if options.fault == "never_joins" else {}))
+
+
+def fire(fault):
+    """Has a fault come, once."""
+    if not mine or options.fault != fault or fired.exists():
+        return
+    fired.touch()
+    match fault:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(0)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        case _:
+            raise OSError("the disk is gone")
+
+
+class Faulty(jaxloop.Action):
+    """Fails in one process, after a step."""
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if step_num >= options.at:
+            fire("action")
+
+
+class Stopper(jaxloop.Action):
+    """Stops the run in one process."""
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if mine and options.fault == "stop_loop" and step_num >= options.at and not fired.exists():
+            fired.touch()
+            outputs[jaxloop.STOP_LOOP] = True
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
+        return nn.Dense(1)(x) + options.version * jax.process_index()
+
+
+def loss(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean(-1)
+
+
+def make_batch(index):
+    for fault in ("kill", "stop", "exit", "term", "interrupt", "data"):
+        if index == options.at:
+            fire(fault)
+    if mine and options.fault == "end" and index == options.at and not fired.exists():
+        fired.touch()
+        raise StopIteration
+    x = np.random.default_rng(index).normal(size=[16, 8]).astype(np.float32)
+    return {"x": x, "y": x.sum(-1, keepdims=True)}
+
+
+mesh = partition.create_mesh(data=-1)
+partitioner = jaxloop.FSDPPartitioner(mesh, min_size=1)
+step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, train=True, loss=loss)
+eval_step = jaxloop.LossStep(jax.random.key(0), Network(), optax.adam(1e-2), partitioner, loss=loss)
+writer = jaxloop.default_writer(options.directory)
+train_loop = jaxloop.TrainLoop(
+    step,
+    end_actions=[
+        Faulty(jaxloop.every(steps=1)),
+        Stopper(jaxloop.every(steps=1)),
+        jaxloop.SummaryAction(writer, jaxloop.every(steps=10)),
+        jaxloop.CheckpointAction(options.directory / "checkpoints", jaxloop.every(steps=10), keep=None),
+    ],
+)
+eval_loop = jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="eval/")])
+# Of one process more batches than of the others, and the last of them short.
+full = [make_batch(1000 + number) for number in range(3)]
+short = {name: leaf[: 4 + jax.process_index()] for name, leaf in make_batch(1003).items()}
+eval_batches = data.shard_for_process(full) + ([short] if jax.process_index() % 2 == 0 else [])
+outer_loop = jaxloop.OuterLoop(
+    train_loop,
+    [eval_loop],
+    jaxloop.CheckpointSpec(options.directory / "checkpoints", iterate_interval_secs=0),
+)
+began = time.monotonic()
+try:
+    state, outputs = outer_loop(
+        step.initialize_model([1, 8]),
+        data.shard_for_process(data.from_index(make_batch)),
+        train_total_steps=options.steps,
+        train_loop_steps=20,
+        eval_specs=[jaxloop.EvalSpec(eval_batches)],
+    )
+finally:
+    print(f"ended after {time.monotonic() - began:.1f} s at step {train_loop.step_num}", flush=True)
+print("samples", train_loop.elapsed.samples, "eval", outer_loop.history.collect("eval.loss"))
+found = {
+    path: multihost_utils.process_allgather(leaf, tiled=True)
+    for path, leaf in jaxloop.checks.leaves_by_path(state).items()
+}
+if jax.process_index() == 0:
+    np.savez(options.directory / "final.npz", **found)
+sys.stdout.flush()

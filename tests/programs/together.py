@@ -1,0 +1,59 @@
+"""Loops in two processes whose data differ in length: prints what came of them."""
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import distributed, metrics, partition
+
+distributed.initialize()
+first = jax.process_index() == 0
+partitioner = jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
+examples = np.random.default_rng(0).normal(size=[200, 8]).astype(np.float32)
+
+
+def loss(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean(-1)
+
+
+def batches(sizes, begin):
+    for size in sizes:
+        x = examples[begin : begin + size]
+        yield {"x": x, "y": x.sum(-1, keepdims=True)}
+        begin += size
+
+
+def new_step(**options):
+    return jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.adam(1e-2), partitioner, loss=loss, **options)
+
+
+step = new_step(train=True)
+train_loop = jaxloop.TrainLoop(step)
+iterator = batches([4] * (10 if first else 7), 0 if first else 100)
+state, outputs = train_loop(step.initialize_model([1, 8]), iterator)
+print("train", int(state.step), len(outputs["loss"]), train_loop.elapsed.samples, outputs.num_examples[0])
+print("left over", len(list(iterator)))
+state, _ = train_loop(state, batches([4] * 9, 0), num_steps=5)
+print("five more", int(state.step))
+
+eval_loop = jaxloop.EvalLoop(new_step())
+_, outputs = eval_loop(state, batches([8, 8, 8, 3] if first else [8, 8], 0 if first else 27))
+x = examples[:43]
+predicted = x @ np.asarray(state.params["kernel"]) + np.asarray(state.params["bias"])
+exact = ((predicted - x.sum(-1, keepdims=True)) ** 2).mean()
+print("eval", sum(outputs.num_examples), abs(metrics.summarize(outputs)["loss"] - exact) < 1e-5)
+
+
+def attempt(name, act):
+    try:
+        act()
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {error}")
+
+
+attempt("nothing", lambda: eval_loop(state, batches([8] if first else [], 0)))
+attempt("uneven", lambda: train_loop(state, batches([4, 4] if first else [4, 2], 0)))
+outer_loop, state = jaxloop.OuterLoop(train_loop), train_loop.rescued_state
+attempt("another run", lambda: outer_loop(state, batches([4] * 9, 0), 100 if first else 50))
