@@ -216,16 +216,19 @@ class Watch:
         self.steps += num_steps
         return state, outputs
 
-    def look(self, state: Any) -> list[Found]:
+    def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
         """What the flags say that are there already. Does not wait; to be called after each chunk of steps.
 
         Args:
           state: any of the structure of the train state.
+          in_step: to be told the same after the same step in each process of a job: waits for the flags of the chunk
+            before the newest.
         """
         if self.steps - self._sent >= self._chunk_size:
             self._send()
         found = []
-        while self._on_their_way and metrics.is_ready(self._on_their_way[0].flags):
+        is_there = lambda sent: len(self._on_their_way) > 1 if in_step else metrics.is_ready(sent.flags)
+        while self._on_their_way and is_there(self._on_their_way[0]):
             found += self._found_next(state)
         return found
 

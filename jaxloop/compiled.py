@@ -87,7 +87,7 @@ class Compiled:
     def evaluation(self, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> outputs`: the state is kept, and what `run` makes of it is never computed."""
         kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
-        jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": None}
+        jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": self._partitioner.output_sharding}
         run = _map(self._evaluate) if fused else self._evaluate
         return self._once(("evaluate", fused), lambda: self._compile(run, jit_kwargs))
 

@@ -1,9 +1,28 @@
 """What a compiled step costs: operations and memory; and what a device could do at most."""
 
+import collections
 import dataclasses
+import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """What the devices of a mesh tell each other in one dispatch, in operations of one kind.
+
+    Attributes:
+      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+      count: how many there are; one in a loop counts as often as it runs, where XLA knows that.
+      bytes: on one device, of what goes in or what comes out, whichever is more, of all of them together.
+    """
+
+    kind: str
+    count: int
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +37,7 @@ class Cost:
       alias_bytes: of these, what takes the place of arguments, because they are donated.
       temp_bytes: for what comes in between: activations, gradients.
       code_bytes: for the program.
+      collectives: what the devices tell each other; none on one device.
 
     >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
     ...            temp_bytes=100 << 20, code_bytes=0))
@@ -30,6 +50,7 @@ class Cost:
     alias_bytes: int
     temp_bytes: int
     code_bytes: int
+    collectives: Sequence[Collective] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -48,16 +69,76 @@ class Cost:
 def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Cost:
     """What a program costs."""
     memory: Any = compiled.memory_analysis()
-    size = lambda name: int(getattr(memory, f"{name}_size_in_bytes", 0))
-    return Cost(
-        flops_of(lowered), size("argument"), size("output"), size("alias"), size("temp"), size("generated_code")
-    )
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    sizes = [int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names]
+    argument, output, alias, temp, code = sizes
+    return Cost(flops_of(lowered), argument, output, alias, temp, code, collectives_of(compiled.as_text() or ""))
 
 
 def flops_of(lowered: jax.stages.Lowered) -> float | None:
     """The floating-point operations of a program over all devices; None if XLA doesn't say."""
     costs: Any = lowered.cost_analysis()
     return (costs or {}).get("flops")
+
+
+# An instruction of a compiled program, its name, its type and what it does; and what is in the line of a loop. A
+# computation, of which a program has many, begins with its name and a brace.
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_BODY = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_ARRAY = re.compile(r"([a-z]+\d+|pred)(?:e\w+)?\[([\d,]*)\]")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives_of(program: str) -> Sequence[Collective]:
+    """What the devices tell each other in a compiled program, as XLA prints it, most bytes first.
+
+    >>> program = '''
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+    ... }
+    ... '''
+    >>> collectives_of(program)
+    (Collective(kind='all-reduce', count=1, bytes=32),)
+    """
+    found: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)  # By computation, by kind.
+    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    sizes: dict[str, int] = {}
+    here = entry = ""
+    for line in program.splitlines():
+        if begins := _COMPUTATION.match(line):
+            here = begins[2]
+            entry = here if begins[1] else entry
+        elif instruction := _INSTRUCTION.match(line):
+            name, kind_of_value, what, rest = instruction.groups()
+            sizes[name] = _bytes_of(kind_of_value)
+            kind = what.removesuffix("-start")
+            if kind in _KINDS:
+                operands = re.findall(r"%?([\w.-]+)", rest.split(")")[0])
+                size = max(sizes[name], sum(sizes.get(operand, 0) for operand in operands))
+                found[here].setdefault(kind, []).append(size)
+            trips = int(each[1]) if what == "while" and (each := _TRIPS.search(line)) else 1
+            calls[here] += [(body, trips) for body in _BODY.findall(line)]
+
+    def add(computation: str, times: int, totals: dict[str, list[int]]) -> None:
+        for kind, each in found[computation].items():
+            totals[kind] += [size for size in each for _ in range(times)]
+        for body, trips in calls[computation]:
+            add(body, times * trips, totals)
+
+    totals: dict[str, list[int]] = collections.defaultdict(list)
+    add(entry, 1, totals)
+    collectives = [Collective(kind, len(each), sum(each)) for kind, each in totals.items()]
+    return tuple(sorted(collectives, key=lambda each: -each.bytes))
+
+
+def _bytes_of(kind_of_value: str) -> int:
+    """The bytes of an array, or of those of a tuple."""
+    arrays = _ARRAY.findall(kind_of_value)
+    width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
+    return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)
 
 
 # Dense bfloat16 (float16 before Ampere), without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -655,7 +656,10 @@ class OuterLoop:
         while True:
             # Asked before looking: what was saved before the stop is still found.
             no_more_will_come = stop_fn()
-            for step_num in [found for found in checkpoint.all_steps(spec.checkpoint_dir) if found not in seen]:
+            found = checkpoint.all_steps(spec.checkpoint_dir)
+            if self._is_shared:
+                no_more_will_come, found = self._as_the_first_sees_it(no_more_will_come, found)
+            for step_num in [step_num for step_num in found if step_num not in seen]:
                 seen.add(step_num)
                 try:
                     restored = step.restore_model(call.state, spec.checkpoint_dir, step_num, spec.transforms)
@@ -673,9 +677,17 @@ class OuterLoop:
                 return outputs
             self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
 
+    def _as_the_first_sees_it(self, no_more_will_come: bool, found: list[int]) -> tuple[bool, list[int]]:
+        """What there is to evaluate, the same in all processes; signals that have come to one are heeded by all."""
+        signum = self._interrupt.outermost.unconfirmed or 0
+        told = [json.loads(text) for text in agreement.gather_texts(json.dumps([signum, no_more_will_come, found]))]
+        if signum := max(signum for signum, *_ in told):
+            self._interrupt.outermost.confirm(signum)
+        return told[0][1], told[0][2]
+
     def _sleep(self, seconds: float) -> None:
         """Sleeps in short pieces, for Ctrl-C not to wait long."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + (min(seconds, 1.0) if self._is_shared else seconds)
         while (left := end - time.monotonic()) > 0 and not self._interrupt.requested:
             time.sleep(min(left, _POLL_SECS))
 

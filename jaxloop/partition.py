@@ -73,6 +73,27 @@ def max_steps_in_flight(mesh: Mesh | None) -> int:
     return 8 if is_cpu_mesh(mesh) else 64
 
 
+def constrain(value: jax.Array, *axes: Any) -> jax.Array:
+    """Says inside `run`, or a model, how a value is split: its leading axes over these axes of the mesh.
+
+    The compiler finds that out by itself, and not always well: a transformer whose parameters are split does best to be
+    told that its activations are split as the batch is, `x = constrain(x, "data")`. On one device it does nothing.
+
+    >>> constrain(jnp.zeros([8, 3]), "data").shape
+    (8, 3)
+
+    Args:
+      value: an array.
+      *axes: for its axes, from the first, the name of a mesh axis, a tuple of several, or None for none; names that the
+        mesh does not have are none.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return value
+    known = [tuple(name for name in _names_of(entry) if name in mesh.axis_names) or None for entry in axes]
+    return jax.lax.with_sharding_constraint(value, PartitionSpec(*known))
+
+
 class Partitioner(abc.ABC):
     """Places the state and the batches of a `Step`, and compiles its `run` for that placement.
 
@@ -93,6 +114,11 @@ class Partitioner(abc.ABC):
     @abc.abstractmethod
     def sharding(self) -> Any:
         """Where the state lives: one sharding for all leaves, or a tree of them shaped like the state."""
+
+    @property
+    def output_sharding(self) -> Sharding | None:
+        """Where the outputs of a step go; None for where the compiler likes."""
+        return None
 
     @property
     def local_shards(self) -> int:
@@ -254,6 +280,10 @@ class MeshPartitioner(Partitioner):
         return self._local_shards
 
     @property
+    def output_sharding(self) -> Sharding | None:
+        return self._replicated if self._mesh.is_multi_process else None  # What others hold nobody could read.
+
+    @property
     def places_batches(self) -> bool:
         return self._mesh.size > 1 or type(self).shard_batch is not MeshPartitioner.shard_batch
 
@@ -320,16 +350,15 @@ class MeshPartitioner(Partitioner):
         return jax.tree.map(_place_in_all_processes, state, shardings)
 
     def partition(self, fn, **jit_kwargs):
-        # None: the outputs go where the compiler likes. What other processes hold nobody could read.
-        outputs = self._replicated if self._mesh.is_multi_process else None
-
         @functools.wraps(fn)
         def with_mesh(*args, **kwargs):
             # Lets `fn` use with_sharding_constraint(x, PartitionSpec(...)); costs nothing after tracing.
             with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
                 return fn(*args, **kwargs)
 
-        return jax.jit(with_mesh, **{"donate_argnums": 0, "out_shardings": (self.sharding, outputs), **jit_kwargs})
+        return jax.jit(
+            with_mesh, **{"donate_argnums": 0, "out_shardings": (self.sharding, self.output_sharding), **jit_kwargs}
+        )
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
@@ -666,7 +695,7 @@ _SHARE_FOR_STATE = 0.5
 
 
 def choose(state: Any, rows: int | None) -> Partitioner:
-    """The partitioner for all devices of this process that a training wants, who does not say; says in the log why.
+    """The partitioner for all devices that a training wants, who does not say; says in the log why.
 
     On one device there is nothing to choose. On several, the batch is split over all of them; the state is on each one
     as long as it takes, with gradients of the size of its parameters, at most half of the memory of a device, and is
@@ -674,11 +703,18 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
     Args:
       state: the train state, or its shapes, as `jax.eval_shape` returns them.
-      rows: how many rows a batch has; None where nobody knows.
+      rows: how many rows a batch of this process has; None where nobody knows.
     """
     devices = jax.devices()
     if len(devices) == 1:
         return SingleDevicePartitioner()
+    rows = rows and rows * jax.process_count()
+    if jax.process_count() > 1 and (rows is None or rows % len(devices)):
+        raise ValueError(
+            f"partitioner='auto' splits a batch over the {len(devices)} devices of {jax.process_count()} processes, "
+            f"and together those have {'no common number of' if rows is None else rows} rows. Batch in each process to "
+            f"a multiple of {jax.local_device_count()}."
+        )
     if rows is None or rows % len(devices):
         logging.warning(
             "partitioner='auto' takes one of %d devices, because a batch has %s rows, which do not divide over them. "

@@ -267,6 +267,30 @@ class Step:
             )
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
 
+    def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
+        """The state that `initialize_model` would make, in shapes: nothing is computed, and no memory is taken.
+
+        `compile` takes it in the place of a state, and `partitioner.report`.
+
+        >>> from jaxloop import examples
+        >>> step, _, _ = examples.tiny_regression()
+        >>> step.abstract_state([1, 3]).params["kernel"].shape
+        (3, 1)
+
+        Args:
+          spec: see `initialize_model`, as `init_kwargs`.
+          **init_kwargs: likewise.
+
+        Returns:
+          A `TrainState` of `jax.ShapeDtypeStruct`s, with the shardings of the partitioner.
+        """
+        shapes = jax.eval_shape(lambda: self.initialize_model(spec, **init_kwargs))
+        shardings = self._partitioner.sharding
+        if isinstance(shardings, jax.sharding.Sharding):
+            shardings = jax.tree.map(lambda _: shardings, shapes)
+        placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(placed, shapes, shardings)
+
     def compute_num_params(self, state: Any) -> int:
         """The number of parameters in `state.params`."""
         return sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -303,7 +327,8 @@ class Step:
         True
 
         Args:
-          state: it stays usable. None to compile nothing yet, but to give arguments of `jax.jit`.
+          state: it stays usable; or its shapes, see `abstract_state`. None to compile nothing yet, but to give
+            arguments of `jax.jit`.
           batch: as the dataset gives it, or `jax.ShapeDtypeStruct`s in the place of its arrays: then the hooks before
             `run` see zeros.
           evaluates: as `evaluate` runs it, without an update.
@@ -316,7 +341,9 @@ class Step:
             return
         is_spec = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
         example = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if is_spec(leaf) else leaf, batch)
-        state, example, _ = self._prepare_batch(evaluates=True)(self.prepare_state(state), example)
+        is_abstract = any(map(is_spec, jax.tree.leaves(state)))
+        state = state if is_abstract else self.prepare_state(state)
+        state, example, _ = self._prepare_batch(evaluates=True)(state, example)
         fused = steps_per_dispatch > 1
         if fused:
             example = stacked([example] * steps_per_dispatch)

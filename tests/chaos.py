@@ -775,6 +775,12 @@ def processes(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [f"{fault} in process {place} at step {at}, then {then}: {problem}" for problem in problems]
 
 
+def transformer(arena: Arena, count: int, seed: int) -> Broken:
+    """Kills the transformer's example in one of two processes."""
+    for _ in range(count):
+        yield 1, launching.kill_transformer_and_go_on(arena.new_directory("transformer"))
+
+
 def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Broken:
     """Mixes all of them."""
     rng, done = random.Random(seed), 0
@@ -849,6 +855,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),
+    "transformer": (transformer, 1),
     "donated": (donated, 12),
 }
 

@@ -2,11 +2,14 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
+
+from jaxloop import checkpoint
 
 JOB = pathlib.Path(__file__).parent / "job.py"
 # By their names in job.py: how the launcher must end, as of what the fault is in the process where it comes.
@@ -57,3 +60,22 @@ def break_and_go_on(directory, fault, *, at=33, place=1, then=(2, 2)):
     if job.returncode != 0:
         problems.append(f"the second start ended with {job.returncode}: {job.stdout + job.stderr}")
     return problems
+
+
+def kill_transformer_and_go_on(directory):
+    """Kills the transformer's example in one of two processes, and starts it again; returns what was wrong."""
+    arguments = ["-m", "jaxloop.examples.transformer", f"--workdir={directory}", "--train_steps=12", "--write=0"]
+    command = [sys.executable, "-m", "jaxloop.launch", "--processes=2", "--devices=2", *arguments]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 100
+    while not checkpoint.all_steps(directory / "checkpoints") and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.05)
+    children = pathlib.Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    output, _ = job.communicate(timeout=60)
+    saved = checkpoint.all_steps(directory / "checkpoints")
+    if job.returncode != 137 or not saved or saved[-1] >= 12:
+        return [f"it ended with {job.returncode} and checkpoints {saved}: {output}"]
+    job, _ = launch(*arguments, processes=2, devices=2)
+    saved = checkpoint.all_steps(directory / "checkpoints")
+    return [] if job.returncode == 0 and saved[-1] == 12 else [f"then with {job.returncode}, {saved}: {job.stdout}"]

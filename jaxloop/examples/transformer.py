@@ -1,0 +1,343 @@
+"""Learns to write Python: a decoder-only transformer on the source text of the standard library, byte by byte.
+
+    python -m jaxloop.examples.transformer --workdir=runs/transformer
+    python -m jaxloop.launch --processes 2 --devices 2 -m jaxloop.examples.transformer --workdir=runs/transformer
+
+The first command trains the size "tiny" on a CPU, in a minute or two, and writes a few lines of its own at each
+evaluation. The second one does so in two processes, as on two hosts: killed, both go on where they were when it is run
+again. --size=124m is for a GPU, and --partitioner says how it is laid out over many devices: "data" (a copy of the
+state on each), "fsdp" (a part on each) or "tensor" (each layer over --model_devices of them).
+
+    python -m jaxloop.examples.transformer --size=1b --dry_run --devices=64
+
+compiles a step for so many devices, without having them, and says what it would cost: memory, operations, and what the
+devices tell each other.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import sysconfig
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxloop
+from jaxloop import data, distributed, partition, stat_loop
+from jaxloop.cost import peak_flops_per_sec
+from jaxloop.distributed import is_first_process
+from jaxloop.layout import readable
+
+END_OF_FILE = 0  # The byte between two files.
+NUM_BYTES = 256
+WHEN_TO_LOG = jaxloop.first() | jaxloop.every(steps=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large a model is, and how it is trained."""
+
+    width: int
+    depth: int
+    num_heads: int
+    hidden: int
+    length: int
+    batch_size: int
+    learning_rate: float
+    train_steps: int
+
+
+SIZES = {
+    "tiny": Size(128, 2, 4, 512, 128, 8, 3e-3, 200),
+    "124m": Size(768, 12, 12, 5120, 1024, 32, 6e-4, 5_000),
+    "1b": Size(2048, 20, 16, 8192, 2048, 256, 3e-4, 50_000),
+}
+
+
+# The model ---------------------------------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    """Attention and an MLP, each behind a normalisation and beside the residual stream."""
+
+    def __init__(self, size: Size, rngs: nnx.Rngs):
+        linear = lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
+        self.num_heads = size.num_heads
+        self.norm_1, self.norm_2 = (nnx.RMSNorm(size.width, rngs=rngs) for _ in range(2))
+        self.query, self.key, self.value, self.out = (linear(size.width, size.width) for _ in range(4))
+        self.up, self.down = linear(size.width, size.hidden), linear(size.hidden, size.width)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        h = self.norm_1(x)
+        by_head = lambda values: values.reshape(*x.shape[:2], self.num_heads, -1)
+        query, key, value = (by_head(project(h)) for project in (self.query, self.key, self.value))
+        x += self.out(jax.nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+
+class Transformer(nnx.Module):
+    """Bytes `[rows, length]` to the logits of those that follow, `[rows, length, 256]`."""
+
+    def __init__(self, size: Size, *, rngs: nnx.Rngs):
+        self.bytes = nnx.Embed(NUM_BYTES, size.width, rngs=rngs)
+        self.positions = nnx.Embed(size.length, size.width, rngs=rngs)
+        self.blocks = nnx.List([Block(size, rngs) for _ in range(size.depth)])
+        self.norm = nnx.RMSNorm(size.width, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        mask = visible(tokens)[:, None]
+        for block in self.blocks:
+            # However the parameters are split, what passes from block to block is split as the batch is. In the
+            # backward pass a block is computed again, for it takes more memory to keep what is in it.
+            x = remat(block, partition.constrain(x, "data"), mask)
+        return self.bytes.attend(self.norm(x))
+
+
+@nnx.remat
+def remat(block: Block, x: jax.Array, mask: jax.Array) -> jax.Array:
+    return block(x, mask)
+
+
+def visible(tokens: jax.Array) -> jax.Array:
+    """Which bytes see which, `[rows, length, length]`: those before them in the same file."""
+    file = jnp.cumsum(tokens == END_OF_FILE, axis=1) - (tokens == END_OF_FILE)
+    places = jnp.arange(tokens.shape[1])
+    return (file[:, :, None] == file[:, None, :]) & (places[:, None] >= places)
+
+
+def next_byte_loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
+    """The cross-entropy of the next byte in nats, `[rows]`; what comes after the end of a file nobody can tell."""
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
+    counts = inputs != END_OF_FILE
+    return (losses * counts).sum(-1) / jnp.maximum(counts.sum(-1), 1)
+
+
+def make_partitioner(kind: str, model_devices: int) -> partition.MeshPartitioner:
+    """How the model is laid out over all devices of all processes."""
+    match kind:
+        case "data":
+            return jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
+        case "fsdp":
+            return jaxloop.FSDPPartitioner(partition.create_mesh(data=-1))
+    mesh = partition.create_mesh(data=-1, model=model_devices)
+    rules = [
+        ("(query|key|value|up)/kernel", P(None, "model")),
+        ("(out|down)/kernel", P("model", None)),
+        ("", P()),
+    ]
+    return jaxloop.RulesPartitioner(mesh, "data", rules)
+
+
+def make_step(size: Size, partitioner: jaxloop.Partitioner, train_steps: int, accumulate: int, seed: int, train: bool):
+    """What happens to one batch."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, size.learning_rate, max(train_steps // 20, 1), train_steps, size.learning_rate / 10
+    )
+    decays = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    return jaxloop.LossStep(
+        jax.random.key(seed),
+        Transformer,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decays)),
+        partitioner,
+        train=train,
+        nnx_model_args=(size,),
+        loss=next_byte_loss,
+        inputs=lambda batch: batch["tokens"][:, :-1],
+        accumulate=accumulate if train else 1,
+        compute_dtype=jnp.bfloat16,
+    )
+
+
+# The data ----------------------------------------------------------------------------------------------
+
+
+def read_standard_library() -> np.ndarray:
+    """The source text of Python's own modules, one behind the other, as bytes."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
+    files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
+    return np.frombuffer(b"".join(path.read_bytes() + bytes([END_OF_FILE]) for path in files), np.uint8)
+
+
+def make_data(text: np.ndarray, size: Size, batch_size: int, seed: int):
+    """Train batches without end, and some of held-out text; of each, this process has its rows."""
+    num_train = int(0.95 * len(text))
+
+    # A pure function of the batch's number, so that a resumed run draws the very batch that comes next.
+    def batch_of(number: int) -> jaxloop.Batch:
+        starts = np.random.default_rng((seed, number)).integers(num_train - size.length, size=batch_size)
+        return {"tokens": text[starts[:, None] + np.arange(size.length + 1)]}
+
+    starts = np.linspace(num_train, len(text) - size.length - 1, 4 * batch_size, dtype=np.int64)
+    held_out = [{"tokens": text[some[:, None] + np.arange(size.length + 1)]} for some in starts.reshape(4, batch_size)]
+    return data.shard_for_process(data.from_index(batch_of)), data.shard_for_process(held_out)
+
+
+# Some lines of its own ---------------------------------------------------------------------------------
+
+
+class WriteStep(jaxloop.Step):
+    """Goes on from the beginning of a text, `[rows, length]`, byte by byte."""
+
+    def __init__(self, *args, num_bytes: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._num_bytes = num_bytes
+
+    def run(self, state, batch):
+        def write_one(place, tokens):
+            model = state.apply_fn(state.params, state.batch_stats, state.collections, train=False)
+            logits = model(tokens)[0][:, place - 1]
+            key = jax.random.fold_in(self.prng_key(state.step), place)
+            chosen = jax.random.categorical(key, logits / 0.7)
+            return jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], place, 1)
+
+        tokens, begin = batch["tokens"].astype(jnp.int32), batch["begin"][0]
+        return state, {"tokens": jax.lax.fori_loop(begin, begin + self._num_bytes, write_one, tokens)}
+
+
+class WriteAction(jaxloop.Action):
+    """Has the model write a few lines, and prints them."""
+
+    uses_outputs = False
+
+    def __init__(self, step: WriteStep, size: Size, rows: int, interval=1):
+        super().__init__(interval)
+        begin = np.frombuffer(b"\ndef ", np.uint8)
+        tokens = np.zeros([rows, size.length], np.uint8)
+        tokens[:, : len(begin)] = begin
+        self._step, self._batch = step, {"tokens": tokens, "begin": np.full(rows, len(begin), np.int32)}
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        # All processes take part in what is computed; the first one prints it.
+        outputs = self._step.evaluate(state, self._batch) or {}
+        written = np.asarray(outputs["tokens"])[0]
+        if is_first_process():
+            text = bytes(written[written != END_OF_FILE].astype(np.uint8)).decode("ascii", errors="replace").strip()
+            print(f"--- after {step_num} steps it writes:\n{text}\n---", flush=True)
+
+
+# The run -----------------------------------------------------------------------------------------------
+
+
+def run(options) -> float:
+    """Trains, from the newest checkpoint if there is one; returns the loss on held-out text."""
+    size, began = SIZES[options.size], time.perf_counter()
+    batch_size, train_steps = options.batch_size or size.batch_size, options.train_steps or size.train_steps
+    workdir = pathlib.Path(options.workdir)
+    partitioner = make_partitioner(options.partitioner, options.model_devices)
+    make = lambda train: make_step(size, partitioner, train_steps, options.accumulate, options.seed, train)
+    train_step, eval_step = make(True), make(False)
+    train_data, held_out = make_data(read_standard_library(), size, batch_size, options.seed)
+    state = train_step.initialize_model()
+    if is_first_process():
+        print(f"{options.size}: {train_step.num_params:,} parameters, on {jax.device_count()} devices")
+        print(repr(partitioner.report(state)), flush=True)
+
+    write_step = WriteStep(
+        train_step.base_prng, Transformer, partitioner=partitioner, nnx_model_args=(size,), num_bytes=options.write
+    )
+    write_action = WriteAction(write_step, size, rows=partitioner.local_shards)
+    writer = jaxloop.default_writer(workdir)
+    when_to_save = jaxloop.every(steps=min(50, max(train_steps // 4, 1))) | jaxloop.last()
+    when_to_evaluate = jaxloop.every(steps=max(train_steps // 3, 1)) | jaxloop.last()
+    peak = peak_flops_per_sec(jax.devices()[0].device_kind)
+    stats = [*stat_loop.DEFAULT_STATS, *([] if peak is None else [stat_loop.STAT_MFU])]
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(
+            train_step,
+            stats,
+            end_actions=[
+                jaxloop.ProgressAction(),
+                jaxloop.SummaryAction(writer, WHEN_TO_LOG),
+                jaxloop.CheckpointAction(workdir / "checkpoints", when_to_save),
+            ],
+        ),
+        [
+            jaxloop.EvalLoop(
+                eval_step,
+                end_actions=[
+                    jaxloop.SummaryAction(writer, prefix="eval/"),
+                    *([write_action] if options.write else []),
+                ],
+            )
+        ],
+        jaxloop.CheckpointSpec(workdir / "checkpoints"),
+        log_interval=WHEN_TO_LOG,
+    )
+    outer_loop(
+        state,
+        train_data,
+        train_steps,
+        eval_specs=[jaxloop.EvalSpec(held_out, schedule=when_to_evaluate)],
+    )
+    loss = outer_loop.history.collect("eval.loss")[-1]
+    if is_first_process():
+        speed = outer_loop.spent.steps_per_sec * batch_size * size.length
+        print(f"held-out loss {loss:.4f} nats a byte ({loss / np.log(2):.3f} bits), {speed:,.0f} bytes a second")
+        if peak is not None and train_step.num_flops is not None:
+            used = train_step.num_flops * outer_loop.spent.steps_per_sec / (peak * jax.device_count())
+            print(f"{used:.1%} of what the devices could do at most (model FLOPs utilization)")
+        print(f"{outer_loop.spent} {time.perf_counter() - began:.1f} s in all.")
+    return loss
+
+
+def say_what_a_step_costs(options) -> None:
+    """Compiles a step for the devices there are, or as many that are none, and says what it would cost."""
+    size = SIZES[options.size]
+    batch_size = options.batch_size or size.batch_size
+    partitioner = make_partitioner(options.partitioner, options.model_devices)
+    step = make_step(size, partitioner, size.train_steps, options.accumulate, options.seed, train=True)
+    state, batch = step.abstract_state(), {"tokens": jax.ShapeDtypeStruct([batch_size, size.length + 1], np.uint8)}
+    layout, began = partitioner.report(state), time.perf_counter()
+    cost = step.cost_analysis(state, batch)
+    flops, num_tokens = cost.flops or 0.0, batch_size * size.length
+    table = {
+        "model": f"{options.size}: {sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters",
+        "layout": f"{options.partitioner}, mesh {dict(partitioner.mesh.shape)}",
+        "batch": f"{batch_size} x {size.length} bytes, in {options.accumulate} parts",
+        "state per device": f"{readable(layout.bytes_per_device)} of {readable(layout.bytes)}",
+        "memory per device": f"{readable(cost.peak_bytes)}, of which {readable(cost.temp_bytes)} in between (on a CPU)",
+        "FLOPs of a step": f"{flops:.3g}, {flops / num_tokens:.3g} a byte of text",
+        "devices tell each other": "bytes per device, in all operations of a kind",
+    }
+    table |= {f"  {each.kind}": f"{readable(each.bytes)} in {each.count}" for each in cost.collectives}
+    print("\n".join(f"{name:<26}{value}" for name, value in table.items()))
+    print(f"Compiled in {time.perf_counter() - began:.0f} s; nothing was run, and no memory taken for the state.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"It takes flags only, got {' '.join(argv[1:])!r}.")
+    options = flags.FLAGS
+    if options.dry_run:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.devices or 1)
+        return say_what_a_step_costs(options)
+    distributed.initialize()  # Where this is one of several processes.
+    run(options)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", "runs/transformer", "Where checkpoints and TensorBoard events go.")
+    flags.DEFINE_enum("size", "tiny", list(SIZES), "Of the model.")
+    flags.DEFINE_enum("partitioner", "fsdp", ["data", "fsdp", "tensor"], "How it is laid out over the devices.")
+    flags.DEFINE_integer(
+        "model_devices", 2, "Over how many devices --partitioner=tensor splits a layer.", lower_bound=1
+    )
+    flags.DEFINE_integer("batch_size", None, "Rows of a batch in all processes; by default as of the size.")
+    flags.DEFINE_integer("train_steps", None, "Optimizer updates in all; by default as of the size.")
+    flags.DEFINE_integer("accumulate", 1, "Into how many micro-batches a batch is split.", lower_bound=1)
+    flags.DEFINE_integer("write", 100, "How many bytes it writes at each evaluation.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Of the parameters and the batches.")
+    flags.DEFINE_bool("dry_run", False, "Compile a step and say what it costs; train nothing.")
+    flags.DEFINE_integer("devices", None, "With --dry_run, for how many devices.", lower_bound=1)
+    # What is logged below a warning would break up the line of progress; --verbosity=0 shows it.
+    app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])

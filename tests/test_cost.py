@@ -1,0 +1,72 @@
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import checks, cost, partition
+
+PROGRAM = """
+HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (carry: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %part = bf16[4,8]{1,0} get-tuple-element(%carry), index=1
+  %whole = bf16[16,8]{1,0} all-gather(%part), channel_id=1, dimensions={0}
+  %scattered = bf16[4,8]{1,0} reduce-scatter(%whole), channel_id=2, to_apply=%add
+}
+
+ENTRY %main (x: (s32[], bf16[4,8]), y: f32[6], z: pred[5]) -> f32[6] {
+  %loop = (s32[], bf16[4,8]) while(%x), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %y = f32[6]{0} parameter(1)
+  %both = (f32[6]{0}, f32[6]{0}) all-reduce-start(%y), to_apply=%add
+  %done = f32[6]{0} all-reduce-done(%both)
+  ROOT %moved = pred[5]{0} collective-permute(%z), source_target_pairs={{0,1}}
+}
+"""
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+    found = {each.kind: (each.count, each.bytes) for each in cost.collectives_of(PROGRAM)}
+    assert found == {
+        "all-gather": (3, 3 * 16 * 8 * 2),
+        "reduce-scatter": (3, 3 * 16 * 8 * 2),
+        "all-reduce": (1, 2 * 6 * 4),
+        "collective-permute": (1, 5),
+    }
+    assert cost.collectives_of("") == ()
+
+
+def make_step(partitioner, **options):
+    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(-1)
+    options = {"train": True, "loss": loss, **options}
+    return jaxloop.LossStep(jax.random.key(0), nn.Dense(64), optax.sgd(1e-2, 0.9), partitioner, **options)
+
+
+def test_what_a_step_costs_is_known_without_a_state():
+    mesh = partition.create_mesh(data=-1)
+    batch = {"x": np.zeros([16, 128], np.float32), "y": np.zeros([16, 64], np.float32)}
+    spec = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    costs = {}
+    for partitioner in (jaxloop.DataParallelPartitioner(mesh, "data"), jaxloop.FSDPPartitioner(mesh, min_size=1)):
+        step = make_step(partitioner)
+        abstract = step.abstract_state([1, 128])
+        costs[type(partitioner)] = step.cost_analysis(abstract, spec)
+        state = step.initialize_model([1, 128])
+        leaves, expected = checks.leaves_by_path(abstract), checks.leaves_by_path(state)
+        assert {path: (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in leaves.items()} == {
+            path: (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in expected.items()
+        }
+        assert step.cost_analysis(state, batch) == costs[type(partitioner)]
+        assert partitioner.report(abstract).bytes_per_device == partitioner.report(state).bytes_per_device
+    # The gradients of the parameters, and a loss, go from each device to the others.
+    reduced = costs[jaxloop.DataParallelPartitioner].collectives[0]
+    assert reduced.kind == "all-reduce" and reduced.bytes >= (128 * 64 + 64) * 4
+    assert "all-gather" in {each.kind for each in costs[jaxloop.FSDPPartitioner].collectives}
+    single = make_step(jaxloop.SingleDevicePartitioner())
+    assert single.cost_analysis(single.abstract_state([1, 128]), spec).collectives == ()
