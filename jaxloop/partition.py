@@ -409,7 +409,9 @@ class _LaidOutPartitioner(MeshPartitioner):
         return self._sharding
 
     def _hold(self, sharding: Any) -> None:
-        if self._sharding is not None and jax.tree.flatten(sharding) != jax.tree.flatten(self._sharding):
+        by_path = checks.leaves_by_path
+        # Of the same model and optimizer made anew, as in a notebook's cell, the layout is the same.
+        if self._sharding is not None and by_path(sharding) != by_path(self._sharding):
             raise ValueError(
                 f"This {type(self).__name__} holds the layout of another state already: initialize one model, with "
                 "one optimizer, and give that state to all steps; or give each model a partitioner of its own."

@@ -58,7 +58,7 @@ def pictures(notebook):
 
 
 def test_there_are_notebooks():
-    assert {"custom_loop", "loop_language", "quick_start", "resume_anywhere"} <= {
+    assert {"custom_loop", "loop_language", "quick_start", "resume_anywhere", "scaling"} <= {
         path.stem for path in execute.notebooks()
     }
 
@@ -209,6 +209,26 @@ def test_a_damaged_checkpoint_is_passed_over_and_sigterm_saves(resume_anywhere):
     assert "exit code 143\n" in resume_anywhere("sigterm")
     (last_step,) = re.findall(r"The state of step (\d+) is returned", resume_anywhere("sigterm"))
     assert f", {last_step}]\n" in resume_anywhere("sigterm")
+
+
+def test_scaling_trains_alike_in_each_layout_and_shows_it():
+    lines = in_cell("scaling", "train").splitlines()
+    assert len(lines) == 5 and all(line.endswith("but for 1e-5") for line in lines)
+    assert "params/Dense_0/kernel          [64, 512]  float32  P(None, 'data')    16.0 KiB" in in_cell(
+        "scaling", "report"
+    )
+    assert "params/Dense_0/kernel: [64, 512] by P(None, 'model')" in in_cell("scaling", "picture-rules")
+    assert "data parallel, 8        all-reduce 132 KiB" in in_cell("scaling", "cost")
+    assert set(pictures(executed(_COLABS / "scaling.ipynb"))) == {"plot"}
+    errors = in_cell("scaling", "errors")
+    for said in ("has 60 rows, which do not divide over the 8 devices", "'batch' is no axis", "can't be applied to"):
+        assert said in errors
+
+
+def test_scaling_goes_on_after_a_process_was_killed():
+    killed = in_cell("scaling", "kill")
+    assert "Process 1 has failed: ended by SIGKILL" in killed and "checkpoints: [25" in killed
+    assert re.search(r"step 100 on 4 devices, last loss 0\.0\d+\n", in_cell("scaling", "again"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""Each block of code in the documentation runs."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+from programs.launching import launch
+
+PAGES = sorted((pathlib.Path(__file__).parents[1] / "docs").glob("*.md"))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page):
+    """The blocks of Python code of a page: of what kind each is, and its text."""
+    return re.findall(r"```python ?([a-z]*)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@each_page
+def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    assert {kind for kind, _ in blocks(page)} <= {"", "continued", "program"}
+    with jax.numpy_dtype_promotion("standard"):  # As a user has it.
+        for kind, text in blocks(page):
+            if kind != "program":
+                names = names if kind else {"__name__": "__main__"}
+                exec(text, names)
+    assert capsys.readouterr().out
+
+
+@each_page
+def test_the_programs_of_a_page_run_in_one_process_and_in_two(page, tmp_path):
+    for number, text in enumerate(text for kind, text in blocks(page) if kind == "program"):
+        program = tmp_path / f"program_{number}.py"
+        program.write_text(text)
+        for processes in (1, 2):
+            job, _ = launch(program, tmp_path / f"run_{number}_{processes}", processes=processes, devices=2)
+            assert job.returncode == 0, job.stdout + job.stderr
+            assert "step 200 of 200 (100%)" in job.stdout
+
+
+@each_page
+def test_files_and_flags_that_a_page_names_are_there(page):
+    root = page.parents[1]
+    for path in re.findall(r"`((?:jaxloop|tests|docs|colabs|benchmarks)/[\w./]+)`", page.read_text()):
+        assert (root / path).exists(), path
+    for module in re.findall(r"python -m (jaxloop[\w.]*)", page.read_text()):
+        assert (root / f"{module.replace('.', '/')}.py").exists(), module
