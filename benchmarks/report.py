@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.lineup import AUTO, CLU, FIT, FUSED, KERAS, KERAS_32, NAN_POLICY, REFERENCE, SCAN, WITH_ALL
 from benchmarks.rounds import UNITS, Comparison, Spread
-from benchmarks.targets import TARGETS, Target
+from benchmarks.targets import REASONS, TARGETS, Target
 
 PACKAGES = ("jaxloop", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "clu", "keras")
 
@@ -90,6 +90,18 @@ def targets_table(comparisons: Mapping[str, Comparison], targets: Sequence[Targe
     return "\n".join(lines)
 
 
+def reasons(comparisons: Mapping[str, Comparison], targets: Sequence[Target] = TARGETS) -> list[str]:
+    """Why what was missed was missed, a line each, as far as it is known."""
+    lines = []
+    for target in targets:
+        measured = target.measured(comparisons)
+        reason = REASONS.get((target.comparison, target.name))
+        if measured is not None and measured > target.limit and reason is not None:
+            line = f"**{target.comparison}, {target.name}.** {reason}"
+            lines += [] if line in lines else [line]
+    return lines
+
+
 # The report ------------------------------------------------------------------------------------------
 
 HOW = """\
@@ -119,6 +131,7 @@ def markdown(
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
     names = {name for comparison in comparisons for name in (*comparison.seconds, *comparison.absent)}
+    missed = reasons(by_name)
     sections = [
         "# Benchmarks",
         f"`{command}`, {datetime.date.today():%d %B %Y}, commit {_commit()}.",
@@ -127,6 +140,7 @@ def markdown(
         f"![Ratios to the reference]({os.path.relpath(plot_file, output.parent)})",
         "## Targets",
         targets_table(by_name),
+        *(["Why what was missed was missed:", "\n".join(_bullets(missed)).strip()] if missed else []),
         "## Contestants",
         "\n".join(_bullets([f"{name}: {note}" for name, note in NOTES.items() if name in names])).strip(),
         "## Measured",
