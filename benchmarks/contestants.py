@@ -155,19 +155,25 @@ def new_state(workload: Workload, step: jaxloop.Step) -> jaxloop.TrainState:
     return jax.block_until_ready(step.prepare_state(state))
 
 
-def make_step(workload: Workload, data_parallel: bool) -> WorkloadStep:
-    if not data_parallel:
-        return WorkloadStep(workload)
-    return WorkloadStep(workload, partitioner=jaxloop.DataParallelPartitioner(_mesh(workload), "data"))
+def data_parallel(mesh: jax.sharding.Mesh) -> jaxloop.Partitioner:
+    return jaxloop.DataParallelPartitioner(mesh, "data")
 
 
-def train_loop(data_parallel: bool = False, **options: Any) -> Contestant:
+def fsdp(mesh: jax.sharding.Mesh) -> jaxloop.Partitioner:
+    return jaxloop.FSDPPartitioner(mesh)
+
+
+def make_step(workload: Workload, layout: Callable[[Any], jaxloop.Partitioner] | None) -> WorkloadStep:
+    return WorkloadStep(workload) if layout is None else WorkloadStep(workload, partitioner=layout(_mesh(workload)))
+
+
+def train_loop(layout: Callable[[Any], jaxloop.Partitioner] | None = None, **options: Any) -> Contestant:
     """A `TrainLoop` with options. What it returns are the losses of all steps, on the host."""
 
     def contestant(workload):
         if options.get("steps_per_dispatch") == SCAN_LENGTH and not workload.scans:
             raise Absent("XLA is ten times slower at convolutions inside a scan on a CPU.")
-        step = make_step(workload, data_parallel)
+        step = make_step(workload, layout)
         loop = jaxloop.TrainLoop(step, **options)
 
         def train(num_steps):

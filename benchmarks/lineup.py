@@ -4,7 +4,9 @@ from benchmarks.contestants import (
     SCAN_LENGTH,
     Contestant,
     clu_style_loop,
+    data_parallel,
     fit,
+    fsdp,
     functional_loop,
     hand_written_loop,
     hand_written_scan,
@@ -20,6 +22,7 @@ DEFAULTS = "TrainLoop"
 FUSED = "TrainLoop, steps_per_dispatch=32"
 AUTO = "TrainLoop, steps_per_dispatch='auto'"
 ON_ONE_DEVICE = "TrainLoop, DataParallelPartitioner on one device"
+FSDP = "TrainLoop, FSDPPartitioner"
 NAN_POLICY = "TrainLoop, nan_policy='raise'"
 WITH_ALL = "TrainLoop, with bar, summaries and history, read every 100 steps"
 FUNCTIONAL = "functional loop"
@@ -32,17 +35,18 @@ KERAS_32 = "Keras 3 on JAX, steps_per_execution=32"
 def contestants_for(workload: Workload) -> dict[str, Contestant]:
     """The contestants of a workload by name, the reference first."""
     is_parallel = workload.num_devices > 1
+    layout = data_parallel if is_parallel else None
     lineup: dict[str, Contestant] = {
         REFERENCE: hand_written_loop,
         SCAN: hand_written_scan,
-        DEFAULTS: train_loop(is_parallel),
-        FUSED: train_loop(is_parallel, steps_per_dispatch=SCAN_LENGTH),
-        AUTO: train_loop(is_parallel, steps_per_dispatch="auto"),
+        DEFAULTS: train_loop(layout),
+        FUSED: train_loop(layout, steps_per_dispatch=SCAN_LENGTH),
+        AUTO: train_loop(layout, steps_per_dispatch="auto"),
     }
     if is_parallel:
-        return lineup
+        return lineup | {FSDP: train_loop(fsdp)}
     if workload.name == "W0":
-        lineup[ON_ONE_DEVICE] = train_loop(data_parallel=True)
+        lineup[ON_ONE_DEVICE] = train_loop(data_parallel)
     if workload.name in ("W0", "W2", "W3"):
         lineup[NAN_POLICY] = train_loop(nan_policy="raise")
     if workload.name == "W1":

@@ -52,7 +52,7 @@ def test_so_do_those_that_take_long_to_start(w0, contestant, writer, monkeypatch
 @pytest.mark.parametrize("contestant", [contestants.hand_written_loop, contestants.hand_written_scan, None])
 def test_several_devices_train_what_one_does(contestant):
     workload = workloads.workload("W4", num_devices=2)
-    contestant = contestant or contestants.train_loop(data_parallel=True)
+    contestant = contestant or contestants.train_loop(contestants.data_parallel)
     trained = contestant(workload)(32)
     expected = contestants.hand_written_loop(dataclasses.replace(workload, num_devices=1))(32)
     assert len(jax.tree.leaves(trained.params)[0].sharding.device_set) == 2
