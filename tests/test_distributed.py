@@ -12,7 +12,9 @@ from programs.launching import JOB, break_and_go_on, final_of, launch
 
 from jaxloop import agreement, checkpoint, distributed, interrupt
 
-PROGRAM, TOGETHER = (pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py"))
+PROGRAM, TOGETHER, DOORS = (
+    pathlib.Path(__file__).parent / "programs" / name for name in ("processes.py", "together.py", "doors.py")
+)
 
 
 def test_several_processes_come_to_what_one_comes_to(tmp_path):
@@ -59,6 +61,20 @@ def test_processes_with_data_of_different_length_end_together_and_count_each_exa
         assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
         assert f"[{place}] another run: ValueError: The run is not the same in all processes" in job.stdout
     assert "  total_steps=100 -> total_steps=50" in job.stdout
+
+
+def test_the_other_doors_in_two_processes(tmp_path):
+    job, _ = launch(DOORS, tmp_path / "run", processes=2, devices=2)
+    assert job.returncode == 0, job.stdout + job.stderr
+    seen = set()
+    for place in range(2):
+        assert f"[{place}] fit 20 [10, 20]\n[{place}] fit 30 [10, 20, 30]\n" in re.sub(
+            rf"^\[{1 - place}\].*\n", "", job.stdout, flags=re.MULTILINE
+        )
+        assert f"[{place}] evaluated [30]\n" in job.stdout
+        seen.update(re.findall(rf"\[{place}\] bad number in step 71 seen after step (\d+)\n", job.stdout))
+    assert len(seen) == 1 and int(seen.pop()) < 71 + 64
+    assert len(list((tmp_path / "run").glob("events*"))) == 2  # Of two runs, by the first process.
 
 
 @pytest.fixture(scope="module")
