@@ -238,6 +238,8 @@ class Loop:
         outputs, queue = metrics.LoopOutputs(), self._new_queue()
         feed, stopwatch = self._feed_of(dataset), self._stopwatch
         feed.begin(num_steps)
+        if self._is_shared and not feed.num_ahead:
+            self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
         self._consumed = self.source.count - feed.num_ahead
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
         take = self._fused_step = None
@@ -695,6 +697,9 @@ class _Uncounted:
     """In the place of a source, for a loop on its own."""
 
     count = 0
+
+    def mark(self) -> None:
+        pass
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:

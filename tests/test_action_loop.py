@@ -4,7 +4,20 @@ import optax
 import pytest
 from clu import metrics as clu_metrics
 
-from jaxloop import Elapsed, OuterLoop, actions, at, every, examples, last, metrics, stat_loop, summarize, types
+from jaxloop import (
+    Elapsed,
+    OuterLoop,
+    actions,
+    at,
+    checkpoint,
+    every,
+    examples,
+    last,
+    metrics,
+    stat_loop,
+    summarize,
+    types,
+)
 from jaxloop.action_loop import ActionLoop
 from jaxloop.train_loop import TrainLoop
 
@@ -314,3 +327,10 @@ def test_objects_of_clu_are_actions(kind):
     else:
         OuterLoop(loop)(state, train_dataset=batches, train_total_steps=10, train_loop_steps=5)
     assert calls == [4, 8]
+
+
+def test_a_loop_on_its_own_saves_by_a_schedule(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    save = actions.CheckpointAction(tmp_path, every(steps=3))
+    TrainLoop(step, end_actions=[save])(state, batches, 10)
+    assert checkpoint.all_steps(tmp_path) == [3, 6, 9]
