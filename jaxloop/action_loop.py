@@ -482,31 +482,39 @@ class ActionLoop(StatLoop):
         newest: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """Calls those of the actions that come last, or that don't."""
-        run = self.run_info or Run()
         called = [slot for slot in due if slot.action.comes_last == comes_last]
         # A checkpoint is of the run after all else, also of what early stopping remembers.
-        for slot in sorted(called, key=lambda slot: slot.saves):
-            spent = self._spent_at_look
-            outputs = slot.hand_over(newest)
-            if slot.reads_outputs:
-                outputs.update(self._stats(state, spent - slot.spent_before))
-            counting = self._stopwatch.counting(slot.action.time_goes_to)
-            with counting, slot.keeping(outputs), self._telling_failure(slot):
-                slot.actions.call(
-                    slot.index,
-                    state,
-                    outputs,
-                    now,
-                    history=run.history,
-                    total_steps=run.total_steps,
-                    spent=spent - slot.spent_before,
-                    snapshot=run.snapshot,
-                )
-            slot.called_at, slot.spent_before = now.steps, spent
-            if outputs.get(types.STOP_LOOP):
-                self._stop_asked = True
+        for slot in called:
+            if not slot.saves:
+                self._call_action(slot, state, now, newest)
         if called and self._is_shared:
-            self._stop_asked = agreement.any_stops(self._stop_asked)
+            self._stop_asked = agreement.any_stops(self._stop_asked, self._interrupt)
+        for slot in called:
+            if slot.saves:
+                self._call_action(slot, state, now, newest)
+
+    def _call_action(
+        self, slot: "_Slot", state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None
+    ) -> None:
+        spent, run = self._spent_at_look, self.run_info or Run()
+        outputs = slot.hand_over(newest)
+        if slot.reads_outputs:
+            outputs.update(self._stats(state, spent - slot.spent_before))
+        counting = self._stopwatch.counting(slot.action.time_goes_to)
+        with counting, slot.keeping(outputs), self._telling_failure(slot):
+            slot.actions.call(
+                slot.index,
+                state,
+                outputs,
+                now,
+                history=run.history,
+                total_steps=run.total_steps,
+                spent=spent - slot.spent_before,
+                snapshot=run.snapshot,
+            )
+        slot.called_at, slot.spent_before = now.steps, spent
+        if outputs.get(types.STOP_LOOP):
+            self._stop_asked = True
 
     @contextlib.contextmanager
     def _telling_failure(self, slot: "_Slot") -> Iterator[None]:

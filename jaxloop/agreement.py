@@ -5,8 +5,11 @@ by all of them or by none: who ran one more than the others would wait for ever.
 one size that all send at the same place of their programs, what each is about to do.
 """
 
+import contextlib
 import functools
 import math
+import re
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,16 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxloop import checks, interrupt, types
 from jaxloop.distributed import ProcessError as ProcessError
 
-# What a message is about.
-_DRAWS, _VOTES = 1, 2
-_ABOUT = {_DRAWS: "draws batches", _VOTES: "asks whether the run goes on"}
 # What a process has to say in it; the last one that its data had no batch at all.
 _WELL, _ENDED, _FAILED, _EMPTY = 0, 1, 2, 3
 # Of how many batches one message tells at most, and of how many seconds of training.
 _MOST_BATCHES = 16
 _SECS_BETWEEN = 0.05
-# A message: what about, what there is to say, batches, the signal, the clock in two parts, batches of the next message;
-# then of each batch its rows and its examples.
+# A message: what about, as a checksum; what there is to say, batches, the signal, the clock in two parts, batches of
+# the next message; then of each batch its rows and its examples.
 _HEAD = 7
 _SIZE = _HEAD + 2 * _MOST_BATCHES
 
@@ -38,7 +38,8 @@ def is_known_to_all(error: BaseException) -> bool:
     return getattr(error, "_jaxloop_is_known_to_all", False)
 
 
-def _known(error: Any) -> Any:
+def known_to_all(error: Any) -> Any:
+    """Notes that all processes meet an error at the same step; returns it."""
     error._jaxloop_is_known_to_all = True
     return error
 
@@ -51,19 +52,29 @@ def is_shared(mesh: Mesh | None) -> bool:
 class _Answers:
     """What all have said to one message; to be read when it is needed."""
 
-    def __init__(self, about: int, sent: jax.Array):
+    def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
 
     def read(self) -> np.ndarray:
         """A row for each process, without what the message is about."""
         rows = np.asarray(self._sent.addressable_data(0))
-        if np.any(rows[:, 0] != self._about):
-            told = ", ".join(f"process {place} {_ABOUT.get(about, '?')}" for place, about in enumerate(rows[:, 0]))
+        others = np.flatnonzero(rows[:, 0] != _checksum(self._about))
+        if others.size:
             raise ProcessError(
-                f"The processes of this job do not do the same: {told}. Give all of them the same loops, actions and "
+                f"The processes of this job do not do the same: this one {self._about}, and process "
+                f"{', '.join(map(str, others))} does something else. Give all of them the same loops, actions and "
                 "schedules; what shall happen in one alone it decides inside an action, by jax.process_index()."
             )
         return rows[:, 1:]
+
+
+def _checksum(text: str) -> int:
+    return int(np.array(zlib.crc32(_without_addresses(text).encode()), np.uint32).view(np.int32))
+
+
+def _without_addresses(text: str) -> str:
+    """An object without a text of its own has its address in it."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 @functools.cache
@@ -75,10 +86,10 @@ def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     return NamedSharding(mesh, PartitionSpec("processes")), gather
 
 
-def _tell(about: int, *numbers: int) -> _Answers:
+def _tell(about: str, *numbers: int) -> _Answers:
     """Sends a message; does not wait for the answers."""
     row = np.zeros([1, _SIZE], np.int32)
-    row[0, : 1 + len(numbers)] = about, *numbers
+    row[0, : 1 + len(numbers)] = _checksum(about), *numbers
     split, gather = _exchange()
     return _Answers(about, gather(jax.make_array_from_process_local_data(split, row, (jax.process_count(), _SIZE))))
 
@@ -86,25 +97,43 @@ def _tell(about: int, *numbers: int) -> _Answers:
 def _error_for(failed: np.ndarray) -> ProcessError:
     """The error for what another process has told."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
-    return _known(ProcessError(f"Process {places} of {len(failed)} has failed; what it has met is in its own output."))
+    return known_to_all(
+        ProcessError(f"Process {places} of {len(failed)} has failed; what it has met is in its own output.")
+    )
 
 
-def any_stops(stops: bool) -> bool:
+_VOTES = "asks whether the run goes on"
+
+
+def any_stops(stops: bool, requests: interrupt.Interruptible | None = None) -> bool:
     """Whether one of the processes wants to stop here; all ask at the same place.
+
+    Args:
+      stops: whether this one does.
+      requests: which signals have come here; it is told what all know now.
 
     Raises:
       ProcessError: another process has failed here.
     """
-    told = _tell(_VOTES, _WELL, int(stops)).read()
+    signum = 0 if requests is None else requests.outermost.unconfirmed or 0
+    told = _tell(_VOTES, _WELL, int(stops), signum).read()
     if np.any(told[:, 0] == _FAILED):
         raise _error_for(told[:, 0] == _FAILED)
+    if requests is not None and told[:, 2].any():
+        requests.outermost.confirm(int(told[:, 2].max()))
     return bool(told[:, 1].any())
+
+
+def first_says(value: bool) -> bool:
+    """What the first process says; all ask at the same place."""
+    return bool(_tell("asks what the first process says", int(value)).read()[0, 0])
 
 
 def tell_failure(error: BaseException) -> None:
     """Tells the others, where they ask `any_stops`, that this process has failed there."""
-    _tell(_VOTES, _FAILED).read()
-    _known(error)
+    with contextlib.suppress(Exception):  # The error at hand is the one to be told.
+        _tell(_VOTES, _FAILED).read()
+        known_to_all(error)
 
 
 def wait_for_all(where: str) -> None:
@@ -133,14 +162,14 @@ def check_same(what: str, lines: Sequence[str]) -> None:
     Raises:
       ValueError: the lines of the processes differ.
     """
-    texts = gather_texts("\n".join(lines))
+    texts = gather_texts(_without_addresses("\n".join(lines)))
     for place, text in enumerate(texts):
         if text != texts[0]:
             first, other = (dict(enumerate(each.split("\n"))) for each in (texts[0], text))
             numbers = range(max(len(first), len(other)))
             pairs = [(first.get(number, "(none)"), other.get(number, "(none)")) for number in numbers]
             shown = "\n".join(f"  {one} -> {two}" for one, two in pairs if one != two)
-            raise _known(
+            raise known_to_all(
                 ValueError(
                     f"{what} is not the same in all processes. What differs (process 0 -> process {place}):\n{shown}\n"
                     "Start the same program with the same arguments in each; what shall happen in one alone it decides "
@@ -157,7 +186,9 @@ class JointDraw:
     end of its data, an error, Ctrl-C or SIGTERM.
 
     Args:
+      who: for whom it draws, the same in all processes.
       draw: draws the next batch of this process.
+      before_drawing: called before some batches are drawn from the dataset.
       count: counts its examples.
       requests: which signals have come here; it is told when all know.
       secs: the seconds of training in this process. Those of the first count for all.
@@ -169,25 +200,31 @@ class JointDraw:
 
     def __init__(
         self,
+        who: str,
         draw: Callable[[], types.Batch],
         *,
+        before_drawing: Callable[[], None],
         count: Callable[[types.Batch], int],
         requests: interrupt.Interruptible,
         secs: Callable[[], float],
         fill_to: Callable[[int], None] | None,
         until_all_end: bool,
     ):
+        self._who, self._before_drawing = who, before_drawing
         self._draw, self._count, self._requests, self._secs, self._fill_to = draw, count, requests, secs, fill_to
         self._until_all_end = until_all_end
         self._own: deque[types.Batch] = deque()  # Drawn, and not told of.
         self._told: deque[tuple[_Answers, list[types.Batch], int]] = deque()
-        self._agreed: deque[tuple[types.Batch, int, float]] = deque()
+        self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
         self._handed_out: deque[tuple[int, float]] = deque()  # Examples in all processes, and the time; not counted.
         self._error: Exception | None = None  # Of this process.
         self._end: Exception | None = None  # Of all, after what is agreed on.
         self._empty: types.Batch = None  # A batch without a row.
         self._left: float = math.inf
-        self._next_size = self._most_rows = 1
+        self._next_size = 1
+        self._num_told = self._num_old = (
+            0  # Batches told of; messages of an earlier series, whose signals it has heeded.
+        )
         self._clock = 0.0, 0  # At the last message, and of how many batches that was.
 
     @property
@@ -201,6 +238,12 @@ class JointDraw:
         self._left = math.inf if limit is None else limit - coming
         while len(self._handed_out) > ahead:
             self._handed_out.popleft()
+        self._num_old = len(self._told)
+
+    @property
+    def next_examples(self) -> int:
+        """Of the first batch that was handed out and not counted: its examples in all processes."""
+        return self._handed_out[0][0]
 
     def __call__(self) -> types.Batch:
         while not self._agreed:
@@ -212,8 +255,10 @@ class JointDraw:
             if self._left > 0:  # One ahead, for its answers to be there when they are needed.
                 self._send()
             self._receive()
-        batch, examples, secs = self._agreed.popleft()
+        batch, examples, secs, most_rows = self._agreed.popleft()
         self._handed_out.append((examples, secs))
+        if most_rows and self._fill_to is not None:
+            self._fill_to(most_rows)
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
@@ -223,7 +268,9 @@ class JointDraw:
     def _send(self) -> None:
         """Draws some batches and tells the others what came."""
         size, batches, sizes = max(int(min(self._next_size, self._left)), 1), [], []
-        while len(batches) < size and self._error is None:
+        if not self._own:
+            self._before_drawing()
+        while len(batches) < size and (self._own or self._error is None):
             try:
                 batch = self._own.popleft() if self._own else self._draw()
                 sizes += [checks.num_examples(batch) or 0, self._count(batch)]
@@ -238,11 +285,13 @@ class JointDraw:
         per_step = max((secs - before) / max(steps, 1), 1e-6)
         next_size = int(np.clip(_SECS_BETWEEN / per_step, 1, _MOST_BATCHES))
         signum, clock = self._requests.outermost.unconfirmed or 0, map(int, np.array([secs]).view(np.int32))
-        answers = _tell(_DRAWS, self._what_to_say(), len(batches), signum, *clock, next_size, *sizes)
+        about = f"draws batches from the one after {self._num_told} on, for {self._who}"
+        self._num_told += size
+        answers = _tell(about, self._what_to_say(), len(batches), signum, *clock, next_size, *sizes)
         self._told.append((answers, batches, size))
 
     def _what_to_say(self) -> int:
-        if self._error is None:
+        if self._error is None or self._own:
             return _WELL
         if not isinstance(self._error, StopIteration):
             return _FAILED
@@ -262,32 +311,35 @@ class JointDraw:
             self._end = self._end_of_all((said == _FAILED) & (drawn == number))
         for place in range(number):
             has_batch = drawn > place
-            problem = self._fill(np.where(has_batch, rows[:, place], 0), said == _EMPTY)
+            sizes = np.where(has_batch, rows[:, place], 0)
+            most_rows = 0 if np.all(sizes == sizes[0]) else int(sizes.max())
+            problem = self._why_not(sizes, said == _EMPTY) if most_rows else None
             if problem is not None:
-                number, self._end = place, _known(problem)
+                number, self._end = place, known_to_all(problem)
                 break
             batch = mine[place] if place < len(mine) else self._empty
-            self._agreed.append((batch, int(examples[has_batch, place].sum()), secs))
-        if signum := int(told[:, 2].max()):
+            self._agreed.append((batch, int(examples[has_batch, place].sum()), secs, most_rows))
+        signum, self._num_old = int(told[:, 2].max()), max(self._num_old - 1, -1)
+        if signum and self._num_old < 0:
             self._requests.outermost.confirm(signum)
         if self._end is not None:
-            # What this process has drawn beyond the end stays for another series.
+            # What this process has drawn beyond the end stays for another series, and so does an error of its own.
             rest = [*mine[number:], *(batch for _, batches, _ in self._told for batch in batches)]
             self._own.extendleft(reversed(rest))
             self._told.clear()
-            self._error = None
+            self._num_old = 0
+            if isinstance(self._error, StopIteration) or self._error is self._end:
+                self._error = None
 
     def _end_of_all(self, failed: np.ndarray) -> Exception:
         """What ends the series in this process, where these have failed; where none has, it is the end of the data."""
         if not failed.any():
             return StopIteration()
         own = self._error if failed[jax.process_index()] else None
-        return _error_for(failed) if own is None else _known(own)
+        return _error_for(failed) if own is None else known_to_all(own)
 
-    def _fill(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
-        """Has batches of different sizes made one; says why that can't be."""
-        if np.all(sizes == sizes[0]):
-            return None
+    def _why_not(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
+        """Why batches of different sizes can't be made one; None where they can."""
         what = f"The processes have batches of {', '.join(map(str, sizes))} rows for one step"
         if self._fill_to is None:
             return ValueError(
@@ -299,7 +351,8 @@ class JointDraw:
                 f"{what}, and process {np.flatnonzero(is_empty)[0]} has had none, so that it does not know what to put "
                 "in its place. Give each process a batch at least."
             )
-        if sizes.max() > self._most_rows:
-            self._most_rows = int(sizes.max())
-            self._fill_to(self._most_rows)
+        try:
+            self._fill_to(int(sizes.max()))
+        except ValueError as error:
+            return error
         return None

@@ -493,6 +493,9 @@ class _LoopPart:
     def resume(self, elapsed: Elapsed) -> None:
         pass
 
+    def batches_ahead(self, source: Any) -> int:
+        return 0
+
 
 def _steps_of(stop: Any, start: Elapsed) -> int | None:
     """How many steps a run shall come to, if its stop says so."""

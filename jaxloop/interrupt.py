@@ -55,6 +55,7 @@ class Interruptible:
         self._pid = 0
         self.signum: int | None = None  # The first signal.
         self.unconfirmed: int | None = None  # One that is not to be heeded yet.
+        self._came_elsewhere: int | None = None  # Confirmed, and not come here.
         self._times: dict[int, float] = {}  # When each signal came last, also in an earlier run.
         # The handlers we took the place of, Python's and the C library's.
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -77,11 +78,16 @@ class Interruptible:
         return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self.signum]
 
     def confirm(self, signum: int) -> None:
-        """Has this signal heeded from now on, wherever it has come."""
+        """Has this signal heeded from now on, wherever it has come.
+
+        Where it comes here too, some time later, it is the same one: hosts of a cluster are not told at the same time.
+        """
+        if self.signum is None and self.unconfirmed != signum:
+            self._came_elsewhere = signum
         self.signum, self.unconfirmed = self.signum or signum, None
 
     def __enter__(self) -> "Interruptible":
-        self.signum = self.unconfirmed = None
+        self.signum = self.unconfirmed = self._came_elsewhere = None
         self._outer = _find_open()
         if self._outer is None and threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
@@ -105,6 +111,9 @@ class Interruptible:
         first, now = self.signum or self.unconfirmed, self._clock()
         since = now - self._times.get(signum, float("-inf"))
         if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
+            return
+        if signum == self._came_elsewhere:
+            self._came_elsewhere, self._times[signum] = None, now
             return
         # A program may repeat a short run, and swallow one request after the other.
         is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS

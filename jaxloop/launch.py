@@ -6,6 +6,7 @@ seconds, and the exit code is that of the first. Ctrl-C and SIGTERM go to all.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -54,37 +55,44 @@ class _Process:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         self.ended_at: float | None = None
-        self._printer = threading.Thread(target=self._print_lines)
+        self._printer = threading.Thread(target=self._print_lines, daemon=True)
         self._printer.start()
 
     @property
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None as long as it runs."""
-        return self._process.poll()
+        code = self._process.poll()
+        if code is not None and self.ended_at is None:
+            self.ended_at = time.monotonic()
+        return code
 
     @property
     def is_running(self) -> bool:
-        return self.ended_at is None
+        return self.code is None
 
     @property
     def has_failed(self) -> bool:
-        return not self.is_running and bool(self.code)
+        return bool(self.code)
 
     def send(self, signum: int) -> None:
-        if self.code is None:
+        if self.is_running:
             self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """Kills it and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _print_lines(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            sys.stdout.write(f"[{self.place}] {line.decode(errors='replace')}")
-            sys.stdout.flush()
-        self._process.wait()
-        self.ended_at = time.monotonic()
+            with contextlib.suppress(OSError):  # Nobody reads it any more; it is read here, for the process to go on.
+                sys.stdout.write(f"[{self.place}] {line.decode(errors='replace')}")
+                sys.stdout.flush()
 
     def finish(self) -> None:
-        """Waits until all that it has printed was passed on."""
-        self._printer.join()
+        """Waits until all that it has printed was passed on; not for what it has started, and left behind."""
+        self._printer.join(timeout=_POLL_SECS * 20)
 
 
 def _wait_for(processes: Sequence[_Process]) -> int:
@@ -96,7 +104,7 @@ def _wait_for(processes: Sequence[_Process]) -> int:
         if time.monotonic() > deadline and not killed and any(each.has_failed for each in processes):
             killed = [each for each in processes if each.is_running]
             for each in killed:
-                each.send(signal.SIGKILL)
+                each.kill()
     for each in processes:
         each.finish()
     # Those that ended because of another one say nothing about why.

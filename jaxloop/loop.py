@@ -217,6 +217,8 @@ class Loop:
                 outputs = self._with_num_examples(outputs)
                 if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
                     state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+                if self._is_shared and self._interrupt.outermost is self._interrupt:
+                    agreement.any_stops(False, self._interrupt)  # Of a signal that came since the last batch.
         except BaseException:
             can_rescue = self._may_rescue() and checks.is_alive(self._newest_state)
             self._rescued_state = self._newest_state if can_rescue else None
@@ -486,13 +488,19 @@ class Loop:
     def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointDraw:
         """What draws batches together with the other processes."""
         return agreement.JointDraw(
+            repr(self),
             draw,
+            before_drawing=lambda: self.source.mark(if_cheap=True),
             count=self._step.num_examples,
             requests=self._interrupt,
             secs=self._stopwatch.training_secs,
             fill_to=self._step.filler(),
             until_all_end=not self._returns_new_state,
         )
+
+    def batches_ahead(self, source: Any) -> int:
+        """How many batches were drawn from a source, and not taken."""
+        return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
         """Drops what was drawn ahead from an iterator, which somebody has moved to another place since."""
@@ -606,7 +614,9 @@ class Loop:
         before = self._before_step
         if before.steps != self._step_num or before.loops != self._loops_ended():
             before = self._look(self._loops_ended())
-        self._before_step = before.advance(samples=self._step.num_examples(batch), time=self._training_secs())
+        joint = self._feed.joint
+        samples = self._step.num_examples(batch) if joint is None else joint.next_examples
+        self._before_step = before.advance(samples=samples, time=self._training_secs())
         return self._before_step
 
     def _next_event(self) -> tuple[int, float]:
@@ -698,7 +708,7 @@ class _Uncounted:
 
     count = 0
 
-    def mark(self) -> None:
+    def mark(self, *, if_cheap: bool = False) -> None:
         pass
 
 

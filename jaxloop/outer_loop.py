@@ -107,7 +107,13 @@ class OuterLoop:
         for loop in self._loops:
             if not isinstance(loop, ActionLoop):
                 raise TypeError(f"OuterLoop takes a TrainLoop and a list of EvalLoops, got {loop!r} among them.")
-        self._is_shared = agreement.is_shared(self._loops[0].step.partitioner.mesh)
+        shared = [agreement.is_shared(loop.step.partitioner.mesh) for loop in self._loops]
+        if len(set(shared)) > 1:
+            raise ValueError(
+                "The loops of an OuterLoop must all be over the devices of all processes, or none: give their steps "
+                "the same partitioner."
+            )
+        self._is_shared = shared[0]
         self._interrupt = interrupt.Interruptible(defers=self._is_shared)
         self._rescued_state: Any = None
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
@@ -212,6 +218,8 @@ class OuterLoop:
                 self._join_loops(call)
                 with self._loops[0].stopwatch.counting("rest"):
                     state, outputs = self._run(call)
+                    if self._is_shared:  # Of a signal that came since the last batch.
+                        agreement.any_stops(False, self._interrupt)
                     is_over = not self._interrupt.requested  # A signal from here on comes too late to change that.
                     if is_over:
                         state = _finish_actions(self._loops, state)
@@ -370,7 +378,7 @@ class OuterLoop:
             has_ended = train_loop.loop_count > loops_before
             goes_on = not _asks_to_stop(loop_outputs)
             if self._is_shared and not self._interrupt.requested:
-                goes_on = not agreement.any_stops(not goes_on)
+                goes_on = not agreement.any_stops(not goes_on, self._interrupt)
             if steps_run or has_ended:
                 outputs = loop_outputs
             pass_has_ended = goes_on and not only_ends and (num_steps is None or steps_run < num_steps)
@@ -453,7 +461,7 @@ class OuterLoop:
                 for loop in self._loops:
                     loop.resume(Elapsed(step_num))
             run.passes = self._passes
-            self._history.resume(step_num)
+            run.resume_history(step_num)
         if call.loop_steps is not None and (resumed is None or not resumed.knows_position):
             self._set_loop_counts(step_num // call.loop_steps, call.eval_specs)
         _check_no_newer_checkpoints(train_loop, step_num)
@@ -519,7 +527,8 @@ class OuterLoop:
 
     def _end_pass(self, call: _Call, run: WholeRun) -> None:
         """Counts a pass over the train data; raises where it had no batch."""
-        if run.source is not None and run.source.count == 0:
+        is_empty = run.source is not None and run.source.count == 0
+        if agreement.any_stops(is_empty) if self._is_shared else is_empty:
             raise ValueError(
                 f"The train dataset, {checks.describe(call.train_dataset)}, gave no batch. Is it an iterator that was "
                 "used up, or does its pipeline filter out everything?"
@@ -559,7 +568,9 @@ class OuterLoop:
         due = [
             (loop, spec)
             for loop, spec, name in zip(self._eval_loops, call.eval_specs, _names(call.eval_specs), strict=True)
-            if name not in measured and (spec.schedule or loop_has_ended) and _is_due(spec, context, elapsed)
+            if name not in measured
+            and (spec.schedule or loop_has_ended)
+            and _is_due(spec, context, elapsed, self._is_shared)
         ]
         goes_on &= not _asks_to_stop(self._evaluate_all(call, state, due, elapsed))
         return goes_on and (not resumed.knows_position or train_loop.call_missed_actions(state, comes_last=True))
@@ -570,7 +581,8 @@ class OuterLoop:
             return
         text = f"The train dataset ended at step {step_num} of train_total_steps={call.total_steps}"
         if call.on_exhausted == "raise":
-            raise ValueError(f"{text}. Repeat the dataset (.repeat()), or lower train_total_steps.")
+            error = ValueError(f"{text}. Repeat the dataset (.repeat()), or lower train_total_steps.")
+            raise agreement.known_to_all(error)
         logging.warning(
             "%s; the run ends here. Repeat the dataset (.repeat()) to go on, or lower train_total_steps.", text
         )
@@ -579,7 +591,7 @@ class OuterLoop:
 
     def _evaluate(self, call: _Call, state: Any, context: EvalContext, elapsed: Elapsed) -> metrics.LoopOutputs | None:
         """Runs the evaluations that are due at the end of a train loop; returns the outputs of the last of them."""
-        is_due = lambda spec: _is_due(spec, context, elapsed)
+        is_due = lambda spec: _is_due(spec, context, elapsed, self._is_shared)
         due = [(loop, spec) for loop, spec in zip(self._eval_loops, call.eval_specs, strict=True) if is_due(spec)]
         return self._evaluate_all(call, state, due, elapsed)
 
@@ -596,15 +608,16 @@ class OuterLoop:
         pairs = zip(self._eval_loops, call.eval_specs, strict=True)
         scheduled = [pair for pair in pairs if pair[1].schedule is not None]
         context = EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
-        due = [(loop, spec) for loop, spec in scheduled if _is_due(spec, context, elapsed)]
+        due = [(loop, spec) for loop, spec in scheduled if _is_due(spec, context, elapsed, self._is_shared)]
         return not _asks_to_stop(self._evaluate_all(call, state, due, elapsed))
 
     def _evaluate_all(self, call: _Call, state: Any, due, elapsed: Elapsed) -> metrics.LoopOutputs | None:
-        last, stop, tally = None, False, call.tally
+        last, stop, tally, is_whole = None, False, call.tally, True
         for loop, spec in due:
             if spec.schedule is not None and tally.evaluated_at.get(id(loop)) == elapsed.steps:
                 continue
             if self._interrupt.requested:
+                is_whole = False
                 break
             tally.evaluated_at[id(loop)] = elapsed.steps
             loop.run_info.elapsed = elapsed
@@ -613,8 +626,11 @@ class OuterLoop:
                 _, last = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
                 self._check_evaluated(tally, spec, tally.count(loop))
                 if loop.was_interrupted:
+                    is_whole = False
                     break
                 stop = not loop.call_late_actions(state) or stop or _asks_to_stop(last)
+        if self._is_shared and is_whole and last is not None:
+            stop = agreement.any_stops(stop, self._interrupt)
         if last is not None and stop:
             last[STOP_LOOP] = True
         return last
@@ -661,12 +677,14 @@ class OuterLoop:
                 no_more_will_come, found = self._as_the_first_sees_it(no_more_will_come, found)
             for step_num in [step_num for step_num in found if step_num not in seen]:
                 seen.add(step_num)
+                restored = None
                 try:
                     restored = step.restore_model(call.state, spec.checkpoint_dir, step_num, spec.transforms)
                 except Exception:
                     if step_num in checkpoint.all_steps(spec.checkpoint_dir):
                         raise
                     logging.warning("The checkpoint of step %d was deleted before it could be evaluated.", step_num)
+                if agreement.any_stops(restored is None) if self._is_shared else restored is None:
                     continue
                 context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
                 saved = checkpoint.metadata(spec.checkpoint_dir, step_num).get("elapsed", {"steps": step_num})
@@ -678,18 +696,19 @@ class OuterLoop:
             self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
 
     def _as_the_first_sees_it(self, no_more_will_come: bool, found: list[int]) -> tuple[bool, list[int]]:
-        """What there is to evaluate, the same in all processes; signals that have come to one are heeded by all."""
-        signum = self._interrupt.outermost.unconfirmed or 0
-        told = [json.loads(text) for text in agreement.gather_texts(json.dumps([signum, no_more_will_come, found]))]
-        if signum := max(signum for signum, *_ in told):
-            self._interrupt.outermost.confirm(signum)
-        return told[0][1], told[0][2]
+        """What there is to evaluate, the same in all processes."""
+        no_more_will_come, found = json.loads(agreement.gather_texts(json.dumps([no_more_will_come, found]))[0])
+        return no_more_will_come, found
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps in short pieces, for Ctrl-C not to wait long."""
-        end = time.monotonic() + (min(seconds, 1.0) if self._is_shared else seconds)
-        while (left := end - time.monotonic()) > 0 and not self._interrupt.requested:
-            time.sleep(min(left, _POLL_SECS))
+        """Sleeps in short pieces, for Ctrl-C not to wait long; all processes as many."""
+        piece = 1.0 if self._is_shared else _POLL_SECS
+        for _ in range(max(round(seconds / piece), 1)):
+            if self._interrupt.requested:
+                break
+            time.sleep(min(piece, seconds))
+            if self._is_shared:
+                agreement.any_stops(False, self._interrupt)
 
     # The end -------------------------------------------------------------------------------------
 
@@ -711,6 +730,7 @@ class OuterLoop:
         """Has the train loop's `CheckpointAction`s save a run whose interval has not come."""
         for action in _checkpoint_actions(self._loops[0]):
             try:
+                action.flush()  # Whether a step is saved is known, to all processes, only once it is committed.
                 if step_num not in checkpoint.all_steps(action.directory):
                     snapshot = call.whole_run.snapshot(was_broken_off=True)  # pyright: ignore
                     if action.save(step_num, state, None, **snapshot):
@@ -836,13 +856,16 @@ def _names(eval_specs: Sequence[EvalSpec]) -> list[str]:
     return names
 
 
-def _is_due(spec: EvalSpec, context: EvalContext, elapsed: Elapsed) -> bool:
+def _is_due(spec: EvalSpec, context: EvalContext, elapsed: Elapsed, is_shared: bool) -> bool:
     if spec.schedule is not None and elapsed.previous is not None:
         if not spec.schedule(elapsed):
             return False
     elif not context.is_continuous_eval and context.loop_count % (spec.eval_loop_interval or 1):
         return False
-    return spec.should_eval_fn is None or bool(spec.should_eval_fn(context))
+    if spec.should_eval_fn is None:
+        return True
+    is_due = bool(spec.should_eval_fn(context))
+    return agreement.first_says(is_due) if is_shared else is_due
 
 
 def _asks_to_stop(outputs: types.Output) -> bool:

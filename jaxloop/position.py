@@ -280,12 +280,17 @@ class PositionedIterator(Iterator[types.Batch]):
 
     # Positions ---------------------------------------------------------------------------------------
 
-    def mark(self) -> None:
+    def mark(self, *, if_cheap: bool = False) -> None:
         """Notes the source's own state, for positions from this batch on. Call it where all that was drawn is used.
 
         It takes microseconds for Grain, milliseconds for tf.data, and nothing where a number says it all. With a
         thread that draws ahead, the state is that after the next batch which the thread draws.
+
+        Args:
+          if_cheap: only where it takes microseconds.
         """
+        if if_cheap and not self._source.is_cheap:
+            return
         marked, state = self._marks[-1]
         if self._ahead is not None and self._ahead.has_begun:
             self._ahead.request_state()

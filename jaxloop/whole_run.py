@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, encoding
+from jaxloop import agreement, checkpoint, distributed, encoding
 from jaxloop.history import History
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
@@ -55,6 +55,10 @@ class Part(Protocol):
 
     def resume(self, elapsed: Elapsed) -> None:
         """Goes on from here without it."""
+        ...
+
+    def batches_ahead(self, source: Any) -> int:
+        """How many batches it has drawn from a source, and not used."""
         ...
 
 
@@ -120,7 +124,10 @@ class WholeRun:
         train = states["train"]
         positions = {
             "data": self.source and _position_of(self.source, consumed, None if self._is_shared else arrays),
-            "eval_data": {name: _position_of(each, each.count) for name, each in self._eval_sources.items()},
+            "eval_data": {
+                name: _position_of(each, each.count - self._parts[name].batches_ahead(each))
+                for name, each in self._eval_sources.items()
+            },
         }
         return {
             "metadata": {
@@ -167,7 +174,7 @@ class WholeRun:
             for part in self._parts.values():
                 part.resume(elapsed)
             self._main.steps_before = steps_in_loop
-            self._history.resume(step)
+            self.resume_history(step)
             self.passes = elapsed.loops
             return Resumed(elapsed, was_broken_off, steps_in_loop=steps_in_loop)
         self._check_is_this_run(run, directory, step)
@@ -183,8 +190,11 @@ class WholeRun:
         positions, is_own = self._own_positions(run)
         for name, source in self._eval_sources.items():
             if position := positions["eval_data"].get(name):
-                go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
-        self._history.resume(step, run["history_rows"])
+                try:
+                    go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
+                except PositionUnknownError as error:
+                    logging.warning("%s The evaluation %r goes on with what it gives now.", error, name)
+        self.resume_history(step, run["history_rows"])
         self.passes = run["passes"]
         return Resumed(
             elapsed,
@@ -195,6 +205,14 @@ class WholeRun:
             knows_position=True,
             is_own_position=is_own,
         )
+
+    def resume_history(self, steps: int, num_rows: int | None = None) -> None:
+        """As `History.resume`; of several processes the first does so, which writes the file, before the others."""
+        if self._is_shared and not distributed.is_first_process():
+            agreement.wait_for_all("the history")
+        self._history.resume(steps, num_rows)
+        if self._is_shared and distributed.is_first_process():
+            agreement.wait_for_all("the history")
 
     def _of_all_processes(self, positions: dict[str, Any]) -> list[dict[str, Any]]:
         """The positions of each process, where there are several."""
@@ -244,8 +262,13 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
             f"The position after {position.count} batches was saved by another number of processes, and {source!r} "
             f"does not say where it is. {source.problem}"
         )
+    elif source.count > position.count:
+        raise PositionUnknownError(
+            f"The position after {position.count} batches was saved by another number of processes, and {source!r} is "
+            "past it. Give data from which nothing was drawn."
+        )
     else:
-        source.skip(position.count)
+        source.skip(position.count - source.count)
 
 
 def _position_of(source: PositionedIterator, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:

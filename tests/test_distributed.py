@@ -17,6 +17,11 @@ PROGRAM, TOGETHER, DOORS = (
 )
 
 
+def of_process(place, output):
+    """What one of two processes has printed."""
+    return re.sub(rf"^\[{1 - place}\].*\n", "", output, flags=re.MULTILINE)
+
+
 def test_several_processes_come_to_what_one_comes_to(tmp_path):
     found = {}
     for processes, devices in ((2, 2), (1, 1)):
@@ -59,6 +64,10 @@ def test_processes_with_data_of_different_length_end_together_and_count_each_exa
         assert f"[{place}] eval 43 True\n" in job.stdout
         assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout
         assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
+        assert f"[{place}] over one iterator [27, 27]\n" in job.stdout
+        assert f"[{place}] exhausted: ValueError: The train dataset ended at step 9" in job.stdout
+        assert f"[{place}] seen 4 32\n[{place}] seen 8 64\n" in of_process(place, job.stdout)
+        assert f"[{place}] unnamed" not in job.stdout
         assert f"[{place}] another run: ValueError: The run is not the same in all processes" in job.stdout
     assert "  total_steps=100 -> total_steps=50" in job.stdout
 
@@ -68,9 +77,7 @@ def test_the_other_doors_in_two_processes(tmp_path):
     assert job.returncode == 0, job.stdout + job.stderr
     seen = set()
     for place in range(2):
-        assert f"[{place}] fit 20 [10, 20]\n[{place}] fit 30 [10, 20, 30]\n" in re.sub(
-            rf"^\[{1 - place}\].*\n", "", job.stdout, flags=re.MULTILINE
-        )
+        assert f"[{place}] fit 20 [10, 20]\n[{place}] fit 30 [10, 20, 30]\n" in of_process(place, job.stdout)
         assert f"[{place}] evaluated [30]\n" in job.stdout
         seen.update(re.findall(rf"\[{place}\] bad number in step 71 seen after step (\d+)\n", job.stdout))
     assert len(seen) == 1 and int(seen.pop()) < 71 + 64
@@ -112,7 +119,10 @@ def joint(batches, **options):
     """What draws in several processes, of which there is one."""
     count = lambda batch: len(batch["x"])
     options = {"secs": time.perf_counter, "fill_to": None, "until_all_end": False, **options}
-    return agreement.JointDraw(iter(batches).__next__, count=count, requests=interrupt.Interruptible(), **options)
+    options["before_drawing"] = lambda: None
+    return agreement.JointDraw(
+        "a test", iter(batches).__next__, count=count, requests=interrupt.Interruptible(), **options
+    )
 
 
 def test_to_draw_together_is_to_draw_ahead_within_a_limit():
@@ -175,6 +185,20 @@ def test_a_launcher_passes_on_output_and_the_exit_code(tmp_path):
     assert sorted(job.stdout.splitlines()) == ["[0] --flag=1 word 5", "[1] --flag=1 word 5"]
     job, _ = launch("-m", "this", processes=1)
     assert job.returncode == 0 and "[0] Beautiful is better than ugly." in job.stdout
+
+
+def test_a_launcher_waits_for_a_process_and_not_for_what_it_leaves_behind(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, subprocess, sys, time\n"
+        "if os.environ['JAXLOOP_PROCESS_ID'] == '1':\n"
+        "    subprocess.Popen(['sleep', '60'])\n    sys.exit(3)\n"
+        "time.sleep(60)"
+    )
+    job, secs = launch(program, processes=2)
+    assert job.returncode == 3 and secs < 30
+    assert "Process 1 has failed: exit code 3." in job.stderr
+    assert "Process 0 was still there 3 s later, hanging perhaps, and was killed." in job.stderr
 
 
 def test_once_jax_has_started_it_is_too_late():

@@ -9,18 +9,18 @@ import numpy as np
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "mnist_tutorial.py"
 
 
-def test_the_tutorial_runs_alike_on_every_mesh(tmp_path):
+def test_the_tutorial_runs_alike_on_several_meshes(tmp_path):
     environment = {**os.environ, "NPROC": "32", "JAX_NUM_CPU_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "3"}
     # Else half of the time goes into making the convolutions fast, and they run for a moment only.
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=1"
     run = subprocess.run([sys.executable, PROGRAM, tmp_path], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-5000:]
     losses = json.loads(run.stdout.splitlines()[-1])
-    assert list(losses) == ["Mesh of 1", "Mesh of 2", "Mesh of 4", "Mesh of 8", "make_mesh of 8"]
+    assert list(losses) == ["Mesh of 1", "Mesh of 4", "make_mesh of 8"]
     expected = losses["Mesh of 1"]
     assert len(expected) == 10
     for name, values in losses.items():
         np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5, err_msg=name)
     # Ten loops do not reach an interval of a hundred, which is said for both loops in each of the runs.
-    assert run.stderr.count("Never called in this run") == 5
+    assert run.stderr.count("Never called in this run") == 3
     assert "CheckpointAction(" in run.stderr and "its interval counts loops, of which 10 ran" in run.stderr

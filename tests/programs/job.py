@@ -49,7 +49,7 @@ def fire(fault):
             os.kill(os.getpid(), signal.SIGSTOP)
         case "exit":
             os._exit(0)
-        case "term":
+        case "term" | "term_twice" | "last_term":
             os.kill(os.getpid(), signal.SIGTERM)
         case "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
@@ -63,6 +63,23 @@ class Faulty(jaxloop.Action):
     def __call__(self, state, outputs, *, step_num, **kwargs):
         if step_num >= options.at:
             fire("action")
+
+
+class Last(jaxloop.Action):
+    """Fails in one process just before a checkpoint is saved, or gets a signal after the last batch."""
+
+    comes_last = True
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if step_num >= options.at:
+            fire("last_action")
+        if step_num == options.steps:
+            fire("last_term")
+
+    def close(self):  # Of the run, which is ending by the other process's signal, when its own comes.
+        if is_faulty and options.fault == "term_twice" and not mine:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
 
 
 class Stopper(jaxloop.Action):
@@ -86,7 +103,7 @@ def loss(outputs, batch):
 
 
 def make_batch(index):
-    for fault in ("kill", "stop", "exit", "term", "interrupt", "data"):
+    for fault in ("kill", "stop", "exit", "term", "term_twice", "interrupt", "data"):
         if index == options.at:
             fire(fault)
     if mine and options.fault == "end" and index == options.at and not fired.exists():
@@ -106,6 +123,7 @@ train_loop = jaxloop.TrainLoop(
     end_actions=[
         Faulty(jaxloop.every(steps=1)),
         Stopper(jaxloop.every(steps=1)),
+        Last(jaxloop.every(steps=10)),
         jaxloop.SummaryAction(writer, jaxloop.every(steps=10)),
         jaxloop.CheckpointAction(options.directory / "checkpoints", jaxloop.every(steps=10), keep=None),
     ],

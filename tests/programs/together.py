@@ -6,7 +6,7 @@ import optax
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import distributed, metrics, partition
+from jaxloop import agreement, distributed, metrics, partition
 
 distributed.initialize()
 first = jax.process_index() == 0
@@ -55,5 +55,21 @@ def attempt(name, act):
 
 attempt("nothing", lambda: eval_loop(state, batches([8] if first else [], 0)))
 attempt("uneven", lambda: train_loop(state, batches([4, 4] if first else [4, 2], 0)))
-outer_loop, state = jaxloop.OuterLoop(train_loop), train_loop.rescued_state
+state = train_loop.rescued_state
+# Twice over one iterator, of which one process has short batches.
+uneven, uneven_loop = batches([8, 8, 8, 8] if first else [8, 3, 3, 8], 0), jaxloop.EvalLoop(new_step())
+print("over one iterator", [sum(uneven_loop(state, uneven, num_steps=2)[1].num_examples) for _ in range(2)])
+
+
+class Seen(jaxloop.Action):
+    def __call__(self, state, outputs, *, elapsed, **kwargs):
+        print("seen", elapsed.steps, elapsed.samples)
+
+
+acting = new_step(train=True, end_actions=[Seen(jaxloop.every(samples=32))])
+attempt("unnamed", lambda: agreement.check_same("Something", [repr(object())]))
+outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(acting))
+attempt("exhausted", lambda: outer_loop(acting.initialize_model([1, 8]), batches([4] * 9, 0), 20, on_exhausted="raise"))
+print("known", outer_loop.rescued_state is not None)
+outer_loop = jaxloop.OuterLoop(train_loop)
 attempt("another run", lambda: outer_loop(state, batches([4] * 9, 0), 100 if first else 50))
