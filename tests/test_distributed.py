@@ -1,8 +1,11 @@
 """Several processes, each started by the launcher."""
 
+import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -175,6 +178,26 @@ def test_texts_and_lines_of_one_process():
     assert agreement.gather_texts("one") == ["one"]
     agreement.check_same("A run", ["one", "two"])
     assert not agreement.any_stops(False) and agreement.any_stops(True)
+
+
+def test_processes_find_each_other_by_the_variables_of_slurm(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from jaxloop import distributed\ndistributed.initialize()\nimport jax\n"
+        "print('process', jax.process_index(), 'of', jax.process_count())"
+    )
+    common = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, program],
+            env={**os.environ, **common, "SLURM_PROCID": str(place), "SLURM_LOCALID": str(place), "NPROC": "32"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for place in range(2)
+    ]
+    for place, task in enumerate(tasks):
+        assert f"process {place} of 2\n" in task.communicate(timeout=60)[0]
 
 
 def test_a_launcher_passes_on_output_and_the_exit_code(tmp_path):

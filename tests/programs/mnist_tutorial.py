@@ -107,8 +107,7 @@ if __name__ == "__main__":
     losses = {}
     with tfds.testing.mock_data(as_dataset_fn=offline_mnist):
         meshes = {
-            f"Mesh of {n}": Mesh(mesh_utils.create_device_mesh((n,), jax.devices()[:n]), ("data",))
-            for n in (1, 4)
+            f"Mesh of {n}": Mesh(mesh_utils.create_device_mesh((n,), jax.devices()[:n]), ("data",)) for n in (1, 4)
         }
         meshes["make_mesh of 8"] = jax.make_mesh((8,), ("data",))
         for name, mesh in meshes.items():
