@@ -222,9 +222,8 @@ class JointDraw:
         self._empty: types.Batch = None  # A batch without a row.
         self._left: float = math.inf
         self._next_size = 1
-        self._num_told = self._num_old = (
-            0  # Batches told of; messages of an earlier series, whose signals it has heeded.
-        )
+        self._num_told = 0  # Batches told of.
+        self._num_old = 0  # Messages of an earlier series, which has heeded their signals.
         self._clock = 0.0, 0  # At the last message, and of how many batches that was.
 
     @property
