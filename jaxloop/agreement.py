@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxloop import checks, interrupt, types
-from jaxloop.distributed import ProcessError as ProcessError
+from jaxloop.distributed import ProcessError
 
 # What a process has to say in it; the last one that its data had no batch at all.
 _WELL, _ENDED, _FAILED, _EMPTY = 0, 1, 2, 3

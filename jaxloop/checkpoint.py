@@ -178,13 +178,8 @@ def restore_newest(
       ValueError: the newest that is whole does not fit the state; none was moved.
     """
     directory = absolute(directory)
-    errors: dict[int, CheckpointError] = {}
-    for step in reversed(all_steps(directory)):
-        try:
-            restored = _restore(directory, step, state, transforms)
-        except CheckpointError as error:
-            errors[step] = error
-            continue
+    step, restored, errors = _newest_whole(directory, lambda step: _restore(directory, step, state, transforms))
+    if step is not None:
         for damaged, error in errors.items():
             if moves_aside:
                 _move_aside(directory, damaged, error, f"Step {step} was restored instead.")
@@ -207,17 +202,22 @@ def move_damaged_aside(directory: epath.PathLike) -> None:
 
     In a job of many processes, the first does so before all of them restore. Where all are damaged, none is moved.
     """
-    directory = absolute(directory)
+    step, _, errors = _newest_whole(directory, lambda step: _verified(directory, step))
+    for damaged, error in errors.items() if step is not None else ():
+        _move_aside(absolute(directory), damaged, error, f"Step {step} is restored instead.")
+
+
+def _newest_whole(
+    directory: epath.PathLike, read: Callable[[int], Any]
+) -> tuple[int | None, Any, dict[int, CheckpointError]]:
+    """The newest step that can be read, or None; what was read; and what is wrong with newer ones."""
     errors: dict[int, CheckpointError] = {}
     for step in reversed(all_steps(directory)):
         try:
-            _verified(directory, step)
+            return step, read(step), errors
         except CheckpointError as error:
             errors[step] = error
-            continue
-        for damaged, error in errors.items():
-            _move_aside(directory, damaged, error, f"Step {step} is restored instead.")
-        return
+    return None, None, errors
 
 
 def _move_aside(directory: epath.Path, step: int, error: CheckpointError, consequence: str) -> None:

@@ -66,13 +66,14 @@ class Cost:
         )
 
 
-def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Cost:
+def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_devices: int) -> Cost:
     """What a program costs."""
     memory: Any = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     sizes = [int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names]
     argument, output, alias, temp, code = sizes
-    return Cost(flops_of(lowered), argument, output, alias, temp, code, collectives_of(compiled.as_text() or ""))
+    collectives = collectives_of(compiled.as_text() or "") if num_devices > 1 else ()  # The text is long.
+    return Cost(flops_of(lowered), argument, output, alias, temp, code, collectives)
 
 
 def flops_of(lowered: jax.stages.Lowered) -> float | None:

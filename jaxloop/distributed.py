@@ -93,7 +93,8 @@ def is_first_process() -> bool:
     >>> is_first_process()
     True
     """
-    return not jax.distributed.is_initialized() or jax.process_index() == 0
+    # To ask before JAX has started would start it.
+    return not (jax.distributed.is_initialized() or _has_started()) or jax.process_index() == 0
 
 
 def _has_started() -> bool:

@@ -143,8 +143,7 @@ def fit(
         batch_size = checks.num_examples(first_batch)
         if partitioner == "auto":
             trial = LossStep(key, model, optimizer, train=True, **options)
-            spec = jax.eval_shape(lambda: trial.initialize_model(trial.input_spec(first_batch)))
-            partitioner = partition.choose(spec, batch_size)
+            partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), batch_size)
         step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
         step_for_eval = LossStep(key, model, optimizer, partitioner, **options)
         state = step.initialize_model(step.input_spec(first_batch))

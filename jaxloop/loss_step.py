@@ -492,7 +492,7 @@ class LossStep(NumpyStep):
 
     def _divisible(self, rows: int) -> int:
         """So many rows or some more, for a batch of this process to divide over its devices."""
-        shards = self._partitioner.local_shards if self._is_shared else self._shards()
+        shards = self._partitioner.local_shards
         return -(-rows // shards) * shards
 
     @property

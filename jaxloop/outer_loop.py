@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -702,11 +703,11 @@ class OuterLoop:
 
     def _sleep(self, seconds: float) -> None:
         """Sleeps in short pieces, for Ctrl-C not to wait long; all processes as many."""
-        piece = 1.0 if self._is_shared else _POLL_SECS
-        for _ in range(max(round(seconds / piece), 1)):
+        pieces = math.ceil(seconds / (1.0 if self._is_shared else _POLL_SECS))
+        for _ in range(pieces):
             if self._interrupt.requested:
                 break
-            time.sleep(min(piece, seconds))
+            time.sleep(seconds / pieces)
             if self._is_shared:
                 agreement.any_stops(False, self._interrupt)
 

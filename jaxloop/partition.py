@@ -123,7 +123,7 @@ class Partitioner(abc.ABC):
     @property
     def local_shards(self) -> int:
         """Over how many parts of the data axis this process splits what it has of a batch."""
-        return 1
+        return 1 if self.mesh is None or self.data_axis is None else self.mesh.shape[self.data_axis]
 
     @property
     def places_batches(self) -> bool:
@@ -148,6 +148,11 @@ class Partitioner(abc.ABC):
             f"{type(self).__name__} does not say how to place several batches at once, which steps_per_dispatch needs: "
             "define shard_stacked_batches(batches), or leave steps_per_dispatch at 1."
         )
+
+    def shardings_of(self, state: Any) -> Any:
+        """Where each leaf of a state lives: a tree of shardings shaped like it."""
+        shardings = self.sharding
+        return jax.tree.map(lambda _: shardings, state) if isinstance(shardings, Sharding) else shardings
 
     def place_state(self, state: Any) -> Any:
         """Moves a state that was made elsewhere to where this partitioner keeps it. By default leaves it to jit."""
@@ -344,10 +349,7 @@ class MeshPartitioner(Partitioner):
     def place_state(self, state):
         if not self._mesh.is_multi_process:
             return jax.device_put(state, self.sharding)
-        shardings = self.sharding
-        if isinstance(shardings, Sharding):
-            shardings = jax.tree.map(lambda _: self.sharding, state)
-        return jax.tree.map(_place_in_all_processes, state, shardings)
+        return jax.tree.map(_place_in_all_processes, state, self.shardings_of(state))
 
     def partition(self, fn, **jit_kwargs):
         @functools.wraps(fn)

@@ -285,11 +285,8 @@ class Step:
           A `TrainState` of `jax.ShapeDtypeStruct`s, with the shardings of the partitioner.
         """
         shapes = jax.eval_shape(lambda: self.initialize_model(spec, **init_kwargs))
-        shardings = self._partitioner.sharding
-        if isinstance(shardings, jax.sharding.Sharding):
-            shardings = jax.tree.map(lambda _: shardings, shapes)
         placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.tree.map(placed, shapes, shardings)
+        return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def compute_num_params(self, state: Any) -> int:
         """The number of parameters in `state.params`."""
@@ -351,7 +348,8 @@ class Step:
         else:
             placed = self._shard_short_batch(example) if evaluates else self.shard_batch(example)
         lowered = self._compiled.lower(state, placed, self._watch, fused=fused, evaluates=evaluates)
-        self._cost = cost.cost_of(lowered, lowered.compile())
+        mesh = self._partitioner.mesh
+        self._cost = cost.cost_of(lowered, lowered.compile(), num_devices=1 if mesh is None else mesh.size)
         if not fused and not evaluates:
             self._num_flops = self._cost.flops
 

@@ -122,7 +122,7 @@ class WholeRun:
         arrays: dict[str, np.ndarray] = {}
         consumed = self._main.batches_consumed
         train = states["train"]
-        positions = {
+        own = {
             "data": self.source and _position_of(self.source, consumed, None if self._is_shared else arrays),
             "eval_data": {
                 name: _position_of(each, each.count - self._parts[name].batches_ahead(each))
@@ -140,9 +140,10 @@ class WholeRun:
                 "jaxloop": _version(),
                 "keys": self._keys,
                 "passes": self.passes,
-                **positions,
+                "positions": list(map(json.loads, agreement.gather_texts(json.dumps(own))))
+                if self._is_shared
+                else [own],
                 "data_sizes": {name: array.size for name, array in arrays.items()},
-                "of_processes": self._of_all_processes(positions),
                 # Of rows in memory a later process has none.
                 "history_rows": None if self._history.path is None else len(self._history),
                 "parts": states,
@@ -193,6 +194,8 @@ class WholeRun:
                 try:
                     go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
                 except PositionUnknownError as error:
+                    if is_own:
+                        raise
                     logging.warning("%s The evaluation %r goes on with what it gives now.", error, name)
         self.resume_history(step, run["history_rows"])
         self.passes = run["passes"]
@@ -214,16 +217,11 @@ class WholeRun:
         if self._is_shared and distributed.is_first_process():
             agreement.wait_for_all("the history")
 
-    def _of_all_processes(self, positions: dict[str, Any]) -> list[dict[str, Any]]:
-        """The positions of each process, where there are several."""
-        texts = agreement.gather_texts(json.dumps(positions)) if self._is_shared else []
-        return list(map(json.loads, texts))
-
     def _own_positions(self, run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
         """The positions of this process; or of the first, and False, where there were more processes, or fewer."""
-        of_processes, num_processes = run.get("of_processes") or [run], jax.process_count() if self._is_shared else 1
-        is_own = len(of_processes) == num_processes
-        return of_processes[jax.process_index() if is_own and self._is_shared else 0], is_own
+        place, count = (jax.process_index(), jax.process_count()) if self._is_shared else (0, 1)
+        is_own = len(run["positions"]) == count
+        return run["positions"][place if is_own else 0], is_own
 
     def _read_position(
         self, directory: epath.PathLike, step: int, run: Mapping[str, Any], position: Any

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-import jax
 import numpy as np
 from absl import logging
 
-from jaxloop import checks, metrics, types
+from jaxloop import checks, distributed, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.bars import (
     Bar,
@@ -138,7 +137,7 @@ class ProgressAction(Action):
 
     def _begin_bar(self, now: float) -> Bar | None:
         """Makes the bar of a run; none on the other processes."""
-        if jax.process_index() != 0:
+        if not distributed.is_first_process():
             return None
         self._began_at = (self._newest[0], now)
         self._pass_over_old_rows()

@@ -30,7 +30,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxloop
 from jaxloop import data, distributed, partition, stat_loop
-from jaxloop.cost import peak_flops_per_sec
 from jaxloop.distributed import is_first_process
 from jaxloop.layout import readable
 
@@ -248,12 +247,10 @@ def run(options) -> float:
     writer = jaxloop.default_writer(workdir)
     when_to_save = jaxloop.every(steps=min(50, max(train_steps // 4, 1))) | jaxloop.last()
     when_to_evaluate = jaxloop.every(steps=max(train_steps // 3, 1)) | jaxloop.last()
-    peak = peak_flops_per_sec(jax.devices()[0].device_kind)
-    stats = [*stat_loop.DEFAULT_STATS, *([] if peak is None else [stat_loop.STAT_MFU])]
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(
             train_step,
-            stats,
+            stat_loop.ALL_STATS,
             end_actions=[
                 jaxloop.ProgressAction(),
                 jaxloop.SummaryAction(writer, WHEN_TO_LOG),
@@ -272,7 +269,7 @@ def run(options) -> float:
         jaxloop.CheckpointSpec(workdir / "checkpoints"),
         log_interval=WHEN_TO_LOG,
     )
-    outer_loop(
+    _, outputs = outer_loop(
         state,
         train_data,
         train_steps,
@@ -282,9 +279,8 @@ def run(options) -> float:
     if is_first_process():
         speed = outer_loop.spent.steps_per_sec * batch_size * size.length
         print(f"held-out loss {loss:.4f} nats a byte ({loss / np.log(2):.3f} bits), {speed:,.0f} bytes a second")
-        if peak is not None and train_step.num_flops is not None:
-            used = train_step.num_flops * outer_loop.spent.steps_per_sec / (peak * jax.device_count())
-            print(f"{used:.1%} of what the devices could do at most (model FLOPs utilization)")
+        if outputs and stat_loop.STAT_MFU in outputs:  # Where it is known what the devices could do at most.
+            print(f"model FLOPs utilization {outputs[stat_loop.STAT_MFU]:.1%}")
         print(f"{outer_loop.spent} {time.perf_counter() - began:.1f} s in all.")
     return loss
 
