@@ -313,3 +313,12 @@ def test_a_signal_amid_a_write_to_the_stream_of_the_log_breaks_nothing_off(monke
     command = [sys.executable, "-c", LOAD + WRITE, jaxloop.interrupt.__file__]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=25)
     assert run.stdout == "True\n"
+
+
+def test_a_signal_that_others_have_told_of_is_the_same_when_it_comes_here():
+    with Interruptible(defers=True) as interrupt:
+        interrupt.confirm(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # Some time later, as in a cluster.
+        assert interrupt.requested and interrupt.signal_name == "Ctrl-C"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -58,6 +58,8 @@ def break_and_go_on(directory, fault, *, at=33, place=1, then=(2, 2)):
         problems.append(f"the job ended {secs:.1f} s after the fault")
     if job.returncode != FAULTS[fault]:
         problems.append(f"it ended with {job.returncode}: {output}")
+    if "ended by SIGTERM" in output:  # By the signal itself, which has the same code, and not in order.
+        problems.append(f"a process was killed amid its end: {output}")
     processes, devices = then
     job, _ = launch(JOB, directory, processes=processes, devices=devices)
     if job.returncode != 0:
