@@ -64,7 +64,7 @@ def notebooks() -> list[pathlib.Path]:
     return sorted(DIRECTORY.glob("*.ipynb"))
 
 
-def execute(path: pathlib.Path, *, timeout: int = 300) -> nbformat.NotebookNode:
+def execute(path: pathlib.Path, *, timeout: int = 300, first: str = "") -> nbformat.NotebookNode:
     """Executes a notebook in a kernel of this interpreter, on one CPU device; returns it with its outputs.
 
     The file stays as it is. What the notebook writes to its working or a temporary directory is gone afterwards.
@@ -72,13 +72,14 @@ def execute(path: pathlib.Path, *, timeout: int = 300) -> nbformat.NotebookNode:
     Args:
       path: the notebook.
       timeout: seconds that a cell may take.
+      first: code that is run before the notebook's own.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised; the error shows which and how.
     """
     notebook = nbformat.read(path, as_version=4)
     needs_data = any("tensorflow_datasets" in cell.source for cell in notebook.cells)
-    first_cell = nbformat.v4.new_code_cell(_NO_WIDGETS_CELL + (_OFFLINE_CELL if needs_data else ""))
+    first_cell = nbformat.v4.new_code_cell(_NO_WIDGETS_CELL + (_OFFLINE_CELL if needs_data else "") + first)
     notebook.cells.insert(0, first_cell)
     with tempfile.TemporaryDirectory(prefix="notebook_") as directory:
         kernel = AsyncKernelManager(

@@ -129,6 +129,11 @@ class ActionLoop(StatLoop):
         """All actions, the step's too, and how often each has been called."""
         return (self._begin_actions, self._end_actions, *self.step.action_lists)
 
+    @property
+    def actions(self) -> Sequence[Action]:
+        """All actions, the step's too, each of them once."""
+        return list({id(action): action for each in self.action_lists for action in each.actions}.values())
+
     def description(self) -> list[str]:
         actions = [
             f"  {_class_name(action)}, interval {action.interval!r}"
@@ -328,7 +333,7 @@ class ActionLoop(StatLoop):
         self._looked = Elapsed(**state_dict["elapsed"], previous=Elapsed(**state_dict["previous"]))
         self._loop_count = self._count = state_dict["loop_count"]
         self._is_ending = state_dict["is_ending"]
-        self.steps_before = state_dict["steps_in_loop"]
+        self.steps_before: int = state_dict["steps_in_loop"]
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
         if self._steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
             self._steps_at_once = state_dict.get("steps_per_dispatch")
@@ -677,7 +682,11 @@ def _put(place: metrics.LoopOutputs, other: metrics.LoopOutputs, name: str) -> N
 
 
 def _remembered(action: Action) -> dict[str, Any]:
-    return {"action": _class_name(action), "state": encoding.encode(action.state_dict())}
+    try:
+        return {"action": _class_name(action), "state": encoding.encode(action.state_dict())}
+    except Exception as error:
+        error.add_note(f"in the state_dict of {action!r}")
+        raise
 
 
 def _class_name(action: Action) -> str:

@@ -44,7 +44,8 @@ class BadNumberError(FloatingPointError):
             "(optax.clip_by_global_norm). To leave such steps out write TrainLoop(..., nan_policy='skip'), to train "
             "on regardless nan_policy='ignore'."
         )
-        self.step_num, self.names = step_num, tuple(names)
+        self.step_num: int = step_num
+        self.names: tuple[str, ...] = tuple(names)
 
 
 class Looking:
@@ -192,7 +193,8 @@ class Watch:
         assert chunk_size <= _ROWS
         self.policy: NanPolicy = policy
         self._chunk_size = chunk_size
-        self.steps = self._sent = self._read = 0
+        self.steps: int = 0
+        self._sent = self._read = 0
         self._on_their_way: collections.deque[_Sent] = collections.deque()
         self._flags: Any = None
         self._looking: Looking | None = None

@@ -55,8 +55,8 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str, directory: epath.PathLike | None = None, steps: Sequence[int] = ()):
         super().__init__(message)
-        self.directory = None if directory is None else epath.Path(directory)
-        self.steps = tuple(steps)
+        self.directory: epath.Path | None = None if directory is None else epath.Path(directory)
+        self.steps: tuple[int, ...] = tuple(steps)
 
 
 # What there is ---------------------------------------------------------------------------------------
@@ -334,6 +334,23 @@ def _read_tree(path: epath.Path, item: str, tree: Any, sealed: bool, transforms:
     values = checks.leaves_by_path(restored)
     _check_fits(path, item, values, wanted)  # What `transforms` made of it, too.
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), tree)
+
+
+def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
+    """Raises what `restore` would raise for this state, which may be in shapes; no array is read.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      CheckpointError: what says which leaves it has is damaged. Other damage is not looked for.
+      ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
+    """
+    path = _step_directory(directory, step)
+    template = jax.eval_shape(_storable, state)
+    if _noted(path).get(_LEAVES_KEY) == _fingerprint(template):
+        return
+    with _reading(path, _ITEM):
+        saved = ocp.PyTreeCheckpointHandler().metadata(path / _ITEM).tree
+    _check_fits(path, _ITEM, checks.leaves_by_path(saved), checks.leaves_by_path(template))
 
 
 def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ def batch_leaf_name(path: Any) -> str:
 def describe(leaf: Any) -> str:
     """A leaf as `float32[32, 10]`, or the name of its class where it is no array."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype}{list(leaf.shape)}"
+        dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
+        return f"{dtype}{list(leaf.shape)}"
     return type(leaf).__name__
 
 
@@ -37,11 +39,12 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def check_positive(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless `value` is a positive int (or None, where `optional`)."""
+def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
+    """Raises unless `value` is a positive int (or None, where `optional`); the error says what it may be `instead`."""
     if optional and value is None:
         return
     allowed = "a positive int or None" if optional else "a positive int"
+    allowed += f", or {instead}" if instead else ""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be {allowed}, got {value!r}.")
     if value <= 0:
@@ -105,10 +108,16 @@ def _as_array(leaf: Any) -> jax.Array:
 
 def check_batch(batch: Any) -> None:
     """Raises a `TypeError` that names the leaf where a batch holds what JAX can't compute with."""
+    for problem in problems_of_batch(batch):
+        raise TypeError(problem) from None
+
+
+def problems_of_batch(batch: Any) -> Iterator[str]:
+    """What JAX can't compute with in a batch, a sentence a leaf."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         problem = _problem_of_batch_leaf(leaf)
         if problem:
-            raise TypeError(f"{batch_leaf_name(path)} is {problem}") from None
+            yield f"{batch_leaf_name(path)} is {problem}"
 
 
 def batch_in_words(batch: Any, show: int = 8) -> str:
@@ -152,6 +161,36 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
     if dtype is None and not isinstance(leaf, int | float | complex):
         return f"of type {type(leaf).__name__}, which JAX can't turn into an array. {remedy}"
     return None
+
+
+def problem_of_dtypes(batch: Any) -> str | None:
+    """What JAX would make of a batch without a word, a sentence; None for nothing.
+
+    Raises:
+      ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them.
+    """
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    kinds = {batch_leaf_name(path): str(getattr(leaf, "dtype", "")) for path, leaf in leaves}
+    _check_range(batch, [name for name, kind in kinds.items() if kind in ("int64", "uint64")])
+    floats = [name for name, kind in kinds.items() if kind == "float64"]
+    return _said_of_float64(floats) if floats else None
+
+
+def _said_of_float64(names: list[str]) -> str:
+    return (
+        f"{', '.join(names)} is float64, which JAX turns into float32 at each step. Make it float32 where the data are "
+        "made: .astype(np.float32)."
+    )
+
+
+def empty_dataset(dataset: Any) -> ValueError:
+    """The error of train data without a batch."""
+    return ValueError(
+        f"The train dataset, {describe(dataset)}, gave no batch. Is it an iterator that was used up, or does its "
+        "pipeline filter out everything?"
+    )
 
 
 class BatchWatch:
@@ -221,12 +260,7 @@ class BatchWatch:
         self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
         floats = [path for path, kind in kinds.items() if kind == "float64"]
         if not self._seen and floats:
-            logging.warning(
-                "%s of %r is float64, which JAX turns into float32 at each step. Make it float32 where the data are "
-                "made: .astype(np.float32).",
-                ", ".join(floats),
-                step,
-            )
+            logging.warning("In %r, %s", step, _said_of_float64(floats))
         key = tuple(sorted(leaves.items()))
         if self._seen and key not in self._seen:
             changes = [f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in leaves.items()]
@@ -235,7 +269,11 @@ class BatchWatch:
             ]
             text = f"{step!r} compiles anew for each shape of its batches, and here changed {', '.join(changed)}."
             remedy = "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
-            if self._shapes_by_path(by_path) == self._arrays:
+            is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
+            if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
+                text = text.replace("shape of", "shape and dtype of")
+                remedy = "Make each leaf an array of one dtype in all batches."
+            elif self._shapes_by_path(by_path) == self._arrays:
                 text = text.replace("shape of", "layout of")
                 remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
             if len(self._seen) >= step.max_batch_shapes:

@@ -160,11 +160,13 @@ def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, s
     changes = min((checks.changes(old, new) for old in traces), key=len)
     without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
     is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
-    if all(is_shape_of_batch(*change) for change in changes):
-        return  # Of that `checks.BatchWatch` tells.
+    changes = [change for change in changes if not is_shape_of_batch(*change)]
+    if not changes:
+        return  # Of shapes of batches `checks.BatchWatch` tells.
     logging.warning(
         "%s.run is compiled once more, because these leaves are not what they were (then -> now):\n%s\nGive all states "
-        "and batches the same dtypes; a number such as jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
+        "and batches the same dtypes, and no weak types: a number such as jnp.asarray(0.0) is weakly typed, "
+        "jnp.float32(0.0) is not.",
         name,
         "\n".join(checks.change_lines(changes)),
     )

@@ -10,13 +10,15 @@ import numpy as np
 from jaxloop import checks, types
 from jaxloop.fingerprint import describe_source
 from jaxloop.position import PositionedIterator, skippable, with_options
-from jaxloop.sources import IndexIterator, is_function, library
+from jaxloop.sources import IndexIterator, is_endless, is_function, library, num_batches
 
 __all__ = [
     "Passes",
     "batches",
     "from_index",
+    "is_endless",
     "is_one_pass",
+    "num_batches",
     "numpy_batch",
     "peek",
     "prefetch",
@@ -98,6 +100,15 @@ class Passes:
     def __iter__(self) -> PositionedIterator:
         ahead, self._next_pass = self._next_pass, None
         return batches(self._data) if ahead is None else ahead
+
+    def __length_hint__(self) -> int:
+        found = num_batches(self._data)
+        return NotImplemented if found is None else found
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass is known to have no end."""
+        return is_endless(self._data)
 
     def first(self) -> types.Batch:
         """The first batch of the next pass, which stays there.
@@ -271,6 +282,11 @@ class IndexedBatches(Iterable[types.Batch]):
 
     def __iter__(self) -> IndexIterator:
         return IndexIterator(self.make_batch, self.num_batches)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass has no end."""
+        return self.num_batches is None
 
     def __len__(self) -> int:
         if self.num_batches is None:

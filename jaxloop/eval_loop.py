@@ -57,13 +57,17 @@ class EvalLoop(ActionLoop):
         self._evaluates = True
         self._set_steps_per_dispatch(steps_per_dispatch)
         if step.train:
-            logging.warning(
-                "EvalLoop got %r, a step with train=True: a model with dropout or batch statistics would be evaluated "
-                "in training mode. Give the eval loop a step of its own, with train=False.",
-                step,
-            )
+            logging.warning("EvalLoop got %s", self.said_of_training)
         self._endless_after = endless_after
         self._is_bounded = False
+
+    @property
+    def said_of_training(self) -> str:
+        """What there is to say of a step with train=True in an evaluation."""
+        return (
+            f"{self.step!r}, a step with train=True: a model with dropout or batch statistics would be evaluated in "
+            "training mode. Give the eval loop a step of its own, with train=False."
+        )
 
     def __call__(
         self,
@@ -94,7 +98,7 @@ class EvalLoop(ActionLoop):
         if not self._is_bounded and taken - new < self._endless_after < taken:
             logging.warning(
                 "The evaluation by %r has run more than %d steps, and its dataset has not ended. If it repeats without "
-                "end, set num_steps in its EvalSpec, or leave out .repeat().",
+                "end, set num_steps in its EvalSpec, or give data that end.",
                 self.step,
                 self._endless_after,
             )

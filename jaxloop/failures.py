@@ -210,7 +210,7 @@ def replay(
         the batches since then must be recorded; another says what a checkpoint is to be restored into. It stays
         usable. None for the one that `step.initialize_model` makes, if it was called.
       eagerly: runs the step without compiling it, for a debugger to stop inside it. Its numbers may then differ in the
-        last bits.
+        last bits. The steps that lead there are compiled, so that `run` is traced for them first.
 
     Returns:
       `(state, outputs)` of that step. Where it raised an error, that is raised again.

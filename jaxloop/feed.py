@@ -41,11 +41,11 @@ class Feed:
     ):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
-        self.has_ended = False
+        self.has_ended: bool = False
         self._is_in_memory = draw is None and isinstance(dataset, _IN_MEMORY)
         self.was_quick = False
         self._draw = dataset.__next__ if draw is None else lambda: draw(dataset)
-        self.joint = join and join(self._draw)
+        self.joint: JointDraw | None = join and join(self._draw)
         if self.joint is not None:
             self._draw, self._is_in_memory = self.joint, False
         self._error: Exception | None = None
@@ -123,8 +123,9 @@ class TimedDraw:
 
     def __init__(self, draw: Callable[[], types.Batch], clock: Callable[[], float]):
         self._draw, self._clock = draw, clock
-        self.secs = 0.0
-        self.before = self.newest = clock()
+        self.secs: float = 0.0
+        self.before: float = clock()
+        self.newest: float = self.before
 
     def __call__(self) -> types.Batch:
         began = self._clock()

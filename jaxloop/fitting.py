@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import optax
@@ -25,11 +25,13 @@ from jaxloop.function_step import FunctionStep
 from jaxloop.history import History
 from jaxloop.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
+from jaxloop.preflight import Report
 from jaxloop.schedules import Schedule, every, last
 from jaxloop.specs import CheckpointSpec, EvalSpec
 from jaxloop.train_loop import TrainLoop
 
 
+@overload
 def fit(
     model: Any,
     train_data: Any,
@@ -54,7 +56,40 @@ def fit(
     seed: int = 0,
     steps_per_dispatch: int | Literal["auto"] = 1,
     actions: Sequence[Action] = (),
-) -> tuple[Any, History]:
+    dry_run: Literal[False] = False,
+) -> tuple[Any, History]: ...
+
+
+@overload
+def fit(model: Any, train_data: Any, eval_data: Any = None, *, dry_run: Literal[True], **options: Any) -> Report: ...
+
+
+def fit(  # pyright: ignore[reportInconsistentOverload]
+    model: Any,
+    train_data: Any,
+    eval_data: Any = None,
+    *,
+    loss: LossFn | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    metrics: Mapping[str, LossFn] | None = None,
+    inputs: str | int | Callable[[types.Batch], Any] | None = None,
+    train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
+    eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
+    num_epochs: int | None = None,
+    num_steps: int | None = None,
+    eval_every: int | Schedule | None = None,
+    eval_freq: int | Schedule | None = None,
+    workdir: epath.PathLike | None = None,
+    log_name: str | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    monitor: str | None = None,
+    partitioner: partition.Partitioner | Literal["auto"] | None = None,
+    progress: str | None = "auto",
+    seed: int = 0,
+    steps_per_dispatch: int | Literal["auto"] = 1,
+    actions: Sequence[Action] = (),
+    dry_run: bool = False,
+) -> tuple[Any, History] | Report:
     """Trains, in one call. It builds the loops and actions that you would build, and runs them.
 
     >>> import numpy as np
@@ -116,14 +151,21 @@ def fit(
       seed: of the parameters and of dropout.
       steps_per_dispatch: how many steps the devices take at a time, a number or "auto", see `TrainLoop`.
       actions: more end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
+      dry_run: trains nothing, takes no memory for the state, and returns the report of `OuterLoop.check`: what would go
+        wrong, all at once, and how the run would go.
 
     Returns:
-      `(state, history)`.
+      `(state, history)`; of a dry run the report.
 
     Raises:
       ValueError: both or neither of `num_epochs` and `num_steps`; data that ends once and for all, for more than one
         pass; arguments that don't belong together.
     """
+    if dry_run and data.is_one_pass(train_data):
+        raise ValueError(
+            f"A dry run would draw the first batch of {train_data!r}, which gives its batches once and for all. Give a "
+            "list, a dataset, or a function that returns a new iterator."
+        )
     eval_schedule = _eval_schedule(eval_every, eval_freq, eval_data)
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
@@ -139,14 +181,9 @@ def fit(
                 f"loss={loss!r}, optimizer={optimizer!r}, eval_step={eval_step!r}."
             )
         options = {"loss": loss, "metrics": metrics, "inputs": inputs}
-        first_batch, key = passes.first(), jax.random.key(seed)
-        batch_size = checks.num_examples(first_batch)
-        if partitioner == "auto":
-            trial = LossStep(key, model, optimizer, train=True, **options)
-            partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), batch_size)
-        step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
-        step_for_eval = LossStep(key, model, optimizer, partitioner, **options)
-        state = step.initialize_model(step.input_spec(first_batch))
+        step, step_for_eval = _steps_by_loss(model, optimizer, partitioner, seed, passes.first(), options)
+        make_state = step.abstract_state if dry_run else step.initialize_model
+        state = make_state(step.input_spec(passes.first()))
         monitor = "eval/loss" if monitor is None and eval_data is not None else monitor
     else:
         _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data)
@@ -162,15 +199,15 @@ def fit(
     train_actions, eval_actions = [*actions], []
     if progress is not None:
         train_actions.append(ProgressAction(_total_steps(train_data, num_epochs, num_steps), bar=progress))
-    writer, checkpoint_spec = None, None
     if hparams or log_name:
         logging.info("Run %s: %s", log_name or "", dict(hparams or {}))
+    writer, checkpoint_spec = None, None
     if workdir is not None:
         workdir = epath.Path(workdir) / (log_name or "")
         checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
         saves = saves if monitor is None else saves | eval_schedule  # The best must have been saved.
         writer = default_writer(workdir)
-        if hparams:
+        if hparams and not dry_run:
             writer.write_hparams(dict(hparams))
         if learning_rate(getattr(state, "opt_state", None)) is not None:
             train_actions.append(LearningRateAction(writer, log_points))
@@ -180,18 +217,15 @@ def fit(
         ]
         eval_actions.append(SummaryAction(writer, prefix="eval/"))
 
-    eval_loops = []
+    train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
+    eval_loops, eval_specs = [], []
     if eval_data is not None:
-        eval_loops = [EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch)]
-    outer_loop = OuterLoop(
-        TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch),
-        eval_loops,
-        checkpoint_spec,
-        workdir=workdir,
-        log_interval=log_points,
-    )
-    eval_specs = [] if eval_data is None else [EvalSpec(eval_passes, schedule=eval_schedule)]
+        eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
+        eval_specs.append(EvalSpec(eval_passes, schedule=eval_schedule))
+    outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
     try:
+        if dry_run:
+            return outer_loop.check(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
         state, _ = outer_loop(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
     finally:
         if writer is not None:
@@ -233,6 +267,23 @@ def _data(
         )
     as_often_as_needed = None if data.is_one_pass(train_data) else sys.maxsize
     return data.Passes(train_data), data.Passes(eval_data), num_epochs or as_often_as_needed
+
+
+def _steps_by_loss(
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    partitioner: partition.Partitioner | Literal["auto"],
+    seed: int,
+    first_batch: types.Batch,
+    options: dict[str, Any],
+) -> tuple[LossStep, LossStep]:
+    """The steps that train and that evaluate."""
+    key, batch_size = jax.random.key(seed), checks.num_examples(first_batch)
+    if partitioner == "auto":
+        trial = LossStep(key, model, optimizer, train=True, **options)
+        partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), batch_size)
+    step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
+    return step, LossStep(key, model, optimizer, partitioner, **options)
 
 
 def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data) -> None:

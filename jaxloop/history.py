@@ -284,7 +284,8 @@ class History:
         self._may_append, self._num_lines = True, len(kept)
         place = "the history" if self._path is None else self._path
         dropped = len(rows) - len(kept)
-        logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, len(kept), dropped, steps)
+        if kept or dropped:
+            logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, len(kept), dropped, steps)
 
     # Reading ---------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Layout:
     """
 
     def __init__(self, leaves: Iterable[LeafLayout]):
-        self.leaves = list(leaves)
+        self.leaves: list[LeafLayout] = list(leaves)
 
     @property
     def bytes(self) -> int:

@@ -80,7 +80,7 @@ class Loop:
         self._evaluates = False  # Whether no call of it changes the state.
         self._fused_step: Any = None  # In a call, once it is needed.
         self._place = self._step_name = ""  # Where an exception has come from.
-        self.steps_before = 0
+        self.steps_before: int = 0
         self.source: Any = _Uncounted()
 
     def __repr__(self) -> str:
@@ -792,7 +792,9 @@ class Counting:
     def __init__(
         self, iterator: Iterator[types.Batch], stop: Schedule | None, start: Elapsed, stopwatch: timing.Stopwatch
     ):
-        self.iterator, self.stopwatch, self.newest = iterator, stopwatch, start.without_previous()
+        self.iterator: Iterator[types.Batch] = iterator
+        self.stopwatch: timing.Stopwatch = stopwatch
+        self.newest: Elapsed = start.without_previous()
         self._stop, self._start = stop, start
         self._offset = start.time - stopwatch.training_secs()
         self._is_over = stop is not None and stop.stops(start.previous or start, start)

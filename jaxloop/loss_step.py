@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import logging
 from clu import metrics as clu_metrics
 
 from jaxloop import agreement, checks, data, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.compiled import NotCompiled
 from jaxloop.metrics import fetch
-from jaxloop.step import _NO_OPTIMIZER, NumpyStep, PlainStep
+from jaxloop.step import NO_OPTIMIZER, NumpyStep, PlainStep
 
 LossFn = Callable[[Any, types.Batch], Any]
 """`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
@@ -106,7 +105,7 @@ class LossStep(NumpyStep):
         self,
         base_prng: types.PRNGType,
         model: Any,
-        optimizer: optax.GradientTransformation = _NO_OPTIMIZER,
+        optimizer: optax.GradientTransformation = NO_OPTIMIZER,
         partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
         train: bool = False,
         should_shard_batch: bool = True,
@@ -243,21 +242,11 @@ class LossStep(NumpyStep):
           log_num_params: logs the number of parameters.
           **init_kwargs: passed on to what makes the parameters, if anything does.
         """
-        init = models.init_fn(
-            self._adapted,
-            self._optimizer,
-            self._base_prng,
-            spec,
-            self._nnx_model_args,
-            self._nnx_model_kwargs,
-            init_kwargs,
-        )
-        arrays = getattr(self._adapted, "arrays", ())
-        state = self._partitioner.shard_init_fn(init)(*arrays)
-        self._num_params = self.compute_num_params(state)
-        if log_num_params:
-            logging.info("%r has %s parameters.", self, f"{self._num_params:,}")
-        return state
+        return super().initialize_model(spec, log_num_params, **init_kwargs)
+
+    @property
+    def _model_to_initialize(self) -> Any:
+        return self._adapted
 
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """The spec of one example of a host batch's inputs, for `initialize_model`; None for a params pytree.

@@ -73,7 +73,7 @@ class LoopOutputs(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any] | None = None, num_examples: Iterable[int] = ()):
         super().__init__(values or {})
-        self.num_examples = list(num_examples)
+        self.num_examples: list[int] = list(num_examples)
 
     def copy(self) -> "LoopOutputs":
         """Outputs whose lists can grow without these."""

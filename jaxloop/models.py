@@ -279,7 +279,7 @@ class NNXApply(Forward):
         graphdef, state = nnx.split(self._merge(states, train))
         return graphdef.apply(state)
 
-    def forward(self, state, params, inputs, *, train, rngs):
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         model = self._merge((params, state.batch_stats, state.collections), train)
         options: dict[str, Any] = dict(_mode_flags(type(model).__call__, train))
         if rngs is not None and "rngs" in _parameters(type(model).__call__):
@@ -325,7 +325,7 @@ class EquinoxApply(Forward):
 
         return eqx.combine(params, self.static)
 
-    def forward(self, state, params, inputs, *, train, rngs):
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         import equinox as eqx
 
         model = eqx.nn.inference_mode(self(params), value=not train)
@@ -357,7 +357,7 @@ class HaikuApply(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.apply(*args, **kwargs)
 
-    def forward(self, state, params, inputs, *, train, rngs):
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         flags = _mode_flags(self.apply, train)
         if not self.has_state:
             return self.apply(params, _key(rngs, "dropout"), inputs, **flags), None
@@ -374,7 +374,7 @@ class FunctionApply(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.apply(*args, **kwargs)
 
-    def forward(self, state, params, inputs, *, train, rngs):
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         options: dict[str, Any] = dict(_mode_flags(self.apply, train))
         for name in _parameters(self.apply):
             if name in ("rng", "key"):
@@ -391,7 +391,7 @@ class ParamsApply(Forward):
     def __call__(self, params: Any) -> Any:
         return params
 
-    def forward(self, state, params, inputs, *, train, rngs):
+    def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
         return params, None
 
 

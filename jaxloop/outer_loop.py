@@ -5,17 +5,28 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, checks, distributed, failures, interrupt, lock, metrics, types
+from jaxloop import (
+    agreement,
+    bad_numbers,
+    checkpoint,
+    checks,
+    distributed,
+    failures,
+    interrupt,
+    lock,
+    metrics,
+    preflight,
+    types,
+)
 from jaxloop.action_loop import ActionLoop, Run
 from jaxloop.actions.action import Action
-from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.history import History
 from jaxloop.loop import as_iterator
 from jaxloop.position import PositionedIterator, PositionUnknownError
@@ -25,7 +36,7 @@ from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.tally import Tally
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
-from jaxloop.whole_run import Resumed, WholeRun, go_to
+from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, checkpoint_actions, go_to
 
 STOP_LOOP = types.STOP_LOOP
 """A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
@@ -190,9 +201,10 @@ class OuterLoop:
           no train loop; None where no loop ran.
         """
         eval_specs = tuple(eval_specs or ())
-        self._check_arguments(train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs)
-        if on_exhausted not in ("stop", "raise"):
-            raise ValueError(f'on_exhausted must be "stop" or "raise", got {on_exhausted!r}.')
+        for error in self._errors_of_arguments(
+            train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
+        ):
+            raise error
         checks.check_alive(state, "OuterLoop(...)")
         stop, tally = stop and stop.as_stop(), Tally(self._loops)
         call = _Call(
@@ -226,7 +238,7 @@ class OuterLoop:
                         state = _finish_actions(self._loops, state)
             except BaseException as error:
                 can_save = not self._is_shared or agreement.is_known_to_all(error)  # To save takes all processes.
-                self._rescue_state(call, save=can_save and isinstance(error, Exception | SystemExit))
+                self._rescue_state(call, error, save=can_save and isinstance(error, Exception | SystemExit))
                 self._close_actions(raise_errors=False)
                 self._record_failure(error)
                 raise
@@ -242,6 +254,75 @@ class OuterLoop:
                     # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
                     self._checkpoint_spec.stopped_file.touch()
         return state, outputs
+
+    def check(
+        self,
+        state: Any,
+        train_dataset: Iterable[types.Batch] | None = None,
+        train_total_steps: int | None = None,
+        train_loop_steps: int | None = None,
+        eval_specs: Sequence[EvalSpec] | None = None,
+        log_train_total_steps: bool = True,
+        *,
+        stop: Schedule | None = None,
+        train_epochs: int | None = None,
+        on_exhausted: str = "stop",
+    ) -> preflight.Report:
+        """Says what would go wrong in a call with these arguments, all at once, and how the run would go.
+
+        It looks at a batch of each dataset, takes it through the hooks before `run`, traces `run` and compiles it
+        (which a call need not do again), and foresees the whole run: when each evaluation, action and checkpoint would
+        come, and what a step and a checkpoint take. No step is run.
+
+        >>> import jaxloop
+        >>> from jaxloop import examples
+        >>> step, _, batches = examples.tiny_regression()
+        >>> outer_loop = OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(step)])
+        >>> report = outer_loop.check(
+        ...     step.abstract_state([1, 3]), batches, 200, 20, [EvalSpec(batches[:3], eval_loop_interval=50)]
+        ... )
+        >>> for problem in report.problems:
+        ...     print(problem.where, "|", problem.text[:44])
+        the train data | They end at step 100, after 100 batches, and
+        eval 'eval' | It would never run: eval_loop_interval=50, a
+
+        Args:
+          state: as for a call, or its shapes: `step.abstract_state(...)` takes no memory. It stays usable.
+          train_dataset: as for a call, as all that follows. Of an iterator the first batch is drawn, and comes first in
+            the next call of this object.
+
+        Returns:
+          A report with all problems; `report.raise_errors()` ends a program that has errors. (Of what it does there
+          remains, where they were missing, empty directories for checkpoints and the history.)
+        """
+        eval_specs = tuple(eval_specs or ())
+        errors = self._errors_of_arguments(
+            train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
+        )
+        specs = [spec for spec in eval_specs if isinstance(spec, EvalSpec)]
+        try:
+            names = _names(specs)
+        except ValueError:  # Which is among the errors.
+            names = [f"{spec.name} {number}" for number, spec in enumerate(specs, start=1)]
+        as_count = lambda value: value if isinstance(value, int) and value > 0 else None
+        experiment = preflight.Experiment(
+            state,
+            self._train_loop if train_dataset is not None else None,
+            list(zip(names, self._eval_loops, specs, strict=False)),
+            self._checkpoint_spec,
+            self._workdir,
+            self._log_interval,
+            train_dataset,
+            lambda: self._source_of(train_dataset),
+            self._source_of,
+            as_count(train_total_steps),
+            as_count(train_loop_steps),
+            as_count(train_epochs),
+            stop,
+            on_exhausted,
+            self._passes,
+        )
+        return preflight.look(experiment, list(errors))
 
     def _writes_stopped_file(self) -> bool:
         return self._train_loop is not None and self._checkpoint_spec is not None and distributed.is_first_process()
@@ -269,48 +350,64 @@ class OuterLoop:
         """The directories that no other process may write checkpoints to."""
         if self._train_loop is None:
             return []
-        directories = [action.directory for action in _checkpoint_actions(self._train_loop)]
+        directories = [action.directory for action in checkpoint_actions(self._train_loop)]
         if self._checkpoint_spec is not None:
             directories.append(checkpoint.absolute(self._checkpoint_spec.checkpoint_dir))
         for directory in directories:  # Now rather than after hours of training.
             checkpoint.prepare_directory(directory)
         return list(dict.fromkeys(directories))
 
-    def _check_arguments(self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs):
-        checks.check_positive("train_total_steps", train_total_steps, optional=True)
-        checks.check_positive("train_loop_steps", train_loop_steps, optional=True)
+    def _errors_of_arguments(
+        self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
+    ) -> Iterator[Exception]:
+        """What is wrong with the arguments of a call."""
+        counts = {
+            "train_total_steps": train_total_steps,
+            "train_loop_steps": train_loop_steps,
+            "train_epochs": train_epochs,
+        }
+        for name, count in counts.items():
+            try:
+                checks.check_positive(name, count, optional=True)
+            except (TypeError, ValueError) as error:
+                yield error
+                return
         if train_total_steps is not None and train_total_steps > np.iinfo(np.int32).max:
-            raise ValueError(f"train_total_steps={train_total_steps} is more than state.step, an int32, can count to.")
-        checks.check_positive("train_epochs", train_epochs, optional=True)
+            yield ValueError(f"train_total_steps={train_total_steps} is more than state.step, an int32, can count to.")
         if train_epochs is not None and train_loop_steps is not None:
-            raise ValueError(
+            yield ValueError(
                 f"OuterLoop got train_epochs={train_epochs} and train_loop_steps={train_loop_steps}, and each epoch is "
                 "one loop: give one of them. An action or evaluation with a schedule such as every(steps=100) is "
                 "called inside the loop."
             )
         if train_epochs is not None and train_epochs > 1 and hasattr(train_dataset, "__next__"):
-            raise ValueError(
+            yield ValueError(
                 f"train_epochs={train_epochs} needs a train dataset that starts anew each time (a list, a "
                 f"tf.data.Dataset, a DataLoader), got the iterator {train_dataset!r}, which ends once and for all."
             )
         if stop is not None and not isinstance(stop, Schedule):
-            raise TypeError(f"stop must be a Schedule such as at(steps=10_000), got {stop!r}.")
+            yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {stop!r}.")
         if (self._train_loop is None) != (train_dataset is None):
             got, missing = (
                 ("train_dataset", "train_loop") if self._train_loop is None else ("train_loop", "train_dataset")
             )
-            raise ValueError(
+            yield ValueError(
                 f"OuterLoop got a {got} without a {missing}: give both to train, neither to evaluate only."
             )
         if len(eval_specs) != len(self._eval_loops):
-            raise ValueError(
+            yield ValueError(
                 f"OuterLoop has {len(self._eval_loops)} eval_loops and was called with {len(eval_specs)} eval_specs. "
                 "Give one EvalSpec for each eval loop, in their order."
             )
-        for spec in eval_specs:
-            if not isinstance(spec, EvalSpec):
-                raise TypeError(f"eval_specs must hold EvalSpecs, got {spec!r}.")
-        _names(eval_specs)
+        if strangers := [spec for spec in eval_specs if not isinstance(spec, EvalSpec)]:
+            yield TypeError(f"eval_specs must hold EvalSpecs, got {strangers[0]!r}.")
+        else:
+            try:
+                _names(eval_specs)
+            except ValueError as error:
+                yield error
+        if on_exhausted not in ("stop", "raise"):
+            yield ValueError(f'on_exhausted must be "stop" or "raise", got {on_exhausted!r}.')
 
     def _join_loops(self, call: _Call) -> None:
         """Makes the loops part of one run: their actions are closed here, however it ends."""
@@ -323,7 +420,7 @@ class OuterLoop:
             keys = self._train_loop.step.base_prng
             sources = call.eval_sources
             call.whole_run = WholeRun(self._train_loop, eval_loops, sources, self._history, keys, self._is_shared)
-            can_resume = bool(_checkpoint_actions(self._train_loop))
+            can_resume = bool(checkpoint_actions(self._train_loop))
             run = dataclasses.replace(run, snapshot=call.whole_run.snapshot, can_resume=can_resume)
             run.keeps_batches = self._directory_of_failures() is not None and not self._is_shared
         for loop in self._loops:
@@ -390,7 +487,7 @@ class OuterLoop:
                 goes_on &= self._evaluate_after(call, state, train_loop.elapsed)
                 goes_on &= self._interrupt.requested or train_loop.call_late_actions(state)
             if self._interrupt.requested:
-                saves = " and saved" if _checkpoint_actions(train_loop) else ""
+                saves = " and saved" if checkpoint_actions(train_loop) else ""
                 signal_name = self._interrupt.signal_name
                 logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
                 if train_loop.was_interrupted:  # Then this loop has not come to its end.
@@ -465,7 +562,7 @@ class OuterLoop:
             run.resume_history(step_num)
         if call.loop_steps is not None and (resumed is None or not resumed.knows_position):
             self._set_loop_counts(step_num // call.loop_steps, call.eval_specs)
-        _check_no_newer_checkpoints(train_loop, step_num)
+        check_no_newer_checkpoints(train_loop, step_num)
         return state, step_num, resumed
 
     def _restore(self, call: _Call, run: WholeRun, spec: CheckpointSpec) -> tuple[Any, Resumed | None]:
@@ -504,7 +601,7 @@ class OuterLoop:
         # An epoch that is left half-way is gone on with in any case.
         is_epoch = resumed is not None and call.epochs is not None
         run.source = self._source_of(call.train_dataset)
-        if resumed is None and self._checkpoint_spec is not None and _checkpoint_actions(self._loops[0]):
+        if resumed is None and self._checkpoint_spec is not None and checkpoint_actions(self._loops[0]):
             _warn_of_unknown_positions(run.source)
         if is_epoch:
             run.source = PositionedIterator(run.source, skippable=True)
@@ -530,10 +627,7 @@ class OuterLoop:
         """Counts a pass over the train data; raises where it had no batch."""
         is_empty = run.source is not None and run.source.count == 0
         if agreement.any_stops(is_empty) if self._is_shared else is_empty:
-            raise ValueError(
-                f"The train dataset, {checks.describe(call.train_dataset)}, gave no batch. Is it an iterator that was "
-                "used up, or does its pipeline filter out everything?"
-            )
+            raise checks.empty_dataset(call.train_dataset)
         if call.epochs is None:
             return
         run.passes += 1
@@ -582,11 +676,9 @@ class OuterLoop:
             return
         text = f"The train dataset ended at step {step_num} of train_total_steps={call.total_steps}"
         if call.on_exhausted == "raise":
-            error = ValueError(f"{text}. Repeat the dataset (.repeat()), or lower train_total_steps.")
+            error = ValueError(f"{text}. Repeat the dataset, or lower train_total_steps.")
             raise agreement.known_to_all(error)
-        logging.warning(
-            "%s; the run ends here. Repeat the dataset (.repeat()) to go on, or lower train_total_steps.", text
-        )
+        logging.warning("%s; the run ends here. Repeat the dataset to go on, or lower train_total_steps.", text)
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -645,16 +737,7 @@ class OuterLoop:
         if self._interrupt.requested:
             return
         if steps_run == 0:
-            used_up = spec.dataset_iterator is not None or iter(spec.dataset) is spec.dataset  # pyright: ignore
-            raise ValueError(
-                "An eval dataset gave no batch. "
-                + (
-                    "It is an iterator, which has been used up: give an iterable that starts anew each time (a list, a "
-                    "tf.data.Dataset, tfds.as_numpy(...))."
-                    if used_up
-                    else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is."
-                )
-            )
+            raise spec.empty()
         if spec.num_steps is not None and steps_run < spec.num_steps and id(spec) not in tally.short_evaluations:
             tally.short_evaluations.add(id(spec))  # Once a run.
             logging.warning(
@@ -713,23 +796,22 @@ class OuterLoop:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _rescue_state(self, call: _Call, save: bool) -> None:
+    def _rescue_state(self, call: _Call, error: BaseException, save: bool) -> None:
         """Keeps, and saves, the state as of the last whole step before an exception."""
         if self._train_loop is None or not call.tally.has_begun:
             return
         state, step_num = call.tally.newest or (self._train_loop.rescued_state, self._train_loop.step_num)
         self._rescued_state = state
-        if state is None:
-            logging.error(
-                "There is no state to save at step %d: the step that failed had consumed it, or its numbers were bad.",
-                step_num,
-            )
-        elif save:
+        if state is not None and save:
             self._save_now(call, state, step_num)
+        elif state is None and checkpoint_actions(self._train_loop):
+            is_bad = isinstance(error, bad_numbers.BadNumberError)
+            reason = "its numbers are bad" if is_bad else "the step that failed had taken it over"
+            logging.error("The state of step %d is not saved: %s.", step_num, reason)
 
     def _save_now(self, call: _Call, state: Any, step_num: int) -> None:
         """Has the train loop's `CheckpointAction`s save a run whose interval has not come."""
-        for action in _checkpoint_actions(self._loops[0]):
+        for action in checkpoint_actions(self._loops[0]):
             try:
                 action.flush()  # Whether a step is saved is known, to all processes, only once it is committed.
                 if step_num not in checkpoint.all_steps(action.directory):
@@ -740,7 +822,7 @@ class OuterLoop:
                 logging.exception("%r could not save the state of step %d.", action, step_num)
 
     def _directory_of_failures(self) -> epath.PathLike | None:
-        return self._workdir or next((action.directory for action in _checkpoint_actions(self._loops[0])), None)
+        return self._workdir or next((action.directory for action in checkpoint_actions(self._loops[0])), None)
 
     def _record_failure(self, error: BaseException) -> None:
         """Records the step that failed, once all checkpoints are committed."""
@@ -760,7 +842,7 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in _unique_actions(self._loops):
+        for action in _all_actions(self._loops):
             try:
                 with self._loops[0].stopwatch.counting(action.time_goes_to):
                     action.close()
@@ -788,28 +870,13 @@ def _step_num(state: Any) -> int:
 
 
 def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
-    for action in _unique_actions(loops):
+    for action in _all_actions(loops):
         try:
             state = action.finish(state)
         except Exception as error:
             error.add_note(f"when {action!r} finished the run")
             raise
     return state
-
-
-def _checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
-    return [action for action in _unique_actions([loop]) if isinstance(action, CheckpointAction)]
-
-
-def _check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
-    for action in _checkpoint_actions(train_loop):
-        found = checkpoint.all_steps(action.directory)
-        if found and found[-1] > step_num:
-            raise ValueError(
-                f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
-                f"the directory has checkpoints up to step {found[-1]}. Go on from them, with "
-                f"checkpoint_spec=CheckpointSpec({str(action.directory)!r}), or give another directory."
-            )
 
 
 def _is_end_of_loop(call: _Call, step_num: int) -> bool:
@@ -873,6 +940,5 @@ def _asks_to_stop(outputs: types.Output) -> bool:
     return outputs is not None and bool(np.any(outputs.get(STOP_LOOP, False)))
 
 
-def _unique_actions(loops: Sequence[ActionLoop]) -> list[Any]:
-    actions = [action for loop in loops for each in loop.action_lists for action in each.actions]
-    return list({id(action): action for action in actions}.values())
+def _all_actions(loops: Sequence[ActionLoop]) -> list[Action]:
+    return list({id(action): action for loop in loops for action in loop.actions}.values())

@@ -230,16 +230,16 @@ class SingleDevicePartitioner(Partitioner):
     def places_batches(self) -> bool:
         return type(self).shard_batch is not SingleDevicePartitioner.shard_batch
 
-    def shard_init_fn(self, init_fn):
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn)
 
-    def shard_batch(self, batch):
+    def shard_batch(self, batch: types.Batch) -> types.Batch:
         return batch
 
-    def shard_stacked_batches(self, batches):
+    def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
         return batches
 
-    def partition(self, fn, **jit_kwargs):
+    def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
 
 
@@ -292,7 +292,7 @@ class MeshPartitioner(Partitioner):
     def places_batches(self) -> bool:
         return self._mesh.size > 1 or type(self).shard_batch is not MeshPartitioner.shard_batch
 
-    def shard_batch(self, batch):
+    def shard_batch(self, batch: types.Batch) -> types.Batch:
         """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
 
         Raises:
@@ -303,7 +303,7 @@ class MeshPartitioner(Partitioner):
         self._check_divides(batch, axis=0)
         return self._put(batch, jax.tree.map(self._leaf_sharding, batch))
 
-    def shard_stacked_batches(self, batches):
+    def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
         self._check_divides(batches, axis=1)
         split = NamedSharding(self._mesh, PartitionSpec(None, self._data_axis))
         place = lambda leaf: split if np.ndim(leaf) > 1 else self._replicated
@@ -335,7 +335,7 @@ class MeshPartitioner(Partitioner):
                     f"devices of mesh axis {self._data_axis!r}. Batch to a multiple of {shards}, or drop the remainder."
                 )
 
-    def shard_short_batch(self, batch):
+    def shard_short_batch(self, batch: types.Batch) -> types.Batch:
         shards = self._local_shards
         if self._mesh.is_multi_process:
             return self.shard_batch(batch)  # Of rows that differ from process to process there is no copy for all.
@@ -346,12 +346,12 @@ class MeshPartitioner(Partitioner):
     def _leaf_sharding(self, leaf: Any) -> NamedSharding:
         return self._split if np.ndim(leaf) else self._replicated
 
-    def place_state(self, state):
+    def place_state(self, state: Any) -> Any:
         if not self._mesh.is_multi_process:
             return jax.device_put(state, self.sharding)
         return jax.tree.map(_place_in_all_processes, state, self.shardings_of(state))
 
-    def partition(self, fn, **jit_kwargs):
+    def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
         def with_mesh(*args, **kwargs):
             # Lets `fn` use with_sharding_constraint(x, PartitionSpec(...)); costs nothing after tracing.
@@ -386,7 +386,7 @@ class DataParallelPartitioner(MeshPartitioner):
     def sharding(self) -> NamedSharding:
         return self._replicated
 
-    def shard_init_fn(self, init_fn):
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn, out_shardings=self._replicated)
 
     def _why_whole(self, path, leaf):
@@ -428,7 +428,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
         """How a leaf is split."""
 
-    def shard_init_fn(self, init_fn):
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         init_unboxed = _unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
@@ -437,7 +437,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
         return sharded_init
 
-    def place_state(self, state):
+    def place_state(self, state: Any) -> Any:
         self._lay_out(state)
         return super().place_state(state)
 
@@ -612,7 +612,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         for logical_name, axes in self._rules:
             self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) stands for")
 
-    def partition(self, fn, **jit_kwargs):
+    def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
         def with_rules(*args, **kwargs):
             with self._with_rules():
@@ -620,7 +620,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
 
         return super().partition(with_rules, **jit_kwargs)
 
-    def shard_init_fn(self, init_fn):
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         init_unboxed = _unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
@@ -731,7 +731,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
     leaves = checks.leaves_by_path(state)
     size = lambda leaf: math.prod(np.shape(leaf)) * _dtype_of(leaf).itemsize
     needed = sum(size(leaf) * (2 if path.startswith("params") else 1) for path, leaf in leaves.items())
-    memory = _memory_of(devices[0])
+    memory = memory_of(devices[0])
     mesh = create_mesh(data=-1)
     fits = memory is None or needed <= _SHARE_FOR_STATE * memory
     of = "of which nobody knows the memory" if memory is None else f"of {readable(memory)} each"
@@ -746,6 +746,6 @@ def choose(state: Any, rows: int | None) -> Partitioner:
     return DataParallelPartitioner(mesh, "data") if fits else FSDPPartitioner(mesh)
 
 
-def _memory_of(device: Any) -> int | None:
+def memory_of(device: Any) -> int | None:
     """The bytes that a device has; None where it doesn't say."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

@@ -13,7 +13,16 @@ from absl import logging
 from jaxloop import checks, encoding, types
 from jaxloop.fingerprint import check_same, describe_batch, describe_source
 from jaxloop.read_ahead import ReadAhead
-from jaxloop.sources import KINDS, check_is_dataset, is_function, name_of, source_of, why_unknown
+from jaxloop.sources import (
+    KINDS,
+    check_is_dataset,
+    is_endless,
+    is_function,
+    name_of,
+    num_batches,
+    source_of,
+    why_unknown,
+)
 
 # How many marks are kept: a consumer that draws ahead asks for a position that is at most a few marks old.
 _MAX_MARKS = 16
@@ -51,7 +60,7 @@ class DatasetPosition:
     skip: int = 0
     fingerprint: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"DatasetPosition.kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
         if not 0 <= self.skip <= self.count:
@@ -194,6 +203,20 @@ class PositionedIterator(Iterator[types.Batch]):
     def count(self) -> int:
         """Batches handed out since the start of the pass."""
         return self._count
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the data are known to have no end."""
+        return is_endless(self._dataset)
+
+    def __length_hint__(self) -> int:
+        if self._prefetch:  # A thread has drawn some of them.
+            return NotImplemented
+        if self._iterator is self._dataset:
+            left = num_batches(self._iterator)
+            return NotImplemented if left is None else left + len(self._held)
+        whole = num_batches(self._dataset)
+        return NotImplemented if whole is None else max(whole - self._count, 0)
 
     @property
     def kind(self) -> str:
@@ -412,6 +435,11 @@ class DataWithOptions(Iterable[types.Batch]):
         data = self.data() if is_function(self.data) else self.data
         return PositionedIterator(data, prefetch=self.prefetch, skippable=self.skippable)
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass is known to have no end."""
+        return is_endless(self.data)
+
     def __len__(self) -> int:
         return len(self.data)
 
@@ -431,8 +459,10 @@ def skippable(data: Any) -> Iterable[types.Batch]:
     """Says of data that they give the same batches in the same order each time they are made.
 
     A run that is started again may then draw and skip the batches it had, where the data can't say where they are:
-    generators, what `tfds.as_numpy` returns, PyTorch's `DataLoader`s with a seeded generator. The log says how many
-    were skipped, and how long that took. It changes nothing for data that can say it.
+    generators, what `tfds.as_numpy` returns. The log says how many were skipped, and how long that took. It changes
+    nothing for data that can say it. With `train_epochs` each pass is made anew: data that come in another order in
+    each pass, as those of a PyTorch `DataLoader` that shuffles, are not the same. Give those as one generator without
+    an end, and `train_total_steps`; or take `from_index`.
 
     >>> iterator = iter(skippable(lambda: ({"x": number} for number in range(5))))
     >>> next(iterator), iterator.position().kind

@@ -47,7 +47,7 @@ class ReadAhead:
         self._thread = threading.Thread(
             target=_fill, args=(self._buffer, iterator, read_state, reads_always), name="jaxloop-prefetch", daemon=True
         )
-        self.close = weakref.finalize(self, _close, self._buffer, self._thread)
+        self.close: weakref.finalize[..., Any] = weakref.finalize(self, _close, self._buffer, self._thread)
         """Ends the thread, and waits a second for it: it may have to end the drawing of a batch before."""
 
     @property

@@ -231,6 +231,11 @@ def is_always(schedule: Schedule) -> bool:
     )
 
 
+def is_never(schedule: Any) -> bool:
+    """Whether it is `never()`."""
+    return isinstance(schedule, _Never)
+
+
 def earliest(found: Iterable[Any]) -> Any:
     """The least of several steps or times, where None is never."""
     return min((each for each in found if each is not None), default=None)

@@ -1,5 +1,7 @@
 """How each kind of dataset says where an iterator is in it: Grain, tf.data, sequences, PyTorch, or a plain iterator."""
 
+import itertools
+import operator
 import pathlib
 import re
 import sys
@@ -17,6 +19,8 @@ OR_SKIPPABLE = (
     "or, if it gives the same batches in the same order each time, jaxloop.data.skippable(dataset): then those that "
     "were used are drawn again and skipped"
 )
+_ENDLESS = 2**48
+"""Data that say they have so many batches have no end."""
 _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -36,7 +40,9 @@ class IndexIterator(Iterator[types.Batch]):
     """The batches `make_batch(0)`, `make_batch(1)`, ..., see `jaxloop.data.from_index`."""
 
     def __init__(self, make_batch: Callable[[int], types.Batch], num_batches: int | None):
-        self.make_batch, self.num_batches, self.next_index = make_batch, num_batches, 0
+        self.make_batch: Callable[[int], types.Batch] = make_batch
+        self.num_batches: int | None = num_batches
+        self.next_index: int = 0
 
     def __next__(self) -> types.Batch:
         if self.num_batches is not None and self.next_index >= self.num_batches:
@@ -44,6 +50,14 @@ class IndexIterator(Iterator[types.Batch]):
         batch = self.make_batch(self.next_index)
         self.next_index += 1
         return batch
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it has no end."""
+        return self.num_batches is None
+
+    def __length_hint__(self) -> int:
+        return NotImplemented if self.num_batches is None else max(self.num_batches - self.next_index, 0)
 
     def get_state(self) -> dict[str, int]:
         return {"next_index": self.next_index}
@@ -133,6 +147,37 @@ class _Stateful(Source):
         return self._restore(encoding.decode(state))
 
 
+def num_batches(data: Any) -> int | None:
+    """How many batches there are in a pass over the data, or left in an iterator; None where nobody knows.
+
+    >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
+    (3, 2, None)
+    """
+    try:
+        found = operator.length_hint(data, -1)
+    except Exception:  # Such as a tf.data pipeline raises, whose length is not known.
+        return None
+    return found if 0 <= found < _ENDLESS else None
+
+
+def is_endless(data: Any) -> bool:
+    """Whether data are known to have no end; they may say so by an attribute of this name.
+
+    >>> is_endless(itertools.cycle([1])), is_endless([1])
+    (True, False)
+    """
+    if isinstance(said := getattr(data, "is_endless", None), bool):
+        return said
+    if isinstance(data, itertools.cycle | itertools.count):
+        return True
+    if library(data) == "tensorflow" and hasattr(data, "cardinality"):
+        return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
+    try:
+        return len(data) >= _ENDLESS  # As Grain says of `.repeat()`.
+    except Exception:
+        return False
+
+
 def source_of(dataset: Any, iterator: Any) -> Source:
     """How an iterator of a dataset says where it is.
 
@@ -208,8 +253,8 @@ def name_of(dataset: Any) -> str:
 # What is a dataset -----------------------------------------------------------------------------------
 
 _REMEDY = (
-    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or a function without "
-    "arguments that returns one."
+    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or, of a function "
+    "without arguments that returns one, jaxloop.skippable(function)."
 )
 
 

@@ -56,7 +56,7 @@ class EvalSpec:
     schedule: Schedule | None = None
     name: str = "eval"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.check_positive("EvalSpec.num_steps", self.num_steps, optional=True)
         checks.check_positive("EvalSpec.eval_loop_interval", self.eval_loop_interval, optional=True)
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
@@ -74,6 +74,19 @@ class EvalSpec:
             raise ValueError(
                 "EvalSpec.dataset_iterator is drawn from again at each evaluation, so it needs num_steps, got None."
             )
+
+    def empty(self) -> ValueError:
+        """The error of an evaluation without a batch."""
+        used_up = self.dataset_iterator is not None or iter(self.dataset) is self.dataset  # pyright: ignore
+        return ValueError(
+            "An eval dataset gave no batch. "
+            + (
+                "It is an iterator, which has been used up: give an iterable that starts anew each time (a list, a "
+                "tf.data.Dataset, tfds.as_numpy(...))."
+                if used_up
+                else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is."
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +112,7 @@ class CheckpointSpec:
     transforms: Any = None
     restore_data: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.iterate_interval_secs < 0:
             raise ValueError(
                 f"CheckpointSpec.iterate_interval_secs must not be negative, got {self.iterate_interval_secs}."

@@ -20,7 +20,8 @@ from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
 from jaxloop.schedules import Elapsed
 
-_NO_OPTIMIZER = optax.identity()
+NO_OPTIMIZER = optax.identity()
+"""What stands for no optimizer: a step that trains with it is told so."""
 
 
 class PlainStep(NamedTuple):
@@ -39,6 +40,20 @@ class PlainStep(NamedTuple):
     name: str | int
     rows: int
     check: Callable[[types.Batch], None] | None
+
+
+class Traced(NamedTuple):
+    """What `run` would return, in shapes.
+
+    Attributes:
+      state: the new state.
+      outputs: the outputs.
+      counts: whether it changes `state.step`.
+    """
+
+    state: Any
+    outputs: types.Output
+    counts: bool
 
 
 class FusingError(ValueError):
@@ -98,7 +113,7 @@ class Step:
     1
 
     The state may be any pytree with an int32 `step`, such as a subclass of `TrainState` with a second optimizer's state
-    for a GAN: override `initialize_model` to make it.
+    for a GAN: override `make_state`.
 
     Args:
       base_prng: the key, or a dict of keys, from which all others derive: `initialize_model` uses it as it is,
@@ -127,7 +142,7 @@ class Step:
         self,
         base_prng: types.PRNGType,
         model: Any,
-        optimizer: optax.GradientTransformation = _NO_OPTIMIZER,
+        optimizer: optax.GradientTransformation = NO_OPTIMIZER,
         partitioner: partition.Partitioner = partition.SingleDevicePartitioner(),  # noqa: B008 (stateless)
         train: bool = False,
         should_shard_batch: bool = True,
@@ -139,7 +154,7 @@ class Step:
         models.check_model(model, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
-        if train and optimizer is _NO_OPTIMIZER:
+        if train and optimizer is NO_OPTIMIZER:
             logging.warning(
                 "%s has train=True and no optimizer: state.apply_gradients would add the gradients to the parameters. "
                 "Give an Optax transformation.",
@@ -203,7 +218,44 @@ class Step:
             )
         return 1 if count is None else count
 
+    def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
+        """Makes the first state, at step 0. Pure; `initialize_model` compiles it, and has each leaf made in its place.
+
+        Override it for a state with more than one model's. Make optimizers once, in `__init__`: a state has them as
+        static fields, and two of them are never equal.
+
+        >>> class Averaged(types.TrainState):
+        ...     average: Any = None
+        >>> class AveragingStep(Step):
+        ...     def make_state(self, spec=None, **init_kwargs):
+        ...         state = super().make_state(spec, **init_kwargs)
+        ...         return Averaged(**vars(state), average=state.params)
+        >>> from flax import linen as nn
+        >>> sorted(AveragingStep(jax.random.key(0), nn.Dense(1)).initialize_model([1, 3]).average)
+        ['bias', 'kernel']
+
+        Args:
+          spec: see `initialize_model`, as `init_kwargs`.
+          **init_kwargs: likewise.
+        """
+        return self._init_fn(spec, init_kwargs)()
+
     # The model -----------------------------------------------------------------------------------
+
+    @property
+    def _model_to_initialize(self) -> Any:
+        return self._model
+
+    def _init_fn(self, spec: types.BatchSpec, init_kwargs: dict[str, Any]) -> Callable[..., Any]:
+        return models.init_fn(
+            self._model_to_initialize,
+            self._optimizer,
+            self._base_prng,
+            spec,
+            self._nnx_model_args,
+            self._nnx_model_kwargs,
+            init_kwargs,
+        )
 
     def initialize_model(self, spec: types.BatchSpec, log_num_params: bool = False, **init_kwargs: Any) -> Any:
         """Makes the first state, each leaf where the partitioner wants it.
@@ -217,16 +269,12 @@ class Step:
         Returns:
           A `TrainState` at step 0. Linen variables beside `params` and `batch_stats` are in `state.collections`.
         """
-        init = models.init_fn(
-            self._model,
-            self._optimizer,
-            self._base_prng,
-            spec,
-            self._nnx_model_args,
-            self._nnx_model_kwargs,
-            init_kwargs,
-        )
-        self._new_state = self._partitioner.shard_init_fn(init)
+        init, model = self._init_fn(spec, init_kwargs), self._model_to_initialize
+        arrays = model.arrays if isinstance(model, models.AdaptedModel) else ()
+        if self._has_own("make_state"):
+            init, arrays = lambda: self.make_state(spec, **init_kwargs), ()
+        compiled = self._partitioner.shard_init_fn(init)
+        self._new_state = lambda: compiled(*arrays)
         state = self._new_state()
         self._num_params = self.compute_num_params(state)
         if log_num_params:
@@ -289,8 +337,8 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def compute_num_params(self, state: Any) -> int:
-        """The number of parameters in `state.params`."""
-        return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        """The number of parameters in `state.params`; 0 for a state without."""
+        return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
         """The floating-point operations of one `run`, as XLA counts them before it optimizes; None if it doesn't say.
@@ -339,7 +387,7 @@ class Step:
         is_spec = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
         example = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if is_spec(leaf) else leaf, batch)
         is_abstract = any(map(is_spec, jax.tree.leaves(state)))
-        state = state if is_abstract else self.prepare_state(state)
+        state = self._as_it_will_come(state) if is_abstract else self.prepare_state(state)
         state, example, _ = self._prepare_batch(evaluates=True)(state, example)
         fused = steps_per_dispatch > 1
         if fused:
@@ -353,9 +401,41 @@ class Step:
         if not fused and not evaluates:
             self._num_flops = self._cost.flops
 
+    def _as_it_will_come(self, shapes: Any) -> Any:
+        """A state in shapes, laid out as that of a run, for which jit then finds what was compiled ahead."""
+        if self._partitioner.mesh is not None:
+            return shapes
+        plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+        return jax.tree.map(plain, shapes)
+
     def _not_compiled(self, **jit_kwargs: Any) -> Compiled:
         name, run, evaluate = type(self).__name__, self._checked_run, self._checked_outputs
         return Compiled(name, run, evaluate, self._partitioner, **jit_kwargs)
+
+    def trace(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> Traced:
+        """Traces `run`, and says what it would return; nothing is computed.
+
+        >>> from jaxloop import examples
+        >>> step, state, batches = examples.tiny_regression()
+        >>> step.trace(step.abstract_state([1, 3]), batches[0]).outputs["loss"].dtype
+        dtype('float32')
+
+        Args:
+          state: a state, or its shapes, see `abstract_state`.
+          batch: as the hooks before `run` leave it, see `before_run`.
+          evaluates: as `evaluate` runs it: what it makes of the state is nobody's.
+
+        Raises:
+          Whatever `run` raises; and see `run` for what it must return.
+        """
+        if evaluates:
+            return Traced(state, jax.eval_shape(self._checked_outputs, state, batch), False)
+        jaxpr, (new_state, outputs) = jax.make_jaxpr(self._checked_run, return_shape=True)(state, batch)
+        step = getattr(new_state, "step", None)
+        place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
+        # It is as it was where what goes in comes out.
+        counts = place is not None and jaxpr.jaxpr.outvars[place] is not jaxpr.jaxpr.invars[place]
+        return Traced(new_state, outputs, counts)
 
     def cost_analysis(self, state: Any = None, batch: types.BatchSpec = None) -> cost.Cost:
         """Operations and memory of the compiled step: of the one that `compile` compiled last, or of this one.
@@ -577,7 +657,7 @@ class Step:
         def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
             number = self.num_examples(batch) if counts else None
             if has_own_hooks:
-                state, batch = self._call_begin(state, batch)
+                state, batch = self.before_run(state, batch)
             if not evaluates:
                 rows = look(batch)
                 if number is None:
@@ -604,7 +684,7 @@ class Step:
 
         Eagerly, `run` is not compiled, and keeps the state.
         """
-        state, batch = self._call_begin(self.prepare_state(state), batch)
+        state, batch = self.before_run(self.prepare_state(state), batch)
         shard = self.shard_batch
         if eagerly:  # Else NumPy would compute with NumPy arrays.
             shard = lambda batch: jax.tree.map(jnp.asarray, self.shard_batch(batch))
@@ -650,12 +730,12 @@ class Step:
         self._known_state = weakref.ref(state) if has_step else None
 
     def _begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
-        state, batch = self._call_begin(state, batch)
+        state, batch = self.before_run(state, batch)
         self._call_actions(self._begin_actions, state, None, number, elapsed)
         return state, batch
 
-    def _call_begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Takes a state that is prepared, and a batch, through the hooks before `run`."""
+    def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
+        """Takes a state that is prepared, and a batch as the dataset gives it, through the hooks before `run`."""
         result = self.begin(state, self.preprocess_batch(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         return state if new_state is state else self.prepare_state(new_state), batch

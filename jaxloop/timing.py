@@ -104,7 +104,7 @@ class Stopwatch:
         self._since = 0.0
         self.steps = 0
         self.samples = 0
-        self.training = 0.0
+        self.training: float = 0.0
         """`spent().training` as of the last switch."""
 
     def switch(self, kind: str | None) -> str | None:

@@ -71,7 +71,7 @@ class TrainState(train_state.TrainState):
     collections: Any = struct.field(default_factory=dict)
 
     @classmethod
-    def create(cls, *, apply_fn, params, tx, **kwargs) -> Self:
+    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
         """Makes a state at step 0, with the optimizer's state initialised."""
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         # Flax counts with a Python int, which would make the first call of a jitted step a special case.
@@ -143,6 +143,6 @@ class MetricWithMetadata:
         return (self.value,), (self.type, metadata)
 
     @classmethod
-    def tree_unflatten(cls, aux, children) -> Self:
+    def tree_unflatten(cls, aux: Any, children: Any) -> Self:
         kind, metadata = aux
         return cls(children[0], kind, None if metadata is None else dict(metadata))

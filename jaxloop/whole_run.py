@@ -11,6 +11,8 @@ from absl import logging
 from etils import epath
 
 from jaxloop import agreement, checkpoint, distributed, encoding
+from jaxloop.action_loop import ActionLoop
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.history import History
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
@@ -106,7 +108,7 @@ class WholeRun:
         self._keys = encoding.encode_keys(keys)
         self._is_shared = is_shared
         self.source: PositionedIterator | None = None
-        self.passes = 0
+        self.passes: int = 0
 
     def snapshot(self, *, was_broken_off: bool = False) -> dict[str, Any]:
         """What a checkpoint of this moment keeps, as `CheckpointAction.save` takes it.
@@ -238,11 +240,33 @@ class WholeRun:
             logging.info(
                 "The checkpoint of step %d was saved by jaxloop %s; this is %s.", step, run["jaxloop"], _version()
             )
-        if run["keys"] != self._keys:
+        check_keys(run, self._keys, directory)
+
+
+def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
+    """Raises where a checkpoint's `run` is of other PRNG keys than these, encoded."""
+    if run["keys"] != keys:
+        raise ValueError(
+            f"The checkpoints in {directory} are of a run with other PRNG keys (base_prng) than this one, so it "
+            "could not go on as it was. Give the step the same keys, made from the same seed, or give another "
+            "directory."
+        )
+
+
+def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
+    """The actions of a loop that save the run."""
+    return [action for action in loop.actions if isinstance(action, CheckpointAction)]
+
+
+def check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
+    """Raises where a run that begins at a step would save among the later checkpoints of another."""
+    for action in checkpoint_actions(train_loop):
+        found = checkpoint.all_steps(action.directory)
+        if found and found[-1] > step_num:
             raise ValueError(
-                f"The checkpoints in {directory} are of a run with other PRNG keys (base_prng) than this one, so it "
-                "could not go on as it was. Give the step the same keys, made from the same seed, or give another "
-                "directory."
+                f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
+                f"the directory has checkpoints up to step {found[-1]}. Go on from them, with "
+                f"checkpoint_spec=CheckpointSpec({str(action.directory)!r}), or give another directory."
             )
 
 

@@ -101,8 +101,9 @@ class Child:
     def __init__(self, server: ForkServer, directory: pathlib.Path, job: str, options: dict[str, Any]):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "result.json").unlink(missing_ok=True)
-        number = len(list(directory.glob("log.*")))
-        self.directory, self.log = directory, directory / f"log.{number}"
+        # Beside it: in a directory whose disk is full, the log would lack its end.
+        number = len(list(directory.parent.glob(f"{directory.name}.log.*")))
+        self.directory, self.log = directory, directory.parent / f"{directory.name}.log.{number}"
         self._fifo = directory / f"progress.{number}"
         os.mkfifo(self._fifo)
         self._pipe = os.open(self._fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -196,7 +197,7 @@ def serve(cache: str) -> Any:
 
 def do_job(request: Any) -> None:
     directory, number = pathlib.Path(request["directory"]), request["number"]
-    log = os.open(directory / f"log.{number}", os.O_WRONLY | os.O_CREAT)
+    log = os.open(directory.parent / f"{directory.name}.log.{number}", os.O_WRONLY | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -849,7 +850,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "signals": (signals, 100),
     "sigkill": (sigkill, 100),
     "resumes": (resumes, 198),
-    "ends": (ends, 80),
+    "ends": (ends, 88),
     "damaged": (damaged, 500),
     "disk_full": (disk_full, 10),
     "long_run": (long_run, 10_000),

@@ -39,6 +39,7 @@ import numpy as np
 import pytest
 from absl import logging
 from jax.sharding import Mesh
+from programs.check_first import check_first
 
 from jaxloop import partition
 
@@ -132,3 +133,20 @@ def logs(caplog):
 def warnings_logged(logs):
     """The texts of the warnings logged so far."""
     return lambda: [record.getMessage() for record in logs.records if record.levelno >= python_logging.WARNING]
+
+
+@pytest.fixture
+def checked_first():
+    """Each run of an OuterLoop is checked before, and nothing may be found."""
+    undo = check_first()
+    yield
+    undo()
+
+
+@pytest.fixture(scope="module")
+def compile_fast():
+    """XLA optimizes little: compiling takes most of the time of programs that run for a moment."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -91,7 +91,7 @@ def test_an_action_can_stop_the_experiment():
     ("interval", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)]
 )
 def test_an_interval_must_be_a_positive_int(interval, error):
-    with pytest.raises(error, match="Note.interval must be a positive int, got"):
+    with pytest.raises(error, match="Note.interval must be a positive int, or a schedule"):
         Note(interval)
 
 

@@ -10,6 +10,8 @@ import nbclient.exceptions
 import nbformat
 import pytest
 
+CHECK_FIRST = (pathlib.Path(__file__).parent / "programs" / "check_first.py").read_text()
+COMPILE_FAST = "import jax\njax.config.update('jax_disable_most_optimizations', True)"
 _COLABS = pathlib.Path(__file__).parents[1] / "colabs"
 _LARGEST_PICTURE = 60_000  # In bytes.
 _PATH_OF_A_MACHINE = re.compile(r"(?<![\w.<])/(?:dev|root|work|home|Users|tmp|usr|opt|var|mnt|srv|content)\b")
@@ -29,8 +31,8 @@ each_notebook = pytest.mark.parametrize("path", execute.notebooks(), ids=lambda 
 
 @functools.cache
 def executed(path):
-    """The notebook, executed once for all tests of this file."""
-    return execute.execute(path)
+    """The notebook, executed once for all tests of this file; each run in it is checked first, without an alarm."""
+    return execute.execute(path, first=f"{CHECK_FIRST}\ncheck_first()\n{COMPILE_FAST}")
 
 
 def code_cells(notebook):
@@ -58,7 +60,7 @@ def pictures(notebook):
 
 
 def test_there_are_notebooks():
-    assert {"custom_loop", "loop_language", "quick_start", "resume_anywhere", "scaling"} <= {
+    assert {"custom_loop", "debugging", "loop_language", "quick_start", "resume_anywhere", "scaling"} <= {
         path.stem for path in execute.notebooks()
     }
 
@@ -229,6 +231,29 @@ def test_scaling_goes_on_after_a_process_was_killed():
     killed = in_cell("scaling", "kill")
     assert "Process 1 has failed: ended by SIGKILL" in killed and "checkpoints: [25" in killed
     assert re.search(r"step 100 on 4 devices, last loss 0\.0\d+\n", in_cell("scaling", "again"))
+
+
+def test_debugging_finds_the_mistakes_before_a_step_runs():
+    text = in_cell("debugging", "check")
+    assert text.startswith("2 errors, 3 warnings. Nothing was run")
+    for said in ("-> bfloat16[10]", "'test/acuracy' is measured", "They end at step 22", "every(steps=1000)"):
+        assert said in text
+    assert in_cell("debugging", "run").startswith("No problem. ")
+
+
+def test_debugging_explains_what_is_compiled_again():
+    text = in_cell("debugging", "recompile")
+    assert "  state/params/Dense_0/bias: float32[10] (weakly typed) -> float32[10]\n" in text
+    assert "max_batch_shapes=3 is the limit" in text
+    assert re.fullmatch(r"step 22, last loss \S+, and the log .*\n", in_cell("debugging", "recompile-mended"))
+
+
+def test_debugging_finds_the_step_and_the_operation_that_made_nan():
+    assert "BadNumberError: Step 14 is the first" in in_cell("debugging", "nan")
+    assert "runs/1/failures/14/batches.npz" in in_cell("debugging", "nan")
+    text = in_cell("debugging", "replay")
+    assert re.search(r"\nin same_contrast: return .* / contrast\n", text) and text.endswith("contrast: [5]\n")
+    assert re.search(r"once more, mended: loss \d\.\d+\n", in_cell("debugging", "skip"))
 
 
 @pytest.mark.parametrize(

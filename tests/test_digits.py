@@ -30,21 +30,15 @@ class Run(NamedTuple):
     at_step_25: pathlib.Path
 
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def tests_of_short_runs():
     # Optax raises floats to the power of an integer count, which strict promotion refuses.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(digits, "WHEN_TO_TEST", jaxloop.every(steps=10) | jaxloop.last())
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """Compiling takes most of a short run's time."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def fail():

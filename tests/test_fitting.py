@@ -293,7 +293,7 @@ def test_eval_data_and_eval_step_belong_together():
 
 
 def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(tmp_path, recorded):
-    with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' was measured. There is: .*eval/loss"):
+    with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' is measured. There is: .*eval/loss"):
         fit_linear(eval_data=DICTS, workdir=tmp_path, monitor="eval/acuracy")
 
 

@@ -1073,7 +1073,7 @@ def test_a_loop_by_hand_with_the_same_tools(tmp_path, assert_same):
     assert evaluations == [(10, False), (20, False), (30, True), (40, True)]
     assert elapsed.is_last and stop.finish(state) is state
     assert re.search(r"40/40 \[=+\].*loss", stream.getvalue())
-    with pytest.raises(ValueError, match="Nothing named 'error' was measured. There is: losss"):
+    with pytest.raises(ValueError, match="Nothing named 'error' is measured. There is: losss"):
         jf.early_stopping("error", patience=2)(elapsed, state, {"losss": 1.0})
 
 

@@ -623,3 +623,24 @@ def test_a_loop_counts_the_examples_that_a_step_counts(as_batch):
     same, outputs = jaxloop.TrainLoop(steps[1])(steps[1].initialize_model(), batches)
     assert outputs["loss"] == losses and np.array_equal(same.params["w"], state.params["w"])
     assert outputs.num_examples == [steps[0].num_examples(batch) for batch in batches]
+
+
+class Averaged(jaxloop.TrainState):
+    average: object = None
+
+
+class AveragingStep(LossStep):
+    def make_state(self, spec=None, **init_kwargs):
+        state = super().make_state(spec, **init_kwargs)
+        return Averaged(**vars(state), average=state.params)
+
+
+@pytest.mark.parametrize("model", [nn.Dense(1), {"kernel": jnp.ones([3, 1])}])
+def test_the_first_state_may_be_more_than_the_models_and_is_made_anew(model, assert_same):
+    options = {"train": True, "loss": lambda outputs, batch: outputs[:, 0]}
+    step = AveragingStep(jax.random.key(0), model, optax.sgd(0.1), **options)
+    state = step.initialize_model([1, 3])
+    assert_same(state.average, state.params)
+    assert isinstance(step.abstract_state([1, 3]), Averaged)
+    step = LossStep(jax.random.key(0), model, optax.sgd(0.1), **options)
+    assert_same(step.initialize_model([1, 3]), step.new_state())

@@ -97,7 +97,7 @@ def test_as_long_as_an_evaluation_may_come_its_metric_is_no_error(warnings_logge
         assert accuracy.measured(OUTPUTS, history, Elapsed(2)) is None
     assert len(warnings_logged()) == 1
     assert (
-        "Nothing named 'test/accuracy' was measured. There is: valid/accuracy, " in warnings_logged()[0]
+        "Nothing named 'test/accuracy' is measured. There is: valid/accuracy, " in warnings_logged()[0]
         and "It may still come from an evaluation named 'test'" in warnings_logged()[0]
     )
 
@@ -114,7 +114,7 @@ def test_as_long_as_an_evaluation_may_come_its_metric_is_no_error(warnings_logge
 )
 def test_a_name_that_can_not_come_is_an_error_that_lists_what_there_is(name, rows, nearest):
     history = rows and history_of(*rows)
-    with pytest.raises(ValueError, match=f"Nothing named '{name}' was measured. There is: {nearest}, .*Give the name"):
+    with pytest.raises(ValueError, match=f"Nothing named '{name}' is measured. There is: {nearest}, .*Give the name"):
         Monitor(name).measured(OUTPUTS, history, Elapsed(1))
 
 

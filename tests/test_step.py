@@ -487,7 +487,7 @@ def test_float64_is_said_once(warnings_logged):
     for _ in range(3):
         state, _ = step.step(state, batch_of(8, np.float64))
     (said,) = warnings_logged()
-    assert said.startswith("batch['x'] of _RegressionStep") and ".astype(np.float32)" in said
+    assert said.startswith("In _RegressionStep") and "batch['x'] is float64" in said and ".astype(np.float32)" in said
 
 
 @pytest.mark.parametrize(

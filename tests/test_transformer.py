@@ -31,7 +31,17 @@ def small(monkeypatch):
 
 def options(workdir, **others):
     defaults = {"size": "small", "partitioner": "fsdp", "model_devices": 2, "accumulate": 1, "write": 8, "seed": 0}
-    return types.SimpleNamespace(**{"workdir": workdir, "batch_size": None, "train_steps": None, **defaults, **others})
+    return types.SimpleNamespace(
+        **{"workdir": workdir, "batch_size": None, "train_steps": None, "check": False, **defaults, **others}
+    )
+
+
+def test_a_check_of_it_finds_nothing_and_trains_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        transformer.run(options(tmp_path, partitioner="tensor", check=True))
+    assert ended.value.code is None
+    assert "No problem. Nothing was run" in capsys.readouterr().out
+    assert not checkpoint.all_steps(tmp_path / "checkpoints")
 
 
 def test_it_learns_in_each_layout_alike_and_goes_on_in_another(tmp_path, capsys):

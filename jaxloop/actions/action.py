@@ -1,7 +1,7 @@
 """The base of all actions."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxloop import checks, types
@@ -38,9 +38,11 @@ class Action(abc.ABC):
     time_goes_to: str = "actions"
     """What the time report counts its calls as: "actions", "evals" or "checkpoints"."""
 
+    _interval: int | Schedule = 1  # For a subclass that does not call `super().__init__`.
+
     def __init__(self, interval: int | Schedule = 1):
         if not isinstance(interval, Schedule):
-            checks.check_positive(f"{type(self).__name__}.interval", interval)
+            checks.check_positive(f"{type(self).__name__}.interval", interval, instead="a schedule such as every(100)")
         self._interval = interval
 
     @property
@@ -64,6 +66,23 @@ class Action(abc.ABC):
             run shall have in all (None if nobody knows), `spent`, the `Spent` seconds since its last call, and
             `snapshot`, a function that returns what a checkpoint keeps beside the state. More names may come.
         """
+
+    @property
+    def monitors(self) -> Sequence[str]:
+        """The names of the metrics, see `jaxloop.actions.Monitor`, without which it can't do its work.
+
+        Before a run, `OuterLoop.check` looks whether they will be measured where it is called.
+        """
+        return ()
+
+    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
+        """What would go wrong in a run, a sentence each with its remedy; `OuterLoop.check` asks before one begins.
+
+        Args:
+          state: the train state, in shapes.
+          outputs: such as it will be called with, with ones for values; None where it is called when a loop begins.
+        """
+        return ()
 
     def finish(self, state: Any) -> Any:
         """Called once when a run has ended well, before `close`; returns the state that the run shall return."""

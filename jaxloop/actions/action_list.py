@@ -18,9 +18,9 @@ class ActionList:
     """
 
     def __init__(self, actions: Sequence[Action] | None, unit: str):
-        self.actions = tuple(map(as_action, actions or ()))
+        self.actions: tuple[Action, ...] = tuple(map(as_action, actions or ()))
         self.unit = unit
-        self.calls = [0] * len(self.actions)
+        self.calls: list[int] = [0] * len(self.actions)
         self._scheduled = [action.interval for action in self.actions if isinstance(action.interval, Schedule)]
 
     @property

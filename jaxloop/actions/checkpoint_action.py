@@ -1,8 +1,9 @@
 """Saving the run."""
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -52,7 +53,7 @@ class CheckpointAction(Action):
       OSError: a directory that can't be written.
     """
 
-    uses_outputs = False  # With `best`, an attribute of the object says otherwise.
+    uses_outputs: bool = False  # With `best`, an attribute of the object says otherwise.
     comes_last = True
     time_goes_to = "checkpoints"
 
@@ -72,10 +73,20 @@ class CheckpointAction(Action):
         name_and_mode = None if self._monitor is None else (self._monitor.name, self._monitor.mode)
         self._writer = checkpoint.CheckpointWriter(ckpt_manager, keep, name_and_mode, clock=clock)
         self._best = name_and_mode
+        self._keep = keep if isinstance(ckpt_manager, str | os.PathLike) else None
         self._saves = self._saves_measured = 0
         self._last_step: int | None = None  # That was saved.
         self._has_waited = self._has_said_that_it_waits = False
         checkpoint.prepare_directory(self.directory)
+
+    @property
+    def monitors(self) -> Sequence[str]:
+        return () if self._monitor is None else (self._monitor.name,)
+
+    @property
+    def keep(self) -> int | None:
+        """How many checkpoints are kept, the newest ones; None for all, or where a manager decides."""
+        return self._keep
 
     @property
     def directory(self) -> epath.Path:

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,12 +66,20 @@ class EarlyStoppingAction(Action):
 
     def _begin_anew(self) -> None:
         self._best: tuple[float, Elapsed] | None = None
-        self.kept_state = None
+        self.kept_state: Any = None
         self._patient_since: Elapsed | None = None  # Where the patience began to run.
         self._waits = 0  # Measurements since then.
         self._seen_at: Elapsed | None = None
         self._stopped = False
         self._is_over = False
+
+    @property
+    def monitors(self) -> Sequence[str]:
+        return (self._monitor.name,)
+
+    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
+        if outputs is None:
+            yield self._cant_stop_a_beginning
 
     @property
     def best(self) -> float | None:
@@ -113,9 +121,13 @@ class EarlyStoppingAction(Action):
         self._stopped = reason is not None
         if self._stopped:
             if outputs is None:
-                raise TypeError(f"{self!r} can't stop a loop that begins: give it to the end_actions.")
+                raise TypeError(self._cant_stop_a_beginning)
             outputs[types.STOP_LOOP] = True
             logging.info("Stopped at step %d: %s", now.steps, reason)
+
+    @property
+    def _cant_stop_a_beginning(self) -> str:
+        return f"{self!r} can't stop a loop that begins: give it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
         """Takes a value in; returns why the run is to stop, as half a sentence."""

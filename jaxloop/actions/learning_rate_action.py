@@ -1,6 +1,6 @@
 """Writing the learning rate."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,17 @@ class LearningRateAction(Action):
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         value = learning_rate(state.opt_state)
-        if value is None:
-            raise ValueError(
-                "LearningRateAction found no learning rate in the optimizer's state. Make the optimizer with "
-                "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
-            )
+        for problem in self.check(state, outputs):
+            raise ValueError(problem)
         values = {"learning_rate": float(metrics.fetch(value))}
         self._writer.put(self, step_num, [Call("write_scalars", values, {})])
+
+    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
+        if learning_rate(getattr(state, "opt_state", None)) is None:
+            yield (
+                "LearningRateAction finds no learning rate in the optimizer's state. Make the optimizer with "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
+            )
 
     def state_dict(self) -> Mapping[str, Any]:
         return self._writer.state_dict(self)

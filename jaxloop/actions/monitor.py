@@ -92,6 +92,16 @@ class Monitor:
         measured_at, value = last
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
+    def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
+        """Whether this metric is among the scalars of a loop, or has been measured in a run."""
+        return self._find(scalars) is not None or (history is not None and history.last(self._name) is not None)
+
+    def said_of_none(self, scalars: Iterable[str], history: History | None) -> str:
+        """That nothing of this name is measured, and what is."""
+        paths = () if history is None else history.paths()
+        there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
+        return f"Nothing named {self._name!r} is measured. There is: {', '.join(self._nearest_first(there))}."
+
     def _as_number(self, value: Any) -> float:
         if isinstance(value, str):
             raise TypeError(f"{self._name!r} is to be monitored, so it must be a number, got {value!r}.")
@@ -113,12 +123,11 @@ class Monitor:
     def _check_can_come(self, scalars: Iterable[str], history: History | None) -> None:
         """Says that nothing of this name was measured, in the way that fits what may still come."""
         paths = () if history is None else tuple(history.paths())
-        there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
-        if not there:
+        if not paths and not tuple(scalars):
             return
         first, *rest = _parts(self._name)
         groups = {_parts(path)[0] for path in paths}
-        text = f"Nothing named {self._name!r} was measured. There is: {', '.join(self._nearest_first(there))}."
+        text = self.said_of_none(scalars, history)
         if history is None or (rest and first in groups):
             raise ValueError(f"{text} Give the name of one of them.")
         if not groups - {"train"}:  # The evaluations are still to come.

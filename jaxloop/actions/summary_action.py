@@ -1,6 +1,6 @@
 """Writing summaries."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -50,7 +50,7 @@ class SummaryAction(Action):
                 f"SummaryAction takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
                 "jaxloop.default_writer(workdir) makes one."
             )
-        self._writer = writer_of(summary_writer, background)
+        self._summary_writer, self._writer = summary_writer, writer_of(summary_writer, background)
         self._flush_each_call = flush_each_call
         self._prefix = prefix
         self._left_out: set[str] = set()
@@ -64,7 +64,10 @@ class SummaryAction(Action):
             values = {f"{self._prefix}{name}": value for name, value in scalars.items()}
             calls.append(Call("write_scalars", values, {}))
         for name, metric in media.items():
-            calls += self._media_calls(f"{self._prefix}{name}", metric.value, metric.type, metric.metadata or {})
+            of_name = self._media_calls(f"{self._prefix}{name}", metric.value, metric.type, metric.metadata or {})
+            if not of_name:
+                self._say_left_out(f"{self._prefix}{name}", f"its type is {metric.type}")
+            calls += of_name
         if self._flush_each_call:
             calls.append(Call("flush", {}, {}))
         self._writer.put(self, step_num, calls, waits=self._flush_each_call)
@@ -84,11 +87,29 @@ class SummaryAction(Action):
         self._last_written = (step, names)
 
     def _warn_of_the_rest(self, outputs: types.Output, written: set[str]) -> None:
-        for name, value in (outputs or {}).items():
-            is_empty = value is None or (isinstance(value, list) and all(item is None for item in value))
-            # A Collection named `eval` is written as `eval/loss`, ...
-            if not is_empty and not any(each == name or each.startswith(f"{name}/") for each in written):
-                self._say_left_out(name, "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata")
+        for name in _not_among(outputs, written):
+            self._say_left_out(name, _NOTHING_TO_WRITE)
+
+    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
+        scalars, media = metrics.scalars_and_media(outputs)
+        for name, metric in media.items():
+            try:
+                if not self._media_calls(name, metric.value, metric.type, metric.metadata or {}):
+                    yield f"SummaryAction does not write the output {name!r}: its type is {metric.type}."
+            except ValueError as error:
+                yield str(error)
+        for name in _not_among(outputs, {*scalars, *media, types.STOP_LOOP}):
+            yield f"SummaryAction does not write the output {name!r}: {_NOTHING_TO_WRITE}."
+
+    @property
+    def summary_writer(self) -> Any:
+        """The writer that it was given."""
+        return self._summary_writer
+
+    @property
+    def prefix(self) -> str:
+        """What is put before each name."""
+        return self._prefix
 
     def _media_calls(self, name: str, value: Any, kind: types.MetricType, metadata: Mapping[str, Any]) -> list[Call]:
         options, values = {}, {name: value}
@@ -110,7 +131,6 @@ class SummaryAction(Action):
                 buckets = {name: metadata["num_buckets"]} if "num_buckets" in metadata else None
                 method, options = "write_histograms", {"num_buckets": buckets}
             case _:
-                self._say_left_out(name, f"its type is {kind}")
                 return []
         return [Call(method, values, options)]
 
@@ -127,3 +147,15 @@ class SummaryAction(Action):
 
     def flush(self) -> None:
         self._writer.flush()
+
+
+_NOTHING_TO_WRITE = "it is neither a scalar, an array, a clu metric nor a MetricWithMetadata"
+
+
+def _not_among(outputs: types.Output, written: set[str]) -> Iterator[str]:
+    """The names of outputs that have a value, and are not among those that were written."""
+    for name, value in (outputs or {}).items():
+        is_empty = value is None or (isinstance(value, list) and all(item is None for item in value))
+        # A Collection named `eval` is written as `eval/loss`, ...
+        if not is_empty and not any(each == name or each.startswith(f"{name}/") for each in written):
+            yield name

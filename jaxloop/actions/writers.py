@@ -1,5 +1,6 @@
 """Writers of summaries."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,17 +102,24 @@ class TensorBoardWriter(LogWriter):
     """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does.
 
     tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. Where they are missing, that is
-    logged once, and the rest is written.
+    logged once, and the rest is written. The file is made when there is something to write.
     """
 
     def __init__(self, workdir: epath.PathLike):
-        import tensorboardX
         from tensorboardX import summary
         from tensorboardX.proto import summary_pb2
 
-        self._events, self._new_summary = tensorboardX.SummaryWriter(str(workdir)), summary_pb2.Summary  # pyright: ignore
+        self._workdir, self._new_summary = str(workdir), summary_pb2.Summary  # pyright: ignore
         self._scalar, self._tags = summary.scalar, {}
         self._missing: set[str | None] = set()
+        self._is_open = False
+
+    @functools.cached_property
+    def _events(self) -> Any:
+        import tensorboardX
+
+        self._is_open = True
+        return tensorboardX.SummaryWriter(self._workdir)
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         super().write_scalars(step, scalars)
@@ -155,17 +163,19 @@ class TensorBoardWriter(LogWriter):
     ) -> None:
         for name, array in arrays.items():
             bins = (num_buckets or {}).get(name)
-            self._events.add_histogram(name, np.asarray(array), step, bins=bins or "tensorflow")  # pyright: ignore[reportArgumentType]
+            self._events.add_histogram(name, np.asarray(array), step, bins=bins or "tensorflow")
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
         super().write_hparams(hparams)
         self._events.add_hparams(dict(hparams), {})
 
     def flush(self) -> None:
-        self._events.flush()
+        if self._is_open:
+            self._events.flush()
 
     def close(self) -> None:
-        self._events.close()
+        if self._is_open:
+            self._events.close()
 
     def _add(self, add: Callable[..., None], name: str, value: Any, step: int, **options: Any) -> None:
         try:

@@ -4,7 +4,8 @@
     tensorboard --logdir=runs/digits
 
 In runs/digits are then checkpoints, TensorBoard events, all that was measured (history.jsonl) and its picture
-(learning_curves.png). Run the first command again and it resumes: a run that was killed goes on from its newest
+(learning_curves.png). With --check it trains nothing, and says how the run would go and what would go wrong in it.
+Run the first command again and it resumes: a run that was killed goes on from its newest
 checkpoint to the very same parameters, a finished one shows its result, and --train_steps=1200 trains it further. With
 --dataset=mnist --workdir=runs/mnist the same network reads the 70,000 digits of MNIST.
 """
@@ -127,7 +128,13 @@ def load_mnist(batch_size: int, seed: int) -> Data:
 
 
 def run(
-    workdir: pathlib.Path, dataset: str, train_steps: int, batch_size: int, learning_rate: float, seed: int
+    workdir: pathlib.Path,
+    dataset: str,
+    train_steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    check: bool = False,
 ) -> tuple[jaxloop.TrainState, float]:
     """Trains to `train_steps`, from the newest checkpoint if there is one; returns the state and its test accuracy."""
     start_time = time.perf_counter()
@@ -141,9 +148,10 @@ def run(
     keys = {"params": params_key, "shift": shift_key, "dropout": dropout_key}
     train_step = ClassifierStep(keys, CNN(), optax.adamw(schedule), train=True)
     eval_step = ClassifierStep(keys, CNN())
-    state = train_step.initialize_model([1, *data.image_shape], train=False)
+    make_state = train_step.abstract_state if check else train_step.initialize_model
+    state = make_state([1, *data.image_shape], train=False)
 
-    if first_step >= train_steps:
+    if first_step >= train_steps and not check:
         print(f"Finished already, at step {first_step}. A larger --train_steps goes on, another --workdir starts anew.")
         state = train_step.restore_model(state, checkpoint_dir)
     else:
@@ -163,12 +171,12 @@ def run(
             workdir=workdir,
             log_interval=WHEN_TO_LOG,
         )
-        state, _ = outer_loop(
-            state,
-            train_dataset=data.train_batches,
-            train_total_steps=train_steps,
-            eval_specs=[jaxloop.EvalSpec(data.test_batches, schedule=WHEN_TO_TEST, name="test")],
-        )
+        test = jaxloop.EvalSpec(data.test_batches, schedule=WHEN_TO_TEST, name="test")
+        arguments = {"train_dataset": data.train_batches, "train_total_steps": train_steps, "eval_specs": [test]}
+        if check:
+            report = outer_loop.check(state, **arguments)
+            sys.exit(f"{report}" if report.errors else print(report))
+        state, _ = outer_loop(state, **arguments)
         writer.close()
         print(outer_loop.spent)
 
@@ -199,7 +207,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"It takes flags only, got {' '.join(argv[1:])!r}.")
     options = flags.FLAGS
     workdir = pathlib.Path(options.workdir)
-    run(workdir, options.dataset, options.train_steps, options.batch_size, options.learning_rate, options.seed)
+    names = ("dataset", "train_steps", "batch_size", "learning_rate", "seed", "check")
+    run(workdir, **{name: getattr(options, name) for name in names})
 
 
 if __name__ == "__main__":
@@ -210,5 +219,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("batch_size", 32, "Images in a batch.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "Its peak, after a warm-up and before a cosine decay.")
     flags.DEFINE_integer("seed", 0, "Of the parameters, the batches and the dropout.")
+    flags.DEFINE_bool("check", False, "Train nothing; say how the run would go, and what would go wrong in it.")
     # What is logged below a warning would break up the line of progress; --verbosity=0 shows it.
     app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])

@@ -5,8 +5,9 @@
 
 The first command trains the size "tiny" on a CPU, in a minute or two, and writes a few lines of its own at each
 evaluation. The second one does so in two processes, as on two hosts: killed, both go on where they were when it is run
-again. --size=124m is for a GPU, and --partitioner says how it is laid out over many devices: "data" (a copy of the
-state on each), "fsdp" (a part on each) or "tensor" (each layer over --model_devices of them).
+again. With --check it says how the run would go and what would go wrong in it, and trains nothing. --size=124m is for
+a GPU, and --partitioner says how it is laid out over many devices: "data" (a copy of the state on each), "fsdp" (a part
+on each) or "tensor" (each layer over --model_devices of them).
 
     python -m jaxloop.examples.transformer --size=1b --dry_run --devices=64
 
@@ -235,9 +236,9 @@ def run(options) -> float:
     make = lambda train: make_step(size, partitioner, train_steps, options.accumulate, options.seed, train)
     train_step, eval_step = make(True), make(False)
     train_data, held_out = make_data(read_standard_library(), size, batch_size, options.seed)
-    state = train_step.initialize_model()
+    state = train_step.abstract_state() if options.check else train_step.initialize_model()
     if is_first_process():
-        print(f"{options.size}: {train_step.num_params:,} parameters, on {jax.device_count()} devices")
+        print(f"{options.size}: {train_step.compute_num_params(state):,} parameters, on {jax.device_count()} devices")
         print(repr(partitioner.report(state)), flush=True)
 
     write_step = WriteStep(
@@ -269,12 +270,11 @@ def run(options) -> float:
         jaxloop.CheckpointSpec(workdir / "checkpoints"),
         log_interval=WHEN_TO_LOG,
     )
-    _, outputs = outer_loop(
-        state,
-        train_data,
-        train_steps,
-        eval_specs=[jaxloop.EvalSpec(held_out, schedule=when_to_evaluate)],
-    )
+    arguments = (state, train_data, train_steps, None, [jaxloop.EvalSpec(held_out, schedule=when_to_evaluate)])
+    if options.check:
+        report = outer_loop.check(*arguments)
+        sys.exit(f"{report}" if report.errors else print(report))
+    _, outputs = outer_loop(*arguments)
     loss = outer_loop.history.collect("eval.loss")[-1]
     if is_first_process():
         speed = outer_loop.spent.steps_per_sec * batch_size * size.length
@@ -333,6 +333,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("accumulate", 1, "Into how many micro-batches a batch is split.", lower_bound=1)
     flags.DEFINE_integer("write", 100, "How many bytes it writes at each evaluation.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Of the parameters and the batches.")
+    flags.DEFINE_bool("check", False, "Train nothing; say how the run would go, and what would go wrong in it.")
     flags.DEFINE_bool("dry_run", False, "Compile a step and say what it costs; train nothing.")
     flags.DEFINE_integer("devices", None, "With --dry_run, for how many devices.", lower_bound=1)
     # What is logged below a warning would break up the line of progress; --verbosity=0 shows it.

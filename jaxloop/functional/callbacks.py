@@ -1,0 +1,323 @@
+"""Callbacks of all kinds, each called with the loop state alone."""
+
+import abc
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from jaxloop import metrics, types
+from jaxloop.actions.action import Action
+from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
+from jaxloop.function_step import CompiledFunction, PlainCall, name_of, outputs_logs_and_state
+from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
+from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, num_arguments, write
+from jaxloop.functional.tools import BarTool, Tool
+from jaxloop.history import History
+from jaxloop.loop import Loop
+from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.step import Step
+
+
+def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["CallbackOf"]) -> "CallbackOf":
+    """What calls a callback of whatever kind; of an action, with what the `reporters` before it log."""
+    if isinstance(callback, Tool):
+        return ActionCallback(callback, callback.action, callback.monitor, loop_state, reporters)
+    if isinstance(callback, Action) or is_periodic(callback):
+        action = callback if isinstance(callback, Action) else PeriodicAction(callback)
+        return ActionCallback(callback, action, None, loop_state, reporters)
+    if isinstance(callback, Step):
+        return _StepCallback(callback)
+    if isinstance(callback, Loop):
+        return _LoopCallback(callback)
+    if inspect.isclass(callback) or not (callable(callback) or hasattr(callback, "__loop_callback__")):
+        raise TypeError(
+            f"A callback is a function of up to four of ({', '.join(ARGUMENTS)}), an object with __loop_callback__, a "
+            f"Step, an Action or a Loop, got {callback!r}."
+        )
+    return _ObjectCallback(callback) if hasattr(callback, "__loop_callback__") else _FunctionCallback(callback)
+
+
+class CallbackOf(abc.ABC):
+    """A callback of any kind, called with the loop state alone."""
+
+    def __init__(self, of: Callback):
+        self.of = of
+        self.name: str = name_of(of)
+        self.time_goes_to: str = getattr(of, "time_goes_to", "rest")
+        self.was_called: bool = False
+        self.has_reported: bool = False
+        self.saves: bool = False
+        self._reports_state = False
+        self.kept_state: Any = None
+
+    @abc.abstractmethod
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        """Calls it; returns `(outputs, logs, state)`, with None for what it leaves alone."""
+
+    def __call__(self, loop_state: LoopState) -> None:
+        outputs, reported, state = self.report(loop_state)
+        self.was_called = True
+        if reported and "updates" in reported:
+            reported = {name: value for name, value in reported.items() if name != "updates"}
+        if not self.has_reported and not (outputs is None and reported is None):
+            self._check_report(loop_state, outputs, reported, state)
+        if self._reports_state:
+            outputs, reported = jax.tree.map(_copied, (outputs, reported))
+        if outputs is not None:
+            loop_state.outputs.update(outputs if isinstance(outputs, Mapping) else {self.name: outputs})
+        if reported:
+            loop_state.logs.merge(reported)
+        if state is not None:
+            loop_state.state = state
+
+    def add_note(self, error: BaseException, loop_state: LoopState) -> None:
+        """Notes with an error that it comes from here."""
+        error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
+
+    def plain_call(self) -> PlainCall | None:
+        """What it calls, if that is no more than a compiled function."""
+        return None
+
+    @property
+    def _reports_alone(self) -> bool:
+        """Whether there is no more to do with what it reports than to log it."""
+        return self.has_reported and not self._reports_state
+
+    def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
+        """Looks closely at what it reports for the first time."""
+        self.has_reported = bool(reported)
+        if reported:
+            History().commit(loop_state.elapsed, reported)  # Raises here, where the callback is known.
+        # A later step may take the leaves of a state over (donate them).
+        leaves = {id(leaf) for leaf in jax.tree.leaves((loop_state.state, state)) if isinstance(leaf, jax.Array)}
+        self._reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, reported)))
+
+    @property
+    def kind(self) -> str:
+        """What it is, the same in each process."""
+        return type(self.of).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers from call to call, for `load_state_dict`."""
+        return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        if state_dict:
+            self.of.load_state_dict(state_dict)
+
+    def save(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
+        """Saves the loop, if that is what it does, though its schedule has not come."""
+
+    def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
+        """Called when the loop has ended well; may set the state that it shall return."""
+
+    def close(self) -> None:  # noqa: B027 (to override, or not)
+        """Finishes what was begun."""
+
+
+class _FunctionCallback(CallbackOf):
+    def __init__(self, of: Callable[..., Any]):
+        super().__init__(of)
+        self._num_arguments = num_arguments(of)
+        self._returns_pair = False
+
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        if self._num_arguments == 2:  # As most.
+            result = self.of(loop_state.state, loop_state.batch)
+        else:
+            result = self.of(*arguments(loop_state, self._num_arguments))
+        outputs, logs, state = outputs_logs_and_state(result, self.name, loop_state.state)
+        self._returns_pair = type(result) is tuple and outputs is None and bool(logs) and state is not None
+        self._returns_pair &= "updates" not in (logs or {})
+        return outputs, logs, state
+
+    def plain_call(self) -> PlainCall | None:
+        # A function in Python could look at anything.
+        is_compiled = isinstance(self.of, jax.stages.Wrapped) and self._num_arguments == 2 and self._returns_pair
+        is_plain = is_compiled and self._reports_alone
+        return PlainCall(self.of, contextlib.nullcontext, lambda state: None) if is_plain else None
+
+
+class _ObjectCallback(CallbackOf):
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        return outputs_logs_and_state(self.of.__loop_callback__(loop_state), self.name, loop_state.state)
+
+    def plain_call(self) -> PlainCall | None:
+        return self.of.plain_call() if self._reports_alone and isinstance(self.of, CompiledFunction) else None
+
+
+class _StepCallback(CallbackOf):
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        now = loop_state.elapsed
+        state, values = self.of.step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
+        return *_outputs_and_logs(values), state
+
+
+class _LoopCallback(CallbackOf):
+    def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
+        state, outputs = self.of(loop_state.state, [loop_state.batch], num_steps=1)
+        if outputs.pop(types.STOP_LOOP, False):
+            loop_state.stop_iteration = True
+        # The statistics of one batch say nothing.
+        values = {name: value for name, value in metrics.summarize(outputs).items() if not name.startswith("jaxloop/")}
+        return *_outputs_and_logs(values), state
+
+
+class ActionCallback(CallbackOf):
+    """Calls an action with what was logged since its last call, at most once at each step."""
+
+    def __init__(
+        self,
+        of: Callback,
+        action: Action,
+        monitor: str | None,
+        loop_state: LoopState,
+        reporters: Sequence[CallbackOf],
+    ):
+        super().__init__(of)
+        if not isinstance(action.interval, Schedule) and action.interval != 1:
+            raise ValueError(
+                f"{action!r} counts train loops, of which there are none here. Leave its interval out: the schedule "
+                "under which it stands says when it is called."
+            )
+        self.time_goes_to: str = action.time_goes_to
+        self.saves: bool = action.time_goes_to == "checkpoints"
+        self._action, self._monitor, self._reporters = action, monitor, reporters
+        self._was_measured = self._has_warned = False
+        self._newest = NewestReady()
+        self._called_at: int | None = None
+        # Up to where it has seen the history: the next row, and what it has seen of that one already.
+        self._next_row, self._names_seen = len(loop_state.history), set[str]()
+        self._before = loop_state.elapsed
+
+    def report(self, loop_state: LoopState) -> tuple[None, None, None]:
+        action, now = self._action, loop_state.elapsed
+        if not action.waits_for_outputs:
+            self._newest.push(loop_state.logs)
+        is_due = not isinstance(action.interval, Schedule) or action.interval(now)
+        if is_due and self._called_at != now.steps:
+            self._call_action(loop_state)
+        return None, None, None
+
+    @property
+    def kept_state(self) -> Any:
+        """The state that the action keeps, see `Action`."""
+        return self._action.kept_state
+
+    @kept_state.setter
+    def kept_state(self, state: Any) -> None:
+        if state is not None:
+            self._action.kept_state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "action": dict(self._action.state_dict()),
+            "called_at": self._called_at,
+            "next_row": self._next_row,
+            "names_seen": sorted(self._names_seen),
+            "before": self._before.to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._action.load_state_dict(state_dict["action"])
+        self._called_at, self._next_row = state_dict["called_at"], state_dict["next_row"]
+        self._names_seen, self._before = set(state_dict["names_seen"]), Elapsed(**state_dict["before"])
+
+    def save(self, loop_state: LoopState) -> None:
+        if self.saves and self._called_at != loop_state.elapsed.steps:
+            self._call_action(loop_state)
+
+    def _call_action(self, loop_state: LoopState) -> None:
+        action, now = self._action, loop_state.elapsed
+        self._called_at = now.steps
+        if self.saves:  # What was logged up to a checkpoint is part of it.
+            write(loop_state)
+        outputs, history = self._outputs(loop_state), loop_state.history if action.waits_for_outputs else None
+        if not self._is_measured(loop_state):
+            outputs, history = metrics.LoopOutputs(), None
+        context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": loop_state.snapshot}
+        action(loop_state.state, outputs, step_num=now.steps, elapsed=now, **context)
+        if outputs.get(types.STOP_LOOP):
+            loop_state.stop_iteration = True
+
+    def _outputs(self, loop_state: LoopState) -> metrics.LoopOutputs:
+        if not self._action.uses_outputs:
+            return metrics.LoopOutputs()
+        if not self._action.waits_for_outputs:
+            return metrics.LoopOutputs(self._newest.scalars())
+        history = loop_state.history
+        rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
+        if coming := loop_state.not_in_history():
+            rows.append((loop_state.elapsed, metrics.fetch(coming)))
+        names_seen, self._names_seen, self._next_row = self._names_seen, set(named(coming)), len(history)
+        outputs = metrics.LoopOutputs()
+        for elapsed, logs in rows:
+            if elapsed.steps != self._before.steps:  # Else it is the rest of a row.
+                outputs.num_examples.append(num_examples(elapsed, self._before))
+                self._before = elapsed.without_previous()
+            for name, value in named(logs).items():
+                if name not in names_seen:
+                    outputs.setdefault(name, []).append(value)
+            names_seen = set()
+        if self._monitor is None:
+            outputs.update({name: [value] for name, value in metrics.fetch(loop_state.outputs).items()})
+        return outputs
+
+    def _is_measured(self, loop_state: LoopState) -> bool:
+        """Whether what it monitors was measured so far. Raises if it can't come any more."""
+        if self._was_measured or self._monitor is None:
+            return True
+        paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]
+        end = "." + self._monitor.replace("/", ".").removeprefix("train.")
+        self._was_measured = any(f".{path.replace('/', '.')}".endswith(end) for path in paths)
+        if self._was_measured or not paths or not all(each.was_called for each in self._reporters):
+            return self._was_measured
+        there = ", ".join(sorted({path.replace(".", "/") for path in paths}))
+        text = f"Nothing named {self._monitor!r} was logged. There is: {there}."
+        if all(each.has_reported for each in self._reporters):
+            raise ValueError(f"{text} Give the name of one of them to {self.name}.")
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning("%s %s goes on waiting for it.", text, self.name)
+        return False
+
+    def finish(self, loop_state: LoopState) -> None:
+        if isinstance(self.of, BarTool) and self._called_at not in (None, loop_state.elapsed.steps):
+            self._call_action(loop_state)  # After Ctrl-C it shall show how far the loop came.
+        loop_state.state = self._action.finish(loop_state.state)
+
+    def close(self) -> None:
+        self._action.close()
+
+
+def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
+    """What a `Step` or a `Loop` reports: scalars as metrics, all else as outputs."""
+    reported, outputs = Logs(), {}
+    for name, value in (values or {}).items():
+        is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
+        value = value.value if is_scalar else value
+        if _is_number(value):
+            reported.add_metric(name, value)
+        elif isinstance(value, Mapping) and all(_is_number(each) for _, each in entries(value)):
+            reported.merge({name: value})
+        else:
+            outputs[name] = value
+    return outputs or None, reported
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | int | float):
+        return True
+    is_numeric = lambda dtype: jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+    return isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and is_numeric(value.dtype)
+
+
+def _copied(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -1,0 +1,215 @@
+"""What callbacks report, and what many reports come to."""
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import jax
+
+from jaxloop import metrics
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Logs(dict[str, Any]):
+    """What a step reports: values by collection and name. A nested dictionary, and a pytree, so that jit returns it.
+
+    >>> logs = Logs()
+    >>> logs.add_metric("accuracy", 0.9).add_loss("loss", 0.3)
+    {'metrics': {'accuracy': 0.9}, 'losses': {'loss': 0.3}}
+    >>> logs.entry_value("accuracy"), logs.metrics.accuracy, logs.loss
+    (0.9, 0.9, 0.3)
+    """
+
+    def add(self, collection: str, name: str, value: Any) -> Self:
+        """Adds a value to a collection; returns the logs."""
+        for each in (collection, name):
+            if not isinstance(each, str):
+                raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
+        self.setdefault(collection, Logs())[name] = value
+        return self
+
+    def add_metric(self, name: str, value: Any) -> Self:
+        """Adds to `metrics`: what is to be seen."""
+        return self.add("metrics", name, value)
+
+    def add_loss(self, name: str, value: Any) -> Self:
+        """Adds to `losses`: scalars, of whose sum `train_step` takes the gradient."""
+        return self.add("losses", name, value)
+
+    @property
+    def updates(self) -> "Logs":
+        """The collection `updates`: what the forward pass changed, for `train_step` to put in the state.
+
+        `logs.add("updates", "batch_stats", batch_stats)` adds to it. It is not kept in a history.
+        """
+        return self.setdefault("updates", Logs())
+
+    def merge(self, other: Mapping[str, Any]) -> Self:
+        """Takes over all entries of other logs, collection by collection; returns the logs."""
+        for name, value in other.items():
+            if isinstance(value, (dict, Mapping)):  # The first costs less.
+                own = self.get(name)
+                value = Logs(value) if own is None else Logs({**own, **value} if isinstance(own, Mapping) else value)
+            self[name] = value
+        return self
+
+    def entry_value(self, name: str) -> Any:
+        """The value of a name, in whichever collection; `entry_value("metrics.loss")` picks one.
+
+        Raises:
+          KeyError: there is no such name, or there are several.
+        """
+        values = dict(entries(self))
+        found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]
+        if len(found) == 1:
+            return values[found[0]]
+        if found:
+            raise KeyError(f"{len(found)} entries of the logs are named {name!r}: {', '.join(found)}. Ask for one.")
+        raise KeyError(f"No entry of the logs is named {name!r}. There are: {', '.join(values) or 'none'}.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            value = self[name]
+            return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self.entry_value(name)
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Attributes of logs are for reading. Write logs.add_metric({name!r}, value).")
+
+    def tree_flatten(self):
+        names = tuple(sorted(self))
+        return [self[name] for name in names], names
+
+    def tree_flatten_with_keys(self):
+        values, names = self.tree_flatten()
+        return [(jax.tree_util.DictKey(name), value) for name, value in zip(names, values, strict=True)], names
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, values: Any) -> Self:
+        return cls(zip(names, values, strict=True))
+
+
+def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values under their paths, `metrics.loss`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from entries(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def nested(entries: Mapping[str, Any]) -> Logs:
+    """The logs of which these are the entries."""
+    logs = Logs()
+    for path, value in entries.items():
+        *collections_, name = path.split(".")
+        inner = logs
+        for collection in collections_:
+            inner = inner.setdefault(collection, Logs())
+        inner[name] = value
+    return logs
+
+
+def named(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries as actions and bars call them: `loss` for those of `metrics` and `losses`, `test/loss` for others."""
+    named = {}
+    # A metric of the name of a loss comes later, and is the one that is meant.
+    for path, value in sorted(entries(logs), key=lambda entry: not entry[0].startswith("losses.")):
+        collection, _, name = path.partition(".")
+        named[(name if name and collection in ("metrics", "losses") else path).replace(".", "/")] = value
+    return named
+
+
+def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
+    """How many examples a row stands for; for one that comes after steps without a row, the mean of these."""
+    return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
+
+
+class Means:
+    """The means of the rows of a history so far, weighted by examples."""
+
+    def __init__(self):
+        self._num_rows, self._before, self._weight = 0, Elapsed(), 1
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def take(self, history: History) -> None:
+        """Takes in the rows that it has not seen."""
+        for index in range(self._num_rows, len(history)):
+            elapsed, logs = history[index]
+            self._add(elapsed, logs)
+        self._num_rows = len(history)
+
+    def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
+        if elapsed.steps != self._before.steps:  # Else it is the rest of a row.
+            self._weight, self._before = num_examples(elapsed, self._before), elapsed
+        for path, value in entries(logs):
+            if not isinstance(value, str):
+                total, weights = self._sums.get(path, (0.0, 0))
+                self._sums[path] = (total + self._weight * float(value), weights + self._weight)
+
+    def logs(self) -> Logs:
+        """The means."""
+        return nested({path: total / weights for path, (total, weights) in self._sums.items()})
+
+    def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
+        """The means with one more row, which is not kept."""
+        means = Means()
+        means._sums, means._before, means._weight = dict(self._sums), self._before, self._weight
+        means._add(elapsed, logs)
+        return means.logs()
+
+
+REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "last": lambda values: values[-1],
+}
+
+
+def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
+    """What the rows of a history come to."""
+    if how == "mean":
+        means = Means()
+        means.take(history)
+        return means.logs()
+    values: dict[str, list[Any]] = {}
+    for row in history:
+        for path, value in entries(row.logs):
+            if not isinstance(value, str):
+                values.setdefault(path, []).append(value)
+    reduce = how if callable(how) else REDUCTIONS[how]
+    return nested({path: reduce(each) for path, each in values.items()})
+
+
+class NewestReady:
+    """The newest logged values that are there already."""
+
+    def __init__(self):
+        # So many steps may be under way; of those before, the newest of each collection.
+        self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=64)
+        self._before = Logs()
+
+    def push(self, logs: Mapping[str, Any]) -> None:
+        """Takes in the logs of the next step; more may be added to them until the one after."""
+        if self._recent:
+            self._before.update(self._recent[-1])
+        self._recent.append(logs)
+
+    def scalars(self) -> dict[str, Any]:
+        """By name, the newest that are on the host, or could be without waiting."""
+        found: dict[str, dict[str, Any]] = {}
+        for logs in (*reversed(self._recent), self._before):
+            for collection in logs.keys() - found.keys():
+                ready = metrics.ready_scalars(named({collection: logs[collection]}))
+                if ready:
+                    found[collection] = ready
+        # As in `named`, a metric of the name of a loss is the one that is meant.
+        return {**found.pop("losses", {}), **{name: value for each in found.values() for name, value in each.items()}}

@@ -1,0 +1,408 @@
+"""The loop itself: for each batch, what is due, in its order."""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxloop import checkpoint as checkpoints
+from jaxloop import checks, encoding, interrupt, timing
+from jaxloop.function_step import PlainCall, name_of
+from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
+from jaxloop.functional.loop_state import LoopState, Moment, Tasks, commit, end_row, on_end, on_start, write
+from jaxloop.functional.tools import CheckpointTool
+from jaxloop.history import History
+from jaxloop.loop import Counting, as_iterator, as_stop
+from jaxloop.output_queue import CHUNK_SIZE
+from jaxloop.position import PositionedIterator, PositionUnknownError
+from jaxloop.schedules import Elapsed, Schedule, earliest, is_always
+from jaxloop.whole_run import WholeRun
+
+
+def loop(
+    state: Any,
+    dataset: Any,
+    tasks: Tasks,
+    *,
+    stop: Schedule | int | None = None,
+    history: History | None = None,
+    elapsed: Elapsed | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Any, History, Elapsed]:
+    """For each batch, calls the callbacks whose schedule fires, in the order in which they stand, checkpoints last.
+
+    A callback is a function of none to four of `(state, batch, elapsed, loop_state)`, by position; arguments with a
+    default are its own. It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, with None for what it
+    leaves alone. A state that is neither a tuple nor a dictionary may be returned alone. `Step`s, `Action`s and `Loop`s
+    of jaxloop are callbacks too (a loop runs on the one batch), and so are objects with
+    `__loop_callback__(loop_state) -> (logs, state)`.
+
+    The logs of a step make one row of the history. Where nothing is called but one compiled function, the rows of up to
+    32 steps are made together, before anything else is called: only the dataset could see that. Nothing waits for the
+    devices, unless a callback reads a value. Ctrl-C ends the loop after the step in flight: it is saved where the tasks
+    have a checkpoint, and what is there is returned. SIGTERM does the same, and exits with 143.
+
+    With a `checkpoint(directory, resume=True)` among the tasks, the loop goes on from the newest checkpoint: with its
+    state, its position in the data, the rows of its history, and what the tools and `LoopState.metadata` remember. So
+    do objects with `__loop_callback__` that have `state_dict()` and `load_state_dict(state_dict)`.
+
+    Args:
+      state: any pytree. Callbacks that take it over (`train_step` donates it) leave you the one that is returned.
+      dataset: the batches.
+      tasks: `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, or pairs. Not changed. `on_start` and
+        `on_end` are keys too.
+      stop: where to end, as in `elapse`.
+      history: goes on with this one; it is the one that is returned.
+      elapsed: goes on from here.
+      clock: tells the time in seconds.
+
+    Returns:
+      `(state, history, elapsed)`.
+
+    Raises:
+      TypeError: a callback with a signature or a result that can't be meant; the error names it.
+      ValueError: the state was donated to an earlier call.
+      Whatever a callback or the dataset raises, with a note of where and at which step. Checkpoints under way are
+        committed first.
+    """
+    stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
+    history = _history_for(tasks) if history is None else history
+    loop_state = LoopState(state, history, elapsed or Elapsed())
+    entries = _compile(tasks, loop_state)
+    callbacks = list({id(each): each for entry in entries for each in entry.callbacks}.values())
+    checks.check_only_process("jf.loop")
+    checks.check_alive(state, "jf.loop")
+
+    with interrupt.Interruptible() as interruptible, _closing(callbacks, loop_state), stopwatch.counting("rest"):
+        dataset = _keep_all(loop_state, callbacks, dataset)
+        start = loop_state.elapsed
+        loop_state.total_steps = _steps_of(stop, start)
+        counting = Counting(as_iterator(dataset), as_stop(stop), start, stopwatch)
+        _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
+        plan = _Plan(entries)
+        drawn = None if loop_state.stop_iteration else counting.draw()
+        while drawn is not None:
+            end_row(loop_state)  # Not before: what waits for the last step belongs to the row of that step.
+            loop_state.elapsed, loop_state.batch = drawn
+            plan.due(loop_state.elapsed).call(loop_state, stopwatch)
+            if loop_state.stop_iteration or interruptible.requested:
+                break
+            drawn = plan.draw(loop_state, counting, interruptible.outermost)
+        if interruptible.requested:
+            for callback in callbacks:
+                callback.save(loop_state)
+        elif loop_state.elapsed is not start:
+            # Where the data has ended, say, only now it is known that this was the last step.
+            now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
+            _Due(entry.without(plan.newest.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
+        end_row(loop_state)
+        for callback in callbacks:
+            callback.finish(loop_state)
+        _Due(entry for entry in entries if entry.when is on_end).call(loop_state, stopwatch)
+    return loop_state.state, loop_state.history, loop_state.elapsed.without_previous()
+
+
+def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
+    """A new history, beside the checkpoints that the loop goes on from."""
+    for _, callbacks in tasks:
+        for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+            if isinstance(callback, CheckpointTool) and callback.resume:
+                return History(callback.action.directory / "history.jsonl")
+    return History()
+
+
+def _keep_all(loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any) -> Any:
+    """Has checkpoints keep the whole of the loop, and goes on from one where a task asks for that.
+
+    Returns the dataset, at its position.
+    """
+    if not any(callback.saves for callback in callbacks):
+        return dataset
+    source = PositionedIterator(dataset)
+    part = _LoopPart(loop_state, callbacks, source)
+    run = WholeRun(part, {}, {}, loop_state.history)
+    run.source, loop_state.snapshot = source, run.snapshot
+    tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
+    for tool in [tool for tool in tools if tool.resume]:
+        directory = tool.action.directory
+        checkpoints.clear_leftovers(directory)
+        given = checks.adopt(loop_state.state)
+        restored = checkpoints.restore_newest(directory, given)
+        if restored is None:
+            logging.info("No checkpoint found in %s", directory)
+            loop_state.history.resume(loop_state.elapsed.steps)
+            continue
+        loop_state.state, step = restored
+        resumed = run.load(directory, step, given)
+        loop_state.elapsed = resumed.elapsed
+        if resumed.position is not None:
+            try:
+                source.seek(resumed.position)
+            except PositionUnknownError as error:
+                logging.warning("%s The loop goes on with what the dataset gives now.", error)
+        logging.info("Resumed at step %d from %s.", step, directory)
+    return source
+
+
+class _LoopPart:
+    """What a checkpoint keeps of a loop and its callbacks."""
+
+    steps_before = 0
+
+    def __init__(self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator):
+        self._loop_state, self._callbacks, self._source = loop_state, callbacks, source
+
+    @property
+    def batches_consumed(self) -> int:
+        return self._source.count
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        now = self._loop_state.elapsed
+        kept = {str(index): callback.kept_state for index, callback in enumerate(self._callbacks)}
+        return {
+            "elapsed": now.to_dict(),
+            "previous": (now.previous or now).to_dict(),
+            "steps_in_loop": 0,
+            "has_stopped": self._loop_state.stop_iteration,
+            "metadata": encoding.encode(self._loop_state.metadata),
+            "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self._callbacks],
+        }, {name: state for name, state in kept.items() if state is not None}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+        self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
+        self._loop_state.stop_iteration = state_dict["has_stopped"]
+        if [callback.kind for callback in self._callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
+            logging.warning("The tasks are not those of the checkpoint: what they remember begins anew.")
+            return
+        for index, (callback, (_, kept)) in enumerate(zip(self._callbacks, state_dict["callbacks"], strict=True)):
+            callback.load_state_dict(encoding.decode(kept))
+            if str(index) in kept_states:
+                callback.kept_state = kept_states[str(index)]
+
+    def resume(self, elapsed: Elapsed) -> None:
+        pass
+
+    def batches_ahead(self, source: Any) -> int:
+        return 0
+
+
+def _steps_of(stop: Any, start: Elapsed) -> int | None:
+    """How many steps a run shall come to, if its stop says so."""
+    if isinstance(stop, Schedule):
+        return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
+    return stop
+
+
+@contextlib.contextmanager
+def _closing(callbacks: Sequence["CallbackOf"], loop_state: LoopState) -> Iterator[None]:
+    """Closes the callbacks, however the loop ends. An error in that does not hide the one that ended the loop."""
+    has_failed, errors = True, []
+    try:
+        yield
+        has_failed = False
+    finally:
+        ends = [lambda: end_row(loop_state), lambda: write(loop_state), *(callback.close for callback in callbacks)]
+        names = ["The last row", "The file of the history", *(callback.name for callback in callbacks)]
+        for name, end in zip(names, ends, strict=True):
+            try:
+                end()
+            except Exception as error:
+                logging.exception("%s could not be finished.", name)
+                errors.append(error)
+        if errors and not has_failed:
+            raise errors[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Entry:
+    """An entry of the tasks."""
+
+    when: Schedule | Moment
+    callbacks: Sequence["CallbackOf"]
+
+    def without(self, called: Sequence["_Entry"]) -> "_Entry":
+        """What is left to call of it at a step where some entries were called: actions know by themselves."""
+        if self not in called:
+            return self
+        return _Entry(self.when, [each for each in self.callbacks if isinstance(each, ActionCallback)])
+
+
+class _Due:
+    """Entries whose callbacks are to be called, in their order, checkpoints last."""
+
+    def __init__(self, entries: Iterable[_Entry]):
+        self.entries = list(entries)
+        called = [each for entry in self.entries for each in entry.callbacks]
+        self._callbacks = sorted(called, key=lambda callback: callback.saves)
+
+    def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
+        for callback in self._callbacks:
+            try:
+                if callback.time_goes_to == "rest":  # As it does already.
+                    callback(loop_state)
+                else:
+                    with stopwatch.counting(callback.time_goes_to):
+                        callback(loop_state)
+            except BaseException as error:
+                callback.add_note(error, loop_state)
+                raise
+
+    def only_compiled(self, loop_state: LoopState) -> "_OnlyCompiled | None":
+        """The only callback, if it is a compiled function that was called with a batch such as most are."""
+        batch = loop_state.batch
+        if len(self._callbacks) != 1 or type(batch) is not dict or isinstance(loop_state.state, tuple):
+            return None
+        plain = self._callbacks[0].plain_call()
+        if plain is None or any(type(getattr(leaf, "shape", None)) is not tuple for leaf in batch.values()):
+            return None
+        like = [(name, leaf.shape, leaf.dtype) for name, leaf in batch.items()]
+        return _OnlyCompiled(self._callbacks[0], plain, like, checks.num_examples(batch) or 1)
+
+
+class _Plan:
+    """Says which entries are due at a step; up to the next where others than those of each step can be, it asks none.
+
+    Where these are a single compiled function, the steps in between are taken here: its dispatch may take no longer
+    than a few calls in Python.
+    """
+
+    def __init__(self, entries: Sequence[_Entry]):
+        pairs = [(entry, entry.when) for entry in entries if isinstance(entry.when, Schedule)]
+        self._entries = [entry for entry, _ in pairs]
+        self._others = [when for _, when in pairs if not is_always(when)]
+        self._each_step = _Due(entry for entry, when in pairs if is_always(when))
+        self._next_step = 0  # From which on others can be due.
+        self.newest = _Due(())
+
+    def due(self, now: Elapsed) -> _Due:
+        """What is due now; it is also in `newest`, until the next step."""
+        if now.steps < self._next_step and not now.is_last:
+            self.newest = self._each_step
+            return self.newest
+        self.newest = due = _Due(entry for entry in self._entries if entry.when(now))
+        can_be_any_time = any(when.next_time(now) is not None for when in self._others)
+        next_step = now.steps + 1 if can_be_any_time else earliest(when.next_step(now) for when in self._others)
+        self._next_step = sys.maxsize if next_step is None else next_step
+        return due
+
+    def draw(
+        self, loop_state: LoopState, counting: Counting, interruptible: interrupt.Interruptible
+    ) -> tuple[Elapsed, Any] | None:
+        """Takes the steps at which nothing but one compiled function is called, and draws the batch after them.
+
+        None where the run is over, or a signal has come. The row of the last step is left to be ended.
+        """
+        known = self._each_step.only_compiled(loop_state)
+        while known is not None and interruptible.signum is None:
+            room = min(self._next_step - 1 - counting.newest.steps, counting.room(), CHUNK_SIZE)
+            if room < 1:
+                break
+            before = loop_state.elapsed
+            drawn, goes_on = _take_some(known, loop_state, counting, interruptible, room)
+            if loop_state.elapsed is not before:
+                self.newest = self._each_step
+            if not goes_on:
+                return drawn
+        return None if interruptible.signum is not None else counting.draw()
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnlyCompiled:
+    """The one callback of a step, a compiled function, and what the batches look like that it has been called with."""
+
+    callback: "CallbackOf"
+    plain: PlainCall
+    like: list[tuple[str, Any, Any]]
+    samples: int
+
+
+def _take_some(
+    known: _OnlyCompiled,
+    loop_state: LoopState,
+    counting: Counting,
+    interruptible: interrupt.Interruptible,
+    room: int,
+) -> tuple[tuple[Elapsed, Any] | None, bool]:
+    """Calls a compiled function for up to `room` batches, and then makes the rows of what it has reported.
+
+    Returns:
+      A batch that was drawn, and is not like those before, or with which the call fails: to be taken with all that
+      belongs to it. And whether there is none, and more steps can be taken here.
+    """
+    call, like = known.plain.call, known.like
+    draw, clock, state = counting.iterator.__next__, counting.stopwatch.clock, loop_state.state
+    reported: list[Any] = []
+    came_at: list[float] = []
+    in_data, came, batch, error, is_ahead = 0.0, 0.0, loop_state.batch, None, False
+    try:
+        with known.plain.taking(state):
+            for _ in range(room):
+                began = clock()
+                batch = draw()
+                came, is_ahead = clock(), True
+                in_data += came - began
+                if [(name, leaf.shape, leaf.dtype) for name, leaf in batch.items()] != like:
+                    break
+                logs, state = call(state, batch)
+                reported.append(logs)
+                came_at.append(came)
+                is_ahead = False
+                if interruptible.signum is not None:
+                    break
+    except BaseException as raised:
+        error = raised
+    counting.stopwatch.move(in_data, "data")
+    loop_state.state, loop_state.batch = state, batch
+    if reported:
+        known.plain.remember(state)
+        end_row(loop_state)
+        *others, newest = zip(counting.count_all(known.samples, came_at), reported, strict=True)
+        for loop_state.elapsed, logs in others:
+            commit(loop_state, logs)
+        loop_state.elapsed, logs = newest
+        loop_state.logs.merge(logs)
+    if error is not None and not is_ahead:
+        return counting.end_by(error), False
+    if is_ahead:
+        drawn = counting.count(checks.num_examples(batch) or 1, came), batch
+        if error is not None and not (isinstance(error, Exception) and checks.is_alive(state)):
+            end_row(loop_state)
+            loop_state.elapsed = drawn[0]
+            known.callback.add_note(error, loop_state)
+            raise error
+        return drawn, False
+    return None, True
+
+
+def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
+    """The entries of the tasks, checked. A callback that stands in several places is one."""
+    entries, known, reporters = [], {}, []
+    for when, callbacks in _pairs(tasks):
+        callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+        for callback in callbacks:
+            if id(callback) not in known:
+                known[id(callback)] = as_callback(callback, loop_state, reporters)
+        entry = _Entry(when, [known[id(callback)] for callback in callbacks])
+        entries.append(entry)
+        if isinstance(when, Schedule):
+            reporters += [each for each in entry.callbacks if not isinstance(each, ActionCallback)]
+    return entries
+
+
+def _pairs(tasks: Tasks) -> Iterator[tuple[Schedule | Moment, Any]]:
+    if not isinstance(tasks, Iterable) or isinstance(tasks, str):
+        raise TypeError(f"{_WHAT_TASKS_ARE}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")
+    for pair in tasks.items() if isinstance(tasks, Mapping) else tasks:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"{_WHAT_TASKS_ARE}, got {pair!r} in the place of a pair.")
+        when, callbacks = pair
+        if not isinstance(when, Schedule | Moment):
+            raise TypeError(f"{_WHAT_TASKS_ARE}, got {when!r} in the place of a schedule.")
+        yield when, callbacks
+
+
+_WHAT_TASKS_ARE = "Tasks are {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
