@@ -1,10 +1,11 @@
 # `make demo` trains a model, `make test` checks everything, `make chaos` breaks many runs, `make bench` measures how
-# long they take. All make their own virtual environment in .venv.
+# long they take, `make test-wheel` and `make test-oldest` check what is to be released. All make their own virtual
+# environments, in .venv or, for the wheel, in a temporary directory.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test chaos bench colabs clean
+.PHONY: demo test test-wheel test-oldest chaos bench colabs docs clean
 
 demo: .venv/demo.installed
 	$(BIN)/python -m jaxloop.examples.digits --workdir=runs/digits
@@ -15,6 +16,43 @@ test: .venv/test.installed
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The wheel as it is installed: first alone, with none of the optional packages, then with all of the tests, which are
+# copied to where the sources are not. TESTS=tests/test_loop.py runs some of them.
+TESTS ?= tests --pyargs jaxloop
+# This one looks at files of the sources.
+NOT_OF_THE_WHEEL := --deselect tests/test_docs.py::test_files_and_flags_that_a_page_names_are_there
+
+test-wheel:
+	set -e; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
+	bare="$$scratch/bare/bin/python"; $(PYTHON) -m venv "$$scratch/bare"; \
+	mkdir "$$scratch/sources" "$$scratch/outside"; \
+	cp -R jaxloop pyproject.toml README.md LICENSE "$$scratch/sources"; \
+	"$$bare" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$$scratch" "$$scratch/sources"; \
+	wheel=$$(echo "$$scratch"/jaxloop-*.whl); \
+	cp -R tests colabs docs benchmarks requirements *.md pyproject.toml Makefile "$$scratch/outside"; \
+	cd "$$scratch/outside"; \
+	"$$bare" -m pip install --quiet --disable-pip-version-check "$$wheel"; \
+	"$$bare" tests/programs/plain_install.py \
+	  "$$("$$bare" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	"$$bare" -m pip install --quiet --disable-pip-version-check "$$wheel[test]"; \
+	"$$bare" -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NOT_OF_THE_WHEEL) $(TESTS)
+
+# The lowest versions that pyproject.toml allows, in an environment of their own. Packages of today may call what that
+# JAX deprecates (Haiku does): such warnings are let be. Two tests are left out, for what they themselves rely on: one
+# computes in bfloat16, of which NumPy 2.0 makes float32; one compares classes of metrics, which JAX 0.9 tells apart.
+NOT_OF_THE_OLDEST := not (among_many and bfloat16) and not kept_in_a_checkpoint_go_on
+
+test-oldest: .venv/oldest/installed
+	.venv/oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning \
+	  -k '$(NOT_OF_THE_OLDEST)' $(TESTS)
+
+.venv/oldest/installed: pyproject.toml requirements/oldest.txt
+	rm -rf .venv/oldest
+	$(PYTHON) -m venv .venv/oldest
+	.venv/oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/oldest.txt \
+	  --editable '.[test]'
+	touch $@
+
 chaos: .venv/test.installed
 	$(BIN)/python tests/chaos.py
 
@@ -23,6 +61,9 @@ bench: .venv/bench.installed
 
 colabs: .venv/test.installed
 	$(BIN)/python colabs/execute.py
+
+docs: .venv/docs.installed
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going docs docs/_build
 
 clean:
 	rm -rf .venv runs

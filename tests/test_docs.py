@@ -17,7 +17,7 @@ def blocks(page):
 
 
 @each_page
-def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
+def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, capsys, checked_first, compile_fast):
     monkeypatch.chdir(tmp_path)
     names = {}
     assert {kind for kind, _ in blocks(page)} <= {"", "continued", "program"}

@@ -1,0 +1,92 @@
+"""Trains through all doors, saves and goes on, with jaxloop as it was installed and none of the optional packages.
+
+    python plain_install.py DIRECTORY
+
+The directory is where jaxloop is to come from. Optional packages that are installed can't be imported here.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import pathlib
+import pkgutil
+import sys
+import tempfile
+
+OPTIONAL = (
+    "crc32c equinox grain haiku keras matplotlib pandas sklearn tensorboard tensorboardX tensorflow "
+    "tensorflow_datasets torch tqdm"
+).split()
+for name in OPTIONAL:
+    sys.modules[name] = None  # pyright: ignore[reportArgumentType]
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import examples
+from jaxloop import functional as jf
+
+
+def check_what_is_there(directory):
+    package = pathlib.Path(jaxloop.__file__).parent
+    assert package == pathlib.Path(directory).resolve() / "jaxloop", f"jaxloop was imported from {package}"
+    assert importlib.metadata.version("jaxloop") == jaxloop.__version__
+    assert (package / "py.typed").is_file()
+    for name in jaxloop.__all__:
+        getattr(jaxloop, name)
+    for module in pkgutil.walk_packages(jaxloop.__path__, "jaxloop."):
+        importlib.import_module(module.name)
+
+
+def train_with_objects(directory, total_steps):
+    step, state, batches = examples.tiny_regression()
+    train_loop = jaxloop.TrainLoop(
+        step,
+        end_actions=[
+            jaxloop.SummaryAction(jaxloop.default_writer(directory)),
+            jaxloop.ProgressAction(),
+            jaxloop.CheckpointAction(f"{directory}/checkpoints"),
+        ],
+    )
+    outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(f"{directory}/checkpoints"))
+    state, outputs = outer_loop(state, batches, total_steps, 10)
+    return int(state.step), jaxloop.summarize(outputs)["loss"]
+
+
+def train_with_functions():
+    step, state, batches = examples.tiny_regression()
+
+    @jax.jit
+    def train_step(state, batch):
+        state, logs = step.run(state, batch)
+        return logs, state
+
+    state, history, _ = jf.loop(state, batches, {jf.every(1): train_step}, stop=jf.at(20))
+    return history.collect("loss")[-1]
+
+
+def train_with_one_call():
+    _, _, batches = examples.tiny_regression()
+    _, history = jaxloop.fit(
+        nn.Dense(1),
+        batches,
+        inputs="x",
+        loss=lambda outputs, batch: optax.squared_error(outputs, batch["y"]).mean(-1),
+        optimizer=optax.sgd(0.1),
+        num_steps=20,
+        progress=None,
+    )
+    return history.collect("loss")[-1]
+
+
+if __name__ == "__main__":
+    check_what_is_there(sys.argv[1])
+    with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(sys.stderr):
+        steps = [train_with_objects(runs, total_steps) for total_steps in (20, 30)]
+        losses = [loss for _, loss in steps] + [train_with_functions(), train_with_one_call()]
+    assert [step for step, _ in steps] == [20, 30]
+    assert np.all(np.asarray(losses) < 0.1), losses
+    print(f"jaxloop {jaxloop.__version__} trains")

@@ -1,0 +1,99 @@
+"""The documentation builds without a warning, and describes every public name."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+from test_house import FIXED_NAMES
+
+import jaxloop
+from jaxloop import functional
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+COLABS = "quick_start custom_loop loop_language resume_anywhere scaling debugging".split()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site, and what Sphinx had to say."""
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", DOCS, directory]
+    return directory, subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def described(site):
+    """The names in the inventory, by kind."""
+    inventory = InventoryFile.loads((site[0] / "objects.inv").read_bytes(), uri="")
+    return {kind: dict(names) for kind, names in inventory.data.items() if kind.startswith("py:")}
+
+
+def test_it_builds_without_a_warning(site):
+    assert site[1].returncode == 0 and not site[1].stderr, site[1].stdout + site[1].stderr
+
+
+def test_each_page_and_each_notebook_is_there(site):
+    pages = [path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md") if "_build" not in path.parts]
+    assert len(pages) > 20
+    for page in [*pages, *(pathlib.Path("notebooks", name) for name in COLABS)]:
+        assert (site[0] / page.with_suffix(".html")).exists(), page
+
+
+def test_the_site_needs_no_network(site):
+    for page in site[0].rglob("*.html"):
+        text = page.read_text()
+        assert '<script src="http' not in text and '<link rel="stylesheet" href="http' not in text, page
+
+
+def public_names(module):
+    """Those of `__all__`; without one, what the module defines, and what it imports for others as itself."""
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    names = set()
+    for node in ast.parse(pathlib.Path(module.__file__).read_text()).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+            case ast.ImportFrom(names=aliases):
+                names |= {each.name for each in aliases if each.asname == each.name}
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(jaxloop.__all__))
+def test_each_public_name_is_described_once(described, name):
+    kinds = [kind for kind, names in described.items() if f"jaxloop.{name}" in names]
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("module", FIXED_NAMES)
+def test_each_fixed_name_is_described_where_experiments_import_it(described, module):
+    names = {name for kind in described.values() for name in kind}
+    for name in FIXED_NAMES[module].split():
+        assert f"jaxloop.{name}" in names or f"jaxloop.{module}.{name}" in names, name
+
+
+def test_each_name_of_the_loop_language_is_described(described):
+    names = {name for kind in described.values() for name in kind}
+    objects = [_find(name) for name in names]
+    missing = [
+        name
+        for name in public_names(functional)
+        if not any(each is getattr(functional, name) for each in objects) and f"jaxloop.functional.{name}" not in names
+    ]
+    assert not missing
+
+
+def _find(name):
+    """What a full name stands for; None where it is an attribute of an object."""
+    module, _, last = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), last, None)
+    except ModuleNotFoundError:  # A class and its method.
+        return None
