@@ -54,17 +54,15 @@ class _Process:
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
+        self.code: int | None = None  # Negative for a signal; None as long as it ran when it was looked at.
         self.ended_at: float | None = None
         self._printer = threading.Thread(target=self._print_lines, daemon=True)
         self._printer.start()
 
-    @property
-    def code(self) -> int | None:
-        """Its exit code, negative for a signal; None as long as it runs."""
-        code = self._process.poll()
-        if code is not None and self.ended_at is None:
-            self.ended_at = time.monotonic()
-        return code
+    def look(self, now: float) -> None:
+        """Finds out whether it has ended."""
+        if self.is_running and (code := self._process.poll()) is not None:
+            self.code, self.ended_at = code, now
 
     @property
     def is_running(self) -> bool:
@@ -96,20 +94,21 @@ class _Process:
 
 
 def _wait_for(processes: Sequence[_Process]) -> int:
-    while not any(each.has_failed for each in processes) and any(each.is_running for each in processes):
-        time.sleep(_POLL_SECS)
-    deadline, killed = time.monotonic() + _GRACE_SECS, []
+    deadline, killed = float("inf"), []
     while any(each.is_running for each in processes):
         time.sleep(_POLL_SECS)
-        if time.monotonic() > deadline and not killed and any(each.has_failed for each in processes):
+        now = time.monotonic()
+        for each in processes:
+            each.look(now)
+        if deadline == float("inf") and any(each.has_failed for each in processes):
+            deadline = now + _GRACE_SECS
+        if now > deadline and not killed:
             killed = [each for each in processes if each.is_running]
             for each in killed:
                 each.kill()
     for each in processes:
         each.finish()
-    # Those that ended because of another one say nothing about why.
-    is_follower = lambda each: each in killed or each.code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
-    failed = sorted((each for each in processes if each.code), key=lambda each: (is_follower(each), each.ended_at))
+    failed = sorted((each for each in processes if each.code), key=lambda each: (each in killed, *_rank(each)))
     for number, each in enumerate(failed):
         if each in killed:
             _say(f"Process {each.place} was still there {_GRACE_SECS:.0f} s later, hanging perhaps, and was killed.")
@@ -121,6 +120,14 @@ def _wait_for(processes: Sequence[_Process]) -> int:
             _say(f"Process {each.place} had ended well.")
     code = (failed[0].code or 0) if failed else 0
     return code if code >= 0 else 128 - code
+
+
+def _rank(process: _Process) -> tuple[object, ...]:
+    """The lower, the more its end says about why the job has failed."""
+    code = process.code or 0
+    is_follower = code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
+    # Of two seen to have ended at once, one by a signal and one by itself, the latter may have lost the former.
+    return is_follower, process.ended_at, code > 0
 
 
 def _environment(address: str, num_processes: int, place: int, devices: int | None) -> dict[str, str]:

@@ -224,6 +224,24 @@ def test_a_launcher_waits_for_a_process_and_not_for_what_it_leaves_behind(tmp_pa
     assert "Process 0 was still there 3 s later, hanging perhaps, and was killed." in job.stderr
 
 
+def test_a_launcher_tells_a_process_that_is_killed_from_one_that_fails_because_of_it(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        f"file = pathlib.Path({str(tmp_path / 'pid')!r})\n"
+        "if os.environ['JAXLOOP_PROCESS_ID'] == '1':\n"
+        "    file.write_text(f'{os.getpid()} ')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not (file.exists() and file.read_text().endswith(' ')):\n    pass\n"
+        "status = pathlib.Path(f'/proc/{file.read_text().strip()}/status')\n"
+        "while status.exists() and 'State:\\tZ' not in status.read_text():\n    pass\n"
+        "os._exit(1)"
+    )
+    job, _ = launch(program, processes=2)
+    assert job.returncode == 137
+    assert "Process 1 has failed: ended by SIGKILL." in job.stderr
+    assert "Process 0 has ended too: exit code 1." in job.stderr
+
+
 def test_once_jax_has_started_it_is_too_late():
     jax.devices()
     with pytest.raises(RuntimeError, match="must be called before JAX does anything, and JAX has started already"):
