@@ -492,8 +492,8 @@ class ActionLoop(StatLoop):
         for slot in called:
             if not slot.saves:
                 self._call_action(slot, state, now, newest)
-        if called and self._is_shared:
-            self._stop_asked = agreement.any_stops(self._stop_asked, self._interrupt)
+        if called:
+            self._stop_asked = self._job.any_stops(self._stop_asked)
         for slot in called:
             if slot.saves:
                 self._call_action(slot, state, now, newest)
@@ -527,7 +527,7 @@ class ActionLoop(StatLoop):
         try:
             yield
         except Exception as error:
-            if self._is_shared and not slot.saves:  # To save is to wait for the others, who would wait there.
+            if self._job.is_shared and not slot.saves:  # To save is to wait for the others, who would wait there.
                 agreement.tell_failure(error)
             raise
 

@@ -7,11 +7,12 @@ one size that all send at the same place of their programs, what each is about t
 
 import contextlib
 import functools
+import json
 import math
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxloop import checks, interrupt, types
+from jaxloop import checks, distributed, interrupt, types
 from jaxloop.distributed import ProcessError
 
 # What a process has to say in it; the last one that its data had no batch at all.
@@ -176,6 +177,58 @@ def check_same(what: str, lines: Sequence[str]) -> None:
                     "inside an action, by jax.process_index()."
                 )
             )
+
+
+class Job:
+    """The processes that train together: what one of them asks, all do at the same place. One alone answers itself.
+
+    Args:
+      is_shared: whether there are several.
+      requests: which signals have come here; it is told what all know. None to ask nobody.
+
+    >>> job = Job(False)
+    >>> job.any_stops(True), job.first_sees([1, 2]), job.is_first
+    (True, [1, 2], True)
+    """
+
+    def __init__(self, is_shared: bool, requests: interrupt.Interruptible | None = None):
+        self.is_shared = is_shared
+        self._requests = requests
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes what there is but once."""
+        return not self.is_shared or distributed.is_first_process()
+
+    def any_stops(self, stops: bool = False) -> bool:
+        """See `any_stops`; asked without an argument, to hear of signals that have come to others."""
+        return any_stops(stops, self._requests) if self.is_shared else stops
+
+    def first_says(self, value: bool) -> bool:
+        """What the first process says."""
+        return first_says(value) if self.is_shared else value
+
+    def first_sees(self, value: Any) -> Any:
+        """What the first process sees, such as in a directory; of what JSON can hold."""
+        return json.loads(gather_texts(json.dumps(value))[0]) if self.is_shared else value
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether all have stopped for this error, at the same step."""
+        return not self.is_shared or is_known_to_all(error)
+
+    def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
+        """See `check_same`."""
+        if self.is_shared:
+            check_same(what, lines())
+
+    @contextlib.contextmanager
+    def first_goes_ahead(self, where: str) -> Iterator[None]:
+        """Opens a context in which the first process is done before the others begin."""
+        if not self.is_first:
+            wait_for_all(where)
+        yield
+        if self.is_shared and self.is_first:
+            wait_for_all(where)
 
 
 class JointDraw:

@@ -71,9 +71,10 @@ class Loop:
         self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
         self._rescued_state: Any = None
-        self._is_shared = agreement.is_shared(step.partitioner.mesh)
+        is_shared = agreement.is_shared(step.partitioner.mesh)
         self._agreed_secs = 0.0  # With other processes: what the stopwatch of the first has counted.
-        self._interrupt = interrupt.Interruptible(defers=self._is_shared)
+        self._interrupt = interrupt.Interruptible(defers=is_shared)
+        self._job = agreement.Job(is_shared, self._interrupt)
         self._was_interrupted = False
         self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
@@ -217,8 +218,8 @@ class Loop:
                 outputs = self._with_num_examples(outputs)
                 if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
                     state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
-                if self._is_shared and self._interrupt.outermost is self._interrupt:
-                    agreement.any_stops(False, self._interrupt)  # Of a signal that came since the last batch.
+                if self._interrupt.outermost is self._interrupt:
+                    self._job.any_stops()  # Of a signal that came since the last batch.
         except BaseException:
             can_rescue = self._may_rescue() and checks.is_alive(self._newest_state)
             self._rescued_state = self._newest_state if can_rescue else None
@@ -240,7 +241,7 @@ class Loop:
         outputs, queue = metrics.LoopOutputs(), self._new_queue()
         feed, stopwatch = self._feed_of(dataset), self._stopwatch
         feed.begin(num_steps)
-        if self._is_shared and not feed.num_ahead:
+        if self._job.is_shared and not feed.num_ahead:
             self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
         self._consumed = self.source.count - feed.num_ahead
         next_step, next_time = self._next_event() if self._returns_new_state else NEVER
@@ -254,7 +255,9 @@ class Loop:
             while len(self._num_examples) != num_steps:
                 left = NEVER[0] if num_steps is None else num_steps - len(self._num_examples)
                 room, deadline = min(left, next_step - self._step_num), next_time
-                if self._is_shared and next_time < math.inf:  # All have one clock, which goes on from batch to batch.
+                if (
+                    self._job.is_shared and next_time < math.inf
+                ):  # All have one clock, which goes on from batch to batch.
                     room, deadline = 1, math.inf
                 if take is None:
                     state, arrived = self._take_some(self._take_careful, state, feed, queue, 1, deadline)
@@ -482,7 +485,7 @@ class Loop:
         """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
         if self._feed.dataset is not dataset:
             draw = self._get_next_batch if _is_overridden(self, "_get_next_batch") else None
-            self._feed = Feed(dataset, draw, self._join if self._is_shared else None)
+            self._feed = Feed(dataset, draw, self._join if self._job.is_shared else None)
         return self._feed
 
     def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointDraw:
@@ -524,7 +527,7 @@ class Loop:
         """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
         if value == "auto":
             # Each process would find something else.
-            self._steps_at_once = 1 if self._is_shared else None
+            self._steps_at_once = 1 if self._job.is_shared else None
             return
         checks.check_positive(f"{type(self).__name__}.steps_per_dispatch", value)
         if value > 1 and self._has_own_step():
@@ -607,7 +610,7 @@ class Loop:
 
     def _clock_secs(self) -> float:
         """The seconds of training by the stopwatch; with other processes, by that of the first."""
-        return self._agreed_secs if self._is_shared else self._stopwatch.training_secs()
+        return self._agreed_secs if self._job.is_shared else self._stopwatch.training_secs()
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
         """How far the training is after the step on this batch; for the step's own actions."""

@@ -80,6 +80,11 @@ class LoopOutputs(dict[str, Any]):
         lists = {name: list(value) if isinstance(value, list) else value for name, value in self.items()}
         return LoopOutputs(lists, self.num_examples)
 
+    @property
+    def asks_to_stop(self) -> bool:
+        """Whether a step, an action or a hook has set `outputs[STOP_LOOP]`."""
+        return bool(np.any(self.get(types.STOP_LOOP, False)))
+
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of the steps that came after.
 

@@ -1,9 +1,10 @@
-"""What an experiment is told: on what to evaluate and when, and where its checkpoints are."""
+"""What an experiment is told: how long to train, on what to evaluate and when, where its checkpoints are."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from jaxloop import checkpoint, checks, types
@@ -122,3 +123,124 @@ class CheckpointSpec:
     def stopped_file(self) -> epath.Path:
         """The file which says that training is done."""
         return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
+
+
+def names_of(eval_specs: Sequence[EvalSpec]) -> list[str]:
+    """The names of the evaluations, all different.
+
+    >>> names_of([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])
+    ['eval', 'test', 'eval_3']
+
+    Raises:
+      ValueError: two of them were given the same one.
+    """
+    names = []
+    for spec in eval_specs:
+        if spec.name == "eval":
+            names.append("eval" if "eval" not in names else f"eval_{len(names) + 1}")
+        else:
+            names.append(spec.name)
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each a name of its own.")
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """What a call of an `OuterLoop` is told, see there."""
+
+    train_dataset: Any = None
+    total_steps: int | None = None
+    loop_steps: int | None = None
+    eval_specs: Sequence[EvalSpec] = ()
+    stop: Schedule | None = None
+    epochs: int | None = None
+    on_exhausted: str = "stop"
+
+    def errors(self, *, has_train_loop: bool, num_eval_loops: int) -> Iterator[Exception]:
+        """What is wrong with it, for an `OuterLoop` with such loops."""
+        try:
+            checks.check_positive("train_total_steps", self.total_steps, optional=True)
+            checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
+            checks.check_positive("train_epochs", self.epochs, optional=True)
+        except (TypeError, ValueError) as error:
+            yield error
+            return
+        if self.total_steps is not None and self.total_steps > np.iinfo(np.int32).max:
+            yield ValueError(f"train_total_steps={self.total_steps} is more than state.step, an int32, can count to.")
+        yield from self._errors_of_epochs()
+        if self.stop is not None and not isinstance(self.stop, Schedule):
+            yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
+        if has_train_loop != (self.train_dataset is not None):
+            got, missing = ("train_loop", "train_dataset") if has_train_loop else ("train_dataset", "train_loop")
+            yield ValueError(
+                f"OuterLoop got a {got} without a {missing}: give both to train, neither to evaluate only."
+            )
+        if len(self.eval_specs) != num_eval_loops:
+            yield ValueError(
+                f"OuterLoop has {num_eval_loops} eval_loops and was called with {len(self.eval_specs)} eval_specs. "
+                "Give one EvalSpec for each eval loop, in their order."
+            )
+        if strangers := [spec for spec in self.eval_specs if not isinstance(spec, EvalSpec)]:
+            yield TypeError(f"eval_specs must hold EvalSpecs, got {strangers[0]!r}.")
+        else:
+            try:
+                names_of(self.eval_specs)
+            except ValueError as error:
+                yield error
+        if self.on_exhausted not in ("stop", "raise"):
+            yield ValueError(f'on_exhausted must be "stop" or "raise", got {self.on_exhausted!r}.')
+
+    def _errors_of_epochs(self) -> Iterator[Exception]:
+        if self.epochs is not None and self.loop_steps is not None:
+            yield ValueError(
+                f"OuterLoop got train_epochs={self.epochs} and train_loop_steps={self.loop_steps}, and each epoch is "
+                "one loop: give one of them. An action or evaluation with a schedule such as every(steps=100) is "
+                "called inside the loop."
+            )
+        if self.epochs is not None and self.epochs > 1 and self.has_iterator:
+            yield ValueError(
+                f"train_epochs={self.epochs} needs a train dataset that starts anew each time (a list, a "
+                f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}, which ends once and for all."
+            )
+
+    @property
+    def has_iterator(self) -> bool:
+        """Whether the train data end once and for all."""
+        return hasattr(self.train_dataset, "__next__")
+
+    @property
+    def end(self) -> Any:
+        """To where the training goes, as far as is known before."""
+        return self.total_steps or self.stop or "the end of the dataset"
+
+    def ends_loop(self, step_num: int) -> bool:
+        """Whether a loop ends after this step in any case."""
+        is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
+        return is_multiple or step_num == self.total_steps
+
+    def steps_of_next_loop(self, step_num: int) -> int | None:
+        """To the next multiple of `loop_steps`, but not past the total; None for as long as there is data.
+
+        >>> spec = RunSpec(total_steps=25, loop_steps=10)
+        >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
+        (10, 3, 5)
+        """
+        limits = []
+        if self.loop_steps is not None:
+            limits.append(self.loop_steps - step_num % self.loop_steps)
+        if self.total_steps is not None:
+            limits.append(self.total_steps - step_num)
+        return min(limits, default=None)
+
+    def description(self) -> list[str]:
+        """What must be the same in all processes of a job, a line each."""
+        names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
+        return [
+            *(f"{name}={getattr(self, name)!r}" for name in names),
+            *(
+                f"EvalSpec {name!r}: {spec.num_steps} steps"
+                for name, spec in zip(names_of(self.eval_specs), self.eval_specs, strict=True)
+            ),
+        ]

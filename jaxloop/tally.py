@@ -1,7 +1,6 @@
 """What one run of an experiment has done, and what never came to run."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from absl import logging
 
@@ -11,17 +10,13 @@ from jaxloop.specs import EvalSpec
 
 
 class Tally:
-    """What one run of an OuterLoop has done: which loops and actions ran, and the newest state."""
+    """What one run of an OuterLoop has done: which loops and actions ran."""
 
     def __init__(self, loops: Sequence[ActionLoop]):
         self._loops = loops
         self._runs = {id(loop): 0 for loop in loops}
         self._most_steps = {id(loop): 0 for loop in loops}
         self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
-        self.newest: tuple[Any, int] | None = None
-        self.has_begun = False
-        self.short_evaluations: set[int] = set()
-        self.evaluated_at: dict[int, int] = {}  # For each eval loop, the step of its last evaluation by a schedule.
 
     def count(self, loop: ActionLoop) -> int:
         """Counts the loop's last call; returns how many steps it ran."""

@@ -182,7 +182,7 @@ class TrainLoop(ActionLoop):
     def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
         arrived = super()._push(state, queue, num_steps)
         if self._watch is not None:
-            self._look_at(self._watch.look(state, in_step=self._is_shared))
+            self._look_at(self._watch.look(state, in_step=self._job.is_shared))
         return arrived
 
     def _drain(

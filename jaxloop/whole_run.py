@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, distributed, encoding
+from jaxloop import agreement, checkpoint, encoding
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.history import History
@@ -87,7 +87,8 @@ class WholeRun:
       eval_sources: what evaluations draw from, where they go on from one to the next.
       history: what was measured.
       keys: the PRNG keys, which a later run must have too.
-      is_shared: whether this is one of several processes that train together, each with data of its own.
+      job: the processes that train together, each with data of its own; None for one alone.
+      passes: how many passes over the train data have ended.
 
     Attributes:
       source: the pass over the train data under way; None between two.
@@ -101,14 +102,15 @@ class WholeRun:
         eval_sources: Mapping[str, PositionedIterator],
         history: History,
         keys: Any = None,
-        is_shared: bool = False,
+        job: agreement.Job | None = None,
+        passes: int = 0,
     ):
         self._main, self._parts = main, {"train": main, **others}
         self._eval_sources, self._history = eval_sources, history
         self._keys = encoding.encode_keys(keys)
-        self._is_shared = is_shared
+        self._job = job or agreement.Job(False)
         self.source: PositionedIterator | None = None
-        self.passes: int = 0
+        self.passes: int = passes
 
     def snapshot(self, *, was_broken_off: bool = False) -> dict[str, Any]:
         """What a checkpoint of this moment keeps, as `CheckpointAction.save` takes it.
@@ -125,7 +127,7 @@ class WholeRun:
         consumed = self._main.batches_consumed
         train = states["train"]
         own = {
-            "data": self.source and _position_of(self.source, consumed, None if self._is_shared else arrays),
+            "data": self.source and _position_of(self.source, consumed, None if self._job.is_shared else arrays),
             "eval_data": {
                 name: _position_of(each, each.count - self._parts[name].batches_ahead(each))
                 for name, each in self._eval_sources.items()
@@ -143,7 +145,7 @@ class WholeRun:
                 "keys": self._keys,
                 "passes": self.passes,
                 "positions": list(map(json.loads, agreement.gather_texts(json.dumps(own))))
-                if self._is_shared
+                if self._job.is_shared
                 else [own],
                 "data_sizes": {name: array.size for name, array in arrays.items()},
                 # Of rows in memory a later process has none.
@@ -211,17 +213,18 @@ class WholeRun:
             is_own_position=is_own,
         )
 
+    def measured_at(self, step: int) -> set[str]:
+        """The names of what the history has measured at a step."""
+        return {name for row in self._history.rows if row.elapsed.steps == step for name in row.logs}
+
     def resume_history(self, steps: int, num_rows: int | None = None) -> None:
         """As `History.resume`; of several processes the first does so, which writes the file, before the others."""
-        if self._is_shared and not distributed.is_first_process():
-            agreement.wait_for_all("the history")
-        self._history.resume(steps, num_rows)
-        if self._is_shared and distributed.is_first_process():
-            agreement.wait_for_all("the history")
+        with self._job.first_goes_ahead("the history"):
+            self._history.resume(steps, num_rows)
 
     def _own_positions(self, run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
         """The positions of this process; or of the first, and False, where there were more processes, or fewer."""
-        place, count = (jax.process_index(), jax.process_count()) if self._is_shared else (0, 1)
+        place, count = (jax.process_index(), jax.process_count()) if self._job.is_shared else (0, 1)
         is_own = len(run["positions"]) == count
         return run["positions"][place if is_own else 0], is_own
 

@@ -1,0 +1,231 @@
+"""The evaluations of an experiment: which are due when; of the state in training, or of checkpoints as they appear."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from absl import logging
+
+from jaxloop import agreement, checkpoint, interrupt, metrics, types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.history import History
+from jaxloop.loop import as_iterator
+from jaxloop.position import PositionedIterator
+from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of
+from jaxloop.tally import Tally
+
+_POLL_SECS = 0.2
+
+
+class Evaluations:
+    """The evaluations of one call of an `OuterLoop`.
+
+    Args:
+      loops: one for each spec.
+      specs: on what each evaluates, and when.
+      source_of: what counts the batches of an iterator that an evaluation goes on with.
+      counting: opens a context whose time goes to evaluations.
+      tally: is told what ran.
+      job: the processes that evaluate together.
+      requests: which signals have come.
+
+    Attributes:
+      names: what the history calls each.
+      sources: of those that go on with an iterator, by name, what counts its batches.
+    """
+
+    def __init__(
+        self,
+        loops: Sequence[ActionLoop],
+        specs: Sequence[EvalSpec],
+        *,
+        source_of: Callable[[Any], PositionedIterator],
+        counting: Callable[[], AbstractContextManager[None]],
+        tally: Tally,
+        job: agreement.Job,
+        requests: interrupt.Interruptible,
+    ):
+        self.names = names_of(specs)
+        self.sources = {
+            name: source_of(spec.dataset_iterator)
+            for name, spec in zip(self.names, specs, strict=True)
+            if spec.dataset_iterator is not None
+        }
+        self._all = list(zip(self.names, loops, specs, strict=True))
+        self._counting, self._tally, self._job, self._interrupt = counting, tally, job, requests
+        self._evaluated_at: dict[str, int] = {}  # Of those with a schedule, by name: after which step, last.
+        self._short: set[str] = set()  # Of which it was said that their data ended early.
+
+    @property
+    def loops(self) -> dict[str, ActionLoop]:
+        """The loops by name."""
+        return {name: loop for name, loop, _ in self._all}
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """When an evaluation may be due inside a train loop."""
+        return [spec.schedule for _, _, spec in self._all if spec.schedule is not None]
+
+    def count_train_loops(self, number: int) -> None:
+        """Has intervals go on after so many train loops, where an earlier run has left off."""
+        for _, loop, spec in self._all:
+            if spec.should_eval_fn is None and spec.schedule is None:
+                loop.loop_count = number // (spec.eval_loop_interval or 1)
+
+    # Of the state in training --------------------------------------------------------------------
+
+    def after_loop(self, state: Any, elapsed: Elapsed) -> bool:
+        """Runs what is due at the end of a train loop; returns whether the training goes on."""
+        return _goes_on(self._run_due(state, self._all, _context(elapsed), elapsed))
+
+    def inside_loop(self, state: Any, elapsed: Elapsed) -> bool:
+        """Runs what a schedule asks for inside a train loop; returns whether the training goes on."""
+        scheduled = [each for each in self._all if each[2].schedule is not None]
+        return _goes_on(self._run_due(state, scheduled, _context(elapsed), elapsed))
+
+    def after_resume(self, state: Any, elapsed: Elapsed, *, loop_has_ended: bool, measured: set[str]) -> bool:
+        """Runs what was due at the step of a checkpoint, and did not come to its end; returns whether training goes on.
+
+        Args:
+          state: as it was restored.
+          elapsed: how far the training was.
+          loop_has_ended: whether a train loop had ended there.
+          measured: the names of those that had come to their end.
+        """
+        goes_on = True
+        for _, loop, _ in self._all:
+            if loop.is_ending and loop.run_info is not None:
+                loop.run_info.elapsed = elapsed
+                goes_on &= loop.end_again(state)
+        missed = [each for each in self._all if each[0] not in measured and (each[2].schedule or loop_has_ended)]
+        return _goes_on(self._run_due(state, missed, _context(elapsed), elapsed)) and goes_on
+
+    def call_last_actions(self, state: Any) -> None:
+        """Calls their actions whose schedule waits for the last step of a run, which has ended."""
+        for _, loop, _ in self._all:
+            if loop.run_info is not None and loop.run_info.elapsed is not None:
+                loop.call_last_actions(state, comes_last=False)
+                loop.call_last_actions(state, comes_last=True)
+
+    # Of a state that nobody trains ---------------------------------------------------------------
+
+    def once(self, state: Any, step_num: int) -> metrics.LoopOutputs | None:
+        """Evaluates a state; returns the outputs of the last evaluation, None where none was due."""
+        elapsed = Elapsed(step_num)
+        return self._run_due(state, self._all, _context(elapsed), elapsed)
+
+    def of_checkpoints(self, state: Any, spec: CheckpointSpec, history: History) -> metrics.LoopOutputs | None:
+        """Evaluates each checkpoint as it appears, in the order of their steps; returns the last outputs.
+
+        Args:
+          state: such as those in the checkpoints.
+          spec: where they are.
+          history: is gone on with from before the first of them.
+        """
+        stop_fn = spec.iterate_stop_fn or spec.stopped_file.exists
+        outputs, seen = None, set()
+        history.resume(min(checkpoint.all_steps(spec.checkpoint_dir), default=1) - 1)
+        while True:
+            # Asked before looking: what was saved before the stop is still found.
+            no_more_will_come = stop_fn()
+            found = checkpoint.all_steps(spec.checkpoint_dir)
+            no_more_will_come, found = self._job.first_sees([no_more_will_come, found])
+            for step_num in [step_num for step_num in found if step_num not in seen]:
+                seen.add(step_num)
+                restored = self._restore(state, spec, step_num)
+                if self._job.any_stops(restored is None):
+                    continue
+                context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
+                saved = checkpoint.metadata(spec.checkpoint_dir, step_num).get("elapsed", {"steps": step_num})
+                outputs = self._run_due(restored, self._all, context, Elapsed(**saved)) or outputs
+                if not _goes_on(outputs) or self._interrupt.requested:
+                    return outputs
+            if no_more_will_come or self._interrupt.requested:
+                return outputs
+            self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
+
+    def _restore(self, state: Any, spec: CheckpointSpec, step_num: int) -> Any:
+        """The state of a checkpoint; None where the training has deleted it."""
+        step = self._all[0][1].step
+        try:
+            return step.restore_model(state, spec.checkpoint_dir, step_num, spec.transforms)
+        except Exception:
+            if step_num in checkpoint.all_steps(spec.checkpoint_dir):
+                raise
+            logging.warning("The checkpoint of step %d was deleted before it could be evaluated.", step_num)
+            return None
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleeps in short pieces, for Ctrl-C not to wait long; all processes as many."""
+        pieces = math.ceil(seconds / (1.0 if self._job.is_shared else _POLL_SECS))
+        for _ in range(pieces):
+            if self._interrupt.requested:
+                break
+            time.sleep(seconds / pieces)
+            self._job.any_stops()
+
+    # What both do --------------------------------------------------------------------------------
+
+    def _run_due(
+        self, state: Any, asked: Sequence[tuple[str, ActionLoop, EvalSpec]], context: EvalContext, elapsed: Elapsed
+    ) -> metrics.LoopOutputs | None:
+        """Runs those that are due, of some; returns the outputs of the last of them."""
+        due = [each for each in asked if self._is_due(each[2], context, elapsed)]
+        last, stops = None, False
+        for name, loop, spec in due:
+            if spec.schedule is not None and self._evaluated_at.get(name) == elapsed.steps:
+                continue
+            if self._interrupt.requested:
+                break
+            self._evaluated_at[name] = elapsed.steps
+            with self._counting():
+                last = self._run(name, loop, spec, state, elapsed)
+                if loop.was_interrupted:
+                    break
+                stops = not loop.call_late_actions(state) or stops or last.asks_to_stop
+        else:
+            stops = self._job.any_stops(stops) if last is not None else stops
+        if last is not None and stops:
+            last[types.STOP_LOOP] = True
+        return last
+
+    def _run(self, name: str, loop: ActionLoop, spec: EvalSpec, state: Any, elapsed: Elapsed) -> metrics.LoopOutputs:
+        assert loop.run_info is not None
+        loop.run_info.elapsed = elapsed
+        dataset = self.sources.get(name, spec.dataset)
+        _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
+        steps_run = self._tally.count(loop)
+        if not self._interrupt.requested:
+            self._check_length(name, spec, steps_run)
+        return outputs
+
+    def _check_length(self, name: str, spec: EvalSpec, steps_run: int) -> None:
+        if steps_run == 0:
+            raise spec.empty()
+        if spec.num_steps is not None and steps_run < spec.num_steps and name not in self._short:
+            self._short.add(name)  # Once a run.
+            logging.warning(
+                "An eval dataset ended after %d of num_steps=%d batches; its metrics are those of %d batches.",
+                steps_run,
+                spec.num_steps,
+                steps_run,
+            )
+
+    def _is_due(self, spec: EvalSpec, context: EvalContext, elapsed: Elapsed) -> bool:
+        if spec.schedule is not None and elapsed.previous is not None:
+            if not spec.schedule(elapsed):
+                return False
+        elif not context.is_continuous_eval and context.loop_count % (spec.eval_loop_interval or 1):
+            return False
+        return spec.should_eval_fn is None or self._job.first_says(bool(spec.should_eval_fn(context)))
+
+
+def _context(elapsed: Elapsed) -> EvalContext:
+    return EvalContext(is_continuous_eval=False, step_num=elapsed.steps, loop_count=elapsed.loops)
+
+
+def _goes_on(outputs: metrics.LoopOutputs | None) -> bool:
+    return outputs is None or not outputs.asks_to_stop

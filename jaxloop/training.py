@@ -1,0 +1,326 @@
+"""The training of an experiment: from where it begins or goes on, loop after loop, to its end."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metrics, types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.evaluations import Evaluations
+from jaxloop.position import PositionedIterator, PositionUnknownError
+from jaxloop.schedules import Elapsed
+from jaxloop.specs import CheckpointSpec, RunSpec
+from jaxloop.tally import Tally
+from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, checkpoint_actions, go_to
+
+
+class Training:
+    """The training of one call of an `OuterLoop`.
+
+    Args:
+      loop: the train loop.
+      spec: on what it trains, and for how long.
+      evaluations: those of the call.
+      run: what checkpoints keep of it beside the state.
+      checkpoint_spec: where to go on from; None to begin with the state as it is.
+      source_of: what counts the batches of the train data.
+      tally: is told what ran.
+      job: the processes that train together.
+      requests: which signals have come.
+
+    Attributes:
+      run: what checkpoints keep of it.
+      has_begun: whether it has come to its first step.
+      newest: the newest state and its step; None while the train loop runs, which knows better.
+    """
+
+    def __init__(
+        self,
+        loop: ActionLoop,
+        spec: RunSpec,
+        evaluations: Evaluations,
+        run: WholeRun,
+        checkpoint_spec: CheckpointSpec | None,
+        *,
+        source_of: Callable[[Any], PositionedIterator],
+        tally: Tally,
+        job: agreement.Job,
+        requests: interrupt.Interruptible,
+    ):
+        self._loop, self._spec, self._evaluations = loop, spec, evaluations
+        self._checkpoint_spec, self._source_of, self._tally = checkpoint_spec, source_of, tally
+        self._job, self._interrupt = job, requests
+        self.run = run
+        self.has_begun = False
+        self.newest: tuple[Any, int] | None = None
+
+    def __call__(self, state: Any, *, says_so: bool) -> tuple[Any, metrics.LoopOutputs | None]:
+        """Trains to the end; returns the state and the outputs of the last train loop, None where none ran.
+
+        Args:
+          state: what to begin with, unless there is a checkpoint.
+          says_so: logs from where to where the training goes.
+        """
+        state, step_num, resumed = self._resume(state)
+        self._open_data(resumed)
+        if resumed is not None and not self._catch_up(state, resumed):
+            logging.info("Stopped at step %d, as an evaluation or an action asked.", step_num)
+            return state, None
+        if end := self._end_that_is_reached(resumed, step_num):
+            logging.warning("Nothing is left to train: step %d of %s.", step_num, end)
+            return state, None
+        if says_so:
+            logging.info("Training from step %d to %s.", step_num, self._spec.end)
+        assert self._loop.run_info is not None
+        self._loop.run_info = dataclasses.replace(
+            self._loop.run_info,
+            eval_schedules=self._evaluations.schedules,
+            evaluate=self._evaluations.inside_loop,
+        )
+        self.newest, self.has_begun = (state, step_num), True
+        return self._train(state, step_num, is_resumed=resumed is not None)
+
+    def save_now(self, state: Any, step_num: int) -> None:
+        """Has the train loop's `CheckpointAction`s save a run whose interval has not come."""
+        for action in checkpoint_actions(self._loop):
+            try:
+                action.flush()  # Whether a step is saved is known, to all processes, only once it is committed.
+                if step_num not in checkpoint.all_steps(action.directory):
+                    snapshot = self.run.snapshot(was_broken_off=True)
+                    if action.save(step_num, state, None, **snapshot):
+                        logging.info("%r saves the state of step %d.", action, step_num)
+            except Exception:
+                logging.exception("%r could not save the state of step %d.", action, step_num)
+
+    # Loop after loop -----------------------------------------------------------------------------
+
+    def _train(self, state: Any, step_num: int, *, is_resumed: bool) -> tuple[Any, metrics.LoopOutputs | None]:
+        loop, first_step, outputs = self._loop, step_num, None
+        while True:
+            loops_before = loop.loop_count
+            state, loop_outputs, pass_has_ended = self._run_loop(state, step_num)
+            has_ended, steps_run = loop.loop_count > loops_before, self._tally.count(loop)
+            step_num += steps_run
+            self.newest = (state, step_num)
+            goes_on = not loop_outputs.asks_to_stop
+            if not self._interrupt.requested:
+                goes_on = not self._job.any_stops(not goes_on)
+            if steps_run or has_ended:
+                outputs = loop_outputs
+            pass_has_ended &= goes_on
+            if pass_has_ended:
+                self._end_pass()
+            if has_ended and not self._interrupt.requested:
+                goes_on &= self._do_what_follows(state)
+            if self._interrupt.requested:
+                if loop.was_interrupted:  # Then this loop has not come to its end.
+                    loop.loop_count = loops_before
+                self._end_by_signal(state, step_num)
+                return state, outputs
+            if not goes_on:
+                loop_outputs[types.STOP_LOOP] = True
+                logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, types.STOP_LOOP)
+                break
+            if loop.elapsed.is_last or (pass_has_ended and not self._begin_pass(step_num)):
+                break
+        if step_num > first_step or is_resumed:
+            self._call_what_waits_for_the_last_step(state)
+        return state, outputs
+
+    def _run_loop(self, state: Any, step_num: int) -> tuple[Any, metrics.LoopOutputs, bool]:
+        """Runs the next train loop; returns the state, its outputs, and whether the data ended."""
+        # A run may have been broken off after the last step of a loop, and before its end.
+        only_ends = self._loop.steps_before > 0 and self._spec.ends_loop(step_num)
+        num_steps = 1 if only_ends else self._spec.steps_of_next_loop(step_num)
+        source = self.run.source
+        self.newest, self._loop.source = None, source
+        state, outputs = self._loop(state, iter(()) if only_ends or source is None else source, num_steps)
+        is_short = num_steps is None or len(self._loop.num_examples) < num_steps
+        return state, outputs, is_short and not only_ends and not self._loop.elapsed.is_last
+
+    def _do_what_follows(self, state: Any) -> bool:
+        """Evaluates after a train loop, and calls the actions that come last; returns whether the run goes on."""
+        goes_on = self._evaluations.after_loop(state, self._loop.elapsed)
+        if not goes_on:
+            self._loop.ask_to_stop()
+        return (self._interrupt.requested or self._loop.call_late_actions(state)) and goes_on
+
+    def _end_by_signal(self, state: Any, step_num: int) -> None:
+        saves = " and saved" if checkpoint_actions(self._loop) else ""
+        signal_name = self._interrupt.signal_name
+        logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
+        self.save_now(state, step_num)
+
+    def _end_pass(self) -> None:
+        """Counts a pass over the train data; raises where it had no batch."""
+        run = self.run
+        if self._job.any_stops(run.source is not None and run.source.count == 0):
+            raise checks.empty_dataset(self._spec.train_dataset)
+        if self._spec.epochs is None:
+            return
+        run.passes += 1
+        if run.source is not None and not self._spec.has_iterator:
+            run.source.close()
+        run.source = None
+
+    def _begin_pass(self, step_num: int) -> bool:
+        """Begins the next pass over the train data; returns whether there is one."""
+        spec = self._spec
+        if spec.epochs is not None and self.run.passes >= spec.epochs:
+            logging.info("The last of train_epochs=%d ended at step %d.", spec.epochs, step_num)
+            return False
+        if spec.epochs is None or spec.has_iterator:
+            self._report_end_of_data(step_num)
+            return False
+        self.run.source = self._source_of(spec.train_dataset)
+        return True
+
+    def _report_end_of_data(self, step_num: int) -> None:
+        total_steps = self._spec.total_steps
+        if total_steps is None or step_num == total_steps:
+            logging.info("The train dataset ended at step %d.", step_num)
+            return
+        text = f"The train dataset ended at step {step_num} of train_total_steps={total_steps}"
+        if self._spec.on_exhausted == "raise":
+            error = ValueError(f"{text}. Repeat the dataset, or lower train_total_steps.")
+            raise agreement.known_to_all(error)
+        logging.warning("%s; the run ends here. Repeat the dataset to go on, or lower train_total_steps.", text)
+
+    def _end_that_is_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
+        """Which end a run is at already, in words; None if there is something left to train."""
+        spec, loop = self._spec, self._loop
+        if loop.steps_before and spec.ends_loop(step_num):
+            return None
+        ends = {
+            "a run that was stopped there, as an evaluation or an action asked (to train on from its state, take "
+            "step.restore_model(state, directory) to another directory)": resumed and resumed.has_stopped,
+            f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
+            f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,
+            f"train_epochs={spec.epochs}": spec.epochs is not None and self.run.passes >= spec.epochs,
+        }
+        return next((end for end, is_reached in ends.items() if is_reached), None)
+
+    def _call_what_waits_for_the_last_step(self, state: Any) -> None:
+        """Calls the actions and evaluations whose schedule fires only now that the run is known to have ended."""
+        self._loop.call_last_actions(state, comes_last=False)
+        self._evaluations.inside_loop(state, dataclasses.replace(self._loop.elapsed, is_last=True))
+        self._evaluations.call_last_actions(state)
+        self._loop.call_last_actions(state, comes_last=True)
+
+    # Going on ------------------------------------------------------------------------------------
+
+    def _resume(self, state: Any) -> tuple[Any, int, Resumed | None]:
+        """Goes on from the newest checkpoint, or where the last call ended, or begins with the state as it is.
+
+        Returns the state, its step, and how far the run was where it is that of a checkpoint.
+        """
+        loop, run, resumed = self._loop, self.run, None
+        if self._checkpoint_spec is not None:
+            state, resumed = self._restore(state, self._checkpoint_spec)
+        if resumed is not None:
+            step_num = resumed.elapsed.steps
+        else:
+            step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
+            if step_num != loop.step_num:  # Else it goes on where the last call ended.
+                run.passes = 0
+                for each in (loop, *self._evaluations.loops.values()):
+                    each.resume(Elapsed(step_num))
+            run.resume_history(step_num)
+        if self._spec.loop_steps is not None and (resumed is None or not resumed.knows_position):
+            loop.loop_count = step_num // self._spec.loop_steps
+            self._evaluations.count_train_loops(loop.loop_count)
+        check_no_newer_checkpoints(loop, step_num)
+        return state, step_num, resumed
+
+    def _restore(self, state: Any, spec: CheckpointSpec) -> tuple[Any, Resumed | None]:
+        """Restores the newest checkpoint that is whole; the state as it is where it is past that one."""
+        saved, step_num, resumed = self._whole_checkpoints(spec), step_num_of(state), None
+        if saved and saved[-1] < step_num:
+            logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
+        elif not saved:
+            logging.info("No checkpoint found in %s", spec.checkpoint_dir)
+        else:
+            given = checks.adopt(state)
+            restored = checkpoint.restore_newest(
+                spec.checkpoint_dir, given, transforms=spec.transforms, moves_aside=not self._job.is_shared
+            )
+            assert restored is not None
+            state, saved_step = restored
+            resumed = self.run.load(spec.checkpoint_dir, saved_step, given)
+            logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
+        if distributed.is_first_process():  # Evaluators of this directory shall wait for what is trained now.
+            spec.stopped_file.unlink(missing_ok=True)
+        return state, resumed
+
+    def _whole_checkpoints(self, spec: CheckpointSpec) -> Sequence[int]:
+        """The steps that are saved, the same in all processes."""
+        checkpoint.clear_leftovers(spec.checkpoint_dir)
+        if self._job.is_shared:
+            if self._job.is_first:
+                checkpoint.move_damaged_aside(spec.checkpoint_dir)
+            agreement.wait_for_all("before restoring")
+        saved = checkpoint.all_steps(spec.checkpoint_dir)
+        found = f"The list of checkpoints in {spec.checkpoint_dir}, which must be a directory that all share,"
+        self._job.check_same(found, lambda: list(map(str, saved)))
+        return saved
+
+    def _open_data(self, resumed: Resumed | None) -> None:
+        """Has the run draw from its train data, from where it was when it was saved."""
+        epochs, spec, run = self._spec.epochs, self._checkpoint_spec, self.run
+        if resumed is not None and resumed.knows_position and resumed.position is None and epochs is not None:
+            resumed = None  # It was between two passes.
+        # An epoch that is left half-way is gone on with in any case.
+        is_epoch = resumed is not None and epochs is not None
+        run.source = self._source_of(self._spec.train_dataset)
+        if resumed is None and spec is not None and checkpoint_actions(self._loop):
+            _warn_of_unknown_positions(run.source)
+        if is_epoch:
+            run.source = PositionedIterator(run.source, skippable=True)
+        if resumed is None or spec is None or not spec.restore_data:
+            return
+        self._loop.forget_batches()
+        try:
+            if resumed.position is not None:
+                go_to(run.source, resumed.position, is_own=resumed.is_own_position)
+            elif not resumed.knows_position and is_epoch and resumed.steps_in_loop:
+                run.source.skip(resumed.steps_in_loop)
+        except PositionUnknownError as error:
+            logging.warning("%s The run goes on with what the train dataset gives now.", error)
+        except ValueError as error:
+            error.add_note(
+                f"when the run in {spec.checkpoint_dir} was to go on at step {resumed.elapsed.steps}. To train on with "
+                "other data, from their start, write CheckpointSpec(..., restore_data=False)."
+            )
+            raise
+
+    def _catch_up(self, state: Any, resumed: Resumed) -> bool:
+        """Does what belongs to the step of a checkpoint, and did not come to it because the run was broken off.
+
+        Returns whether the run goes on.
+        """
+        elapsed, loop = resumed.elapsed, self._loop
+        if not resumed.was_broken_off or elapsed.previous is None:
+            return True
+        goes_on = not resumed.knows_position or loop.call_missed_actions(state, comes_last=False)
+        loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
+        goes_on &= self._evaluations.after_resume(
+            state,
+            dataclasses.replace(elapsed, is_last=elapsed.steps == self._spec.total_steps),
+            loop_has_ended=loop_has_ended,
+            measured=self.run.measured_at(elapsed.steps),
+        )
+        return goes_on and (not resumed.knows_position or loop.call_missed_actions(state, comes_last=True))
+
+
+def step_num_of(state: Any) -> int:
+    """The number of completed updates of a state; 0 for one that doesn't count them."""
+    return int(metrics.fetch(getattr(state, "step", 0)))
+
+
+def _warn_of_unknown_positions(source: PositionedIterator) -> None:
+    if source.kind == "unknown":
+        logging.warning(
+            "%s A run that goes on from a checkpoint of this one trains on what it gives then.", source.problem
+        )
