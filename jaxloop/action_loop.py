@@ -33,6 +33,7 @@ class Run:
       snapshot: makes what a checkpoint keeps beside the state, as `CheckpointAction.save` takes it.
       can_resume: whether another call, or process, may go on with a loop that a signal cut short.
       keeps_batches: whether a train loop keeps its last batches, for the record of a failure.
+      quiet_ends: where loops end, by step, in the next call before its own end; nothing is to be done there.
     """
 
     history: History | None = None
@@ -44,6 +45,7 @@ class Run:
     snapshot: Callable[[], dict[str, Any]] | None = None
     can_resume: bool = False
     keeps_batches: bool = False
+    quiet_ends: range = range(0)
 
     @property
     def schedules(self) -> Sequence[Schedule]:
@@ -109,6 +111,7 @@ class ActionLoop(StatLoop):
         self._spent_at_look = self.spent
         # Of a loop with `steps_before`: what its earlier part has reported; and all of it up to now.
         self._outputs_before = self._so_far = metrics.LoopOutputs()
+        self._loops_passed = self._steps_passed = 0  # Of the loops that have ended inside the call.
         self._open_sums, self._leaves_sums_open = _OpenSums(), False
         self._is_failing = False
         self._said_left_out: set[str] = set()
@@ -219,6 +222,7 @@ class ActionLoop(StatLoop):
             self._close_sums()
         self._so_far = self._outputs_before.copy()
         self._is_failing = self._leaves_sums_open = self._is_ending = False
+        self._loops_passed = self._steps_passed = 0
         self._open_sums.outputs_without.clear()
         self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
@@ -238,13 +242,16 @@ class ActionLoop(StatLoop):
         state, outputs = super().end(state, outputs)
         self._hand_out_piece()
         self._keep_so_far(metrics.LoopOutputs(outputs))
+        if self.run_info is not None and self._step_num in self.run_info.quiet_ends:
+            self._was_interrupted = False  # Not amid a loop.
+        self._pass_quiet_ends(self._step_num - 1)
         if self._is_broken_off():
             # Here is no end of a loop, only a step of one that goes on in a later call.
             self._looked = now = self._look(self._loop_count)
             due = self._due(now, at_end=False)
             self._close_sums_for(due)
             self._call_actions(due, state, now, comes_last=False)
-            self.steps_before, self._outputs_before = self.steps_before + len(self.num_examples), self._so_far
+            self.steps_before, self._outputs_before = self._steps_in_loop(), self._so_far
             self._count = self._loop_count
             return state, outputs
         self._looked = now = self._now(self._loop_count + 1)
@@ -259,6 +266,9 @@ class ActionLoop(StatLoop):
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
+
+    def _steps_in_loop(self) -> int:
+        return self.steps_before + len(self.num_examples) - self._steps_passed
 
     def _is_broken_off(self) -> bool:
         """Whether a later call, or process, goes on with this loop amid its steps."""
@@ -315,7 +325,7 @@ class ActionLoop(StatLoop):
             "loop_count": self._loop_count,
             "is_ending": self._is_ending and not self._returns_new_state,
             "has_stopped": self._stop_asked and not self._interrupt.requested,
-            "steps_in_loop": self.steps_before + (len(self.num_examples) if is_inside else 0),
+            "steps_in_loop": self._steps_in_loop() if is_inside else self.steps_before,
             "last_beginning": self._last_beginning.to_dict(),
             "steps_per_dispatch": self._steps_at_once,
             "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
@@ -423,6 +433,52 @@ class ActionLoop(StatLoop):
             self._hand_out_piece()
         except Exception:
             logging.exception("The outputs of the last steps before an exception could not be read.")
+        self._pass_quiet_ends(self._step_num)
+
+    # Loops at whose end nothing is due are run in one call: to end a call is to wait for its last step.
+
+    @property
+    def loops_passed(self) -> int:
+        """How many loops have ended inside the last call, at its `Run.quiet_ends`."""
+        return self._loops_passed
+
+    @property
+    def steps_passed(self) -> int:
+        """How many steps of the last call were in those."""
+        return self._steps_passed
+
+    def next_due(self) -> tuple[int, int]:
+        """Before which step nothing is due inside a loop, and before which loop nothing at an end.
+
+        To be asked between two calls. Where a clock or a hook of a subclass is to be asked at each end, it is the next.
+        """
+        next_step, next_time = self._next_event()
+        has_hooks = any(_is_of_user(self, name) for name in ("__call__", "begin", "run", "end", "update_outputs"))
+        if (
+            has_hooks
+            or next_time < NEVER[1]
+            or self.begin_actions
+            or any(each.actions for each in self.step.action_lists)
+        ):
+            return self._step_num + 1, self._loop_count + 1
+        now, stop = self._looked, self.run_info and self.run_info.stop
+        lists = [self._end_actions, *(slot.actions for slot in self._attached), *([] if stop is None else [stop])]
+        return next_step, earliest([NEVER[0], *(each.next_loop(now) for each in lists)])
+
+    def _pass_quiet_ends(self, step_num: int) -> None:
+        """Ends the loops that have their end up to a step; of what there is so far, their actions take theirs."""
+        ends = range(0) if self.run_info is None else self.run_info.quiet_ends
+        passed = sum(end <= step_num for end in ends)
+        if not passed:
+            return
+        self._loops_passed = passed
+        self._steps_passed = ends[passed - 1] - self._step_num + len(self.num_examples)
+        ended, self._so_far = self._so_far.split(self._steps_passed)
+        for slot in self._all_slots():
+            slot.take_loop(ended)
+        self._loop_count += passed
+        self._count = self._loop_count + 1
+        self._looked = dataclasses.replace(self._looked, loops=self._loop_count)
 
     def _next_event(self) -> tuple[int, float]:
         now, run = self._looked, self.run_info
@@ -672,6 +728,11 @@ class _Slot:
             return metrics.LoopOutputs(newest() if self.action.uses_outputs else None)
         unseen, self.unseen = self.unseen, metrics.LoopOutputs()
         return unseen
+
+
+def _is_of_user(loop: ActionLoop, name: str) -> bool:
+    """Whether a method is that of a user's subclass, or set on this object."""
+    return name in vars(loop) or not getattr(type(loop), name).__module__.startswith("jaxloop.")
 
 
 def _put(place: metrics.LoopOutputs, other: metrics.LoopOutputs, name: str) -> None:

@@ -13,7 +13,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.history import History
 from jaxloop.loop import as_iterator
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.schedules import Elapsed, Schedule, earliest
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of
 from jaxloop.tally import Tally
 
@@ -74,6 +74,15 @@ class Evaluations:
         for _, loop, spec in self._all:
             if spec.should_eval_fn is None and spec.schedule is None:
                 loop.loop_count = number // (spec.eval_loop_interval or 1)
+
+    def next_loop(self, now: Elapsed) -> int | None:
+        """The number of the first train loop after `now` at whose end one may be due."""
+        return earliest(
+            (now.loops // (spec.eval_loop_interval or 1) + 1) * (spec.eval_loop_interval or 1)
+            if spec.schedule is None
+            else spec.schedule.next_loop(now)
+            for _, _, spec in self._all
+        )
 
     # Of the state in training --------------------------------------------------------------------
 

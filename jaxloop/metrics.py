@@ -105,6 +105,27 @@ class LoopOutputs(dict[str, Any]):
                 self[name] = merge_if_metrics([*earlier, *values])
         self.num_examples.extend(later.num_examples)
 
+    def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
+        """Those of so many steps, the first ones, and those of the others. What is no list both have.
+
+        >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
+        [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]
+        """
+        first, others = (LoopOutputs(None, each) for each in _split(self.num_examples, num_steps))
+        for name, value in self.items():
+            parts = _split(value, num_steps) if isinstance(value, list) else (value, value)
+            for outputs, part in zip((first, others), parts, strict=True):
+                if not isinstance(part, list) or part:
+                    outputs[name] = part
+        return first, others
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether there is a number for each step under each name: no images, and no sum of `clu.metrics` states."""
+        lists = [value for value in self.values() if isinstance(value, list)]
+        is_number = lambda value: not is_metric(value) and np.ndim(value) == 0
+        return all(len(value) == len(self.num_examples) and is_number(value[-1]) for value in lists if value)
+
     def encode(self) -> tuple[dict[str, Any], list[str]]:
         """What a checkpoint keeps, as JSON can hold it, and the names of the values of which it can't hold any."""
         values, left_out = {}, []
@@ -121,6 +142,10 @@ class LoopOutputs(dict[str, Any]):
         """What `encode` was given."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
+
+
+def _split(values: list[Any], number: int) -> tuple[list[Any], list[Any]]:
+    return values[:number], values[number:]
 
 
 class _KeptMetric:

@@ -1,7 +1,7 @@
 """When: how far a run is, and at which of its steps something happens. Pure Python, without memory.
 
 A schedule is an immutable value. It answers two questions: did it fire between `before` and `now`, and what is the next
-step, or the next time, at which it can fire, up to which a loop may run freely.
+step, time, or end of a loop, at which it can fire, up to which a run may go on freely.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -106,6 +106,13 @@ class Schedule(abc.ABC):
     def next_time(self, now: Elapsed) -> float | None:
         """The training time after `now`, in seconds, from which on it can fire at any step; None if there is none."""
         return None
+
+    def next_loop(self, now: Elapsed) -> int | None:
+        """The number of the first loop after `now` at whose end it can fire, where `next_step` does not tell of it.
+
+        None if there is none but the last loop of the run.
+        """
+        return now.loops + 1
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         """Whether a run that stops by this schedule is over at `now`."""
@@ -304,6 +311,9 @@ class _Every(_Counted):
     def next_time(self, now: Elapsed) -> float | None:
         return (now.time // self.value + 1) * self.value if self.unit == "time" else None
 
+    def next_loop(self, now: Elapsed) -> int | None:
+        return int((now.loops // self.value + 1) * self.value) if self.unit == "loops" else None
+
     reached = Schedule.reached
 
 
@@ -323,6 +333,9 @@ class _Point(_Counted):
 
     def next_time(self, now: Elapsed) -> float | None:
         return self.value if self.unit == "time" and not self.reached(now) else None
+
+    def next_loop(self, now: Elapsed) -> int | None:
+        return int(self.value) if self.unit == "loops" and not self.reached(now) else None
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
         return self.reached(now)
@@ -386,6 +399,12 @@ class _Then(Schedule):
         found = self.schedule.next_time(self._since_start(now))
         return found + self.start.value if found is not None and self.start.unit == "time" else found
 
+    def next_loop(self, now: Elapsed) -> int | None:
+        if self.start.unit == "loops" and not self.start.reached(now):
+            return self.start.next_loop(now)
+        found = self.schedule.next_loop(self._since_start(now))
+        return found + int(self.start.value) if found is not None and self.start.unit == "loops" else found
+
     def _since_start(self, elapsed: Elapsed) -> Elapsed:
         count = max(getattr(elapsed, self.start.unit) - self.start.value, 0)
         return dataclasses.replace(elapsed, **{self.start.unit: count})
@@ -394,6 +413,9 @@ class _Then(Schedule):
 class _Plain(Schedule):
     def __repr__(self) -> str:
         return f"{type(self).__name__.lstrip('_').lower()}()"
+
+    def next_loop(self, now: Elapsed) -> int | None:
+        return None
 
 
 class _First(_Plain):
@@ -435,6 +457,9 @@ class _Pair(Schedule):
 
     def as_stop(self) -> Schedule:
         return type(self)(self.one.as_stop(), self.other.as_stop())
+
+    def next_loop(self, now: Elapsed) -> int | None:
+        return earliest([self.one.next_loop(now), self.other.next_loop(now)])
 
 
 class _Or(_Pair):

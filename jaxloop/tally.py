@@ -21,7 +21,7 @@ class Tally:
     def count(self, loop: ActionLoop) -> int:
         """Counts the loop's last call; returns how many steps it ran."""
         steps_run = len(loop.num_examples)
-        self._runs[id(loop)] += steps_run > 0
+        self._runs[id(loop)] += loop.loops_passed + (steps_run > loop.steps_passed)
         self._most_steps[id(loop)] = max(self._most_steps[id(loop)], steps_run)
         return steps_run
 

@@ -10,10 +10,13 @@ from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metri
 from jaxloop.action_loop import ActionLoop
 from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import Elapsed, earliest
 from jaxloop.specs import CheckpointSpec, RunSpec
 from jaxloop.tally import Tally
 from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, checkpoint_actions, go_to
+
+# Of so many steps, what they report is kept on the host at most where their loops are run in one call.
+_MOST_STEPS_IN_A_CALL = 2**14
 
 
 class Training:
@@ -53,6 +56,7 @@ class Training:
         self._checkpoint_spec, self._source_of, self._tally = checkpoint_spec, source_of, tally
         self._job, self._interrupt = job, requests
         self.run = run
+        self._joins = False  # Whether several loops may be run in one call, as of the outputs of the last one.
         self.has_begun = False
         self.newest: tuple[Any, int] | None = None
 
@@ -115,8 +119,8 @@ class Training:
             if has_ended and not self._interrupt.requested:
                 goes_on &= self._do_what_follows(state)
             if self._interrupt.requested:
-                if loop.was_interrupted:  # Then this loop has not come to its end.
-                    loop.loop_count = loops_before
+                if loop.was_interrupted:  # Then the loop under way has not come to its end.
+                    loop.loop_count = loops_before + loop.loops_passed
                 self._end_by_signal(state, step_num)
                 return state, outputs
             if not goes_on:
@@ -130,15 +134,33 @@ class Training:
         return state, outputs
 
     def _run_loop(self, state: Any, step_num: int) -> tuple[Any, metrics.LoopOutputs, bool]:
-        """Runs the next train loop; returns the state, its outputs, and whether the data ended."""
+        """Runs the next train loop, or several in one; returns the state, its outputs, and whether the data ended."""
         # A run may have been broken off after the last step of a loop, and before its end.
         only_ends = self._loop.steps_before > 0 and self._spec.ends_loop(step_num)
         num_steps = 1 if only_ends else self._spec.steps_of_next_loop(step_num)
-        source = self.run.source
-        self.newest, self._loop.source = None, source
+        ends = self._quiet_ends(step_num)
+        if len(ends) > 1:
+            num_steps = ends[-1] - step_num
+        source, run_info = self.run.source, self._loop.run_info
+        assert run_info is not None
+        self.newest, self._loop.source, run_info.quiet_ends = None, source, ends[:-1]
         state, outputs = self._loop(state, iter(()) if only_ends or source is None else source, num_steps)
         is_short = num_steps is None or len(self._loop.num_examples) < num_steps
+        if self._loop.steps_passed:
+            _, outputs = outputs.split(self._loop.steps_passed)
+        self._joins = outputs.can_be_split and types.STOP_LOOP not in outputs
         return state, outputs, is_short and not only_ends and not self._loop.elapsed.is_last
+
+    def _quiet_ends(self, step_num: int) -> range:
+        """Where loops end, from the next one on, as long as nothing is to be done there; they are run in one call."""
+        size, loop, total_steps = self._spec.loop_steps, self._loop, self._spec.total_steps
+        if size is None or not self._joins or self._job.is_shared:
+            return range(0)
+        next_step, next_loop = loop.next_due()
+        next_loop = earliest([next_loop, self._evaluations.next_loop(loop.elapsed)])
+        stop = earliest([next_step, total_steps, step_num + _MOST_STEPS_IN_A_CALL])
+        ends = range((step_num // size + 1) * size, stop, size)
+        return ends[: max(next_loop - loop.loop_count - 1, 0)]
 
     def _do_what_follows(self, state: Any) -> bool:
         """Evaluates after a train loop, and calls the actions that come last; returns whether the run goes on."""

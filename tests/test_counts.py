@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxloop
-from jaxloop import every, examples, metrics
+from jaxloop import every, examples, metrics, never
 
 
 def long_run(steps, log, **options):
@@ -21,7 +21,15 @@ def long_run(steps, log, **options):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 32}])
 @pytest.mark.parametrize(("steps", "log"), [(1000, 100), (3000, 300), (3000, 1000)])
-def test_a_run_reads_the_devices_when_it_logs(steps, log, options, monkeypatch):
+def test_a_run_reads_the_devices_when_it_logs(steps, log, options, reads):
+    _, run = long_run(steps, log, **options)
+    assert len(run.history) == steps / log
+    assert reads() <= steps / log + 5
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often values were read from the devices so far."""
     reads, fetch = [], metrics.fetch
 
     def counting(tree):
@@ -30,9 +38,15 @@ def test_a_run_reads_the_devices_when_it_logs(steps, log, options, monkeypatch):
         return fetch(tree)
 
     monkeypatch.setattr(metrics, "fetch", counting)
-    _, run = long_run(steps, log, **options)
-    assert len(run.history) == steps / log
-    assert len(reads) <= steps / log + 5
+    return lambda: len(reads)
+
+
+@pytest.mark.parametrize(("log_interval", "most"), [(never(), 20), (100, 30), (1, 1010)])
+def test_the_end_of_a_loop_reads_the_devices_only_if_something_is_due(log_interval, most, reads):
+    step, state, batches = examples.tiny_regression()
+    run = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=log_interval)
+    run(state, itertools.cycle(batches), 10_000, 10, log_train_total_steps=False)
+    assert reads() <= most
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 32}])

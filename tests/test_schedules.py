@@ -243,9 +243,10 @@ def whole_run(total, loop_steps, samples, half_seconds):
     resumed_at=st.integers(0, 39),
     samples=few(1, 9),
     half_seconds=few(0, 3),
+    log_interval=st.sampled_from([1, 5, never()]),  # Where there is no row at each end, loops are run in one call.
 )
 def test_actions_and_evaluations_fire_as_a_reference_that_looks_at_every_step(
-    plan, total, loop_steps, resumed_at, samples, half_seconds
+    plan, total, loop_steps, resumed_at, samples, half_seconds, log_interval
 ):
     resumed_at = min(resumed_at, total - 1)
     run = whole_run(total, loop_steps, samples, half_seconds)
@@ -255,7 +256,7 @@ def test_actions_and_evaluations_fire_as_a_reference_that_looks_at_every_step(
     train_loop = jaxloop.TrainLoop(TRAIN_STEP, end_actions=[action], stat_names=[], clock=clock)
     eval_loop = jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluation], stat_names=[], clock=clock)
     train_loop.resume(dataclasses.replace(run[resumed_at], loops=resumed_at // loop_steps))
-    state, _ = jaxloop.OuterLoop(train_loop, [eval_loop])(
+    state, _ = jaxloop.OuterLoop(train_loop, [eval_loop], log_interval=log_interval)(
         STATE.replace(step=np.int32(resumed_at)),
         train_dataset=batches_of(run, clock, resumed_at),
         train_total_steps=total,
@@ -281,3 +282,17 @@ def test_a_loop_may_run_freely_up_to_the_next_step(plan, samples, half_seconds):
         if fired:
             by_step = next_step is not None and step < next_step <= fired[0]
             assert by_step or (next_time is not None and next_time <= run[fired[0]].time)
+
+
+@settings(deadline=None, max_examples=300)
+@given(plan=plans, loop_steps=st.integers(1, 9), samples=few(1, 9), half_seconds=few(0, 3))
+def test_loops_may_run_freely_up_to_the_next_step_or_the_end_of_the_next_loop(plan, loop_steps, samples, half_seconds):
+    run = whole_run(60, loop_steps, samples, half_seconds)
+    for step in range(0, 60, loop_steps):
+        next_step, next_time = plan.schedule.next_step(run[step]), plan.schedule.next_time(run[step])
+        next_loop = plan.schedule.next_loop(run[step])
+        fired = [i for i in range(step + 1, 60) if plan.fires(run[i - 1], run[i])]
+        if fired:
+            by_step = next_step is not None and step < next_step <= fired[0]
+            by_loop = next_loop is not None and run[step].loops < next_loop <= run[fired[0]].loops
+            assert by_step or by_loop or (next_time is not None and next_time <= run[fired[0]].time)

@@ -65,7 +65,7 @@ def house():
     third, half = (width - 2 * gap) / 3, (width - gap) / 2
     rows = [
         [("Doors", "functional · fitting · testing · launch · examples", width, VIOLET)],
-        [("The experiment", "outer_loop · preflight · whole_run · specs · failures", width, BLUE)],
+        [("The experiment", "outer_loop · training · evaluations · whole_run · specs · preflight", width, BLUE)],
         [("Loops", "train_loop, eval_loop on action_loop on stat_loop on loop · feed", width, BLUE)],
         [("Steps", "step · loss_step · function_step · compiled · models", width, BLUE)],
         [("Actions", "actions/: one file an action", width, BLUE)],

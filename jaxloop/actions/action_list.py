@@ -41,6 +41,14 @@ class ActionList:
         """The training time after `now` from which on a schedule can fire at any step."""
         return earliest(schedule.next_time(now) for schedule in self._scheduled)
 
+    def next_loop(self, now: Elapsed) -> int | None:
+        """The number of the first loop after `now` at whose end an interval comes that `next_step` does not tell of."""
+        intervals = [action.interval for action in self.actions]
+        return earliest(
+            interval.next_loop(now) if isinstance(interval, Schedule) else (now.loops // interval + 1) * interval
+            for interval in intervals
+        )
+
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
         """Calls an action; an exception in it goes on with a note of which and when."""
         try:

@@ -1,0 +1,158 @@
+"""Loops at whose end nothing is due are run in one call, and nobody can tell but by the time."""
+
+import _thread
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxloop
+from jaxloop import checkpoint, every, examples, last, never
+from jaxloop.stat_loop import STAT_LIFE_TIME_SECS
+
+STEP, STATE, BATCHES = examples.tiny_regression()
+EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model)
+STATE = jax.tree.map(np.asarray, STATE)
+
+
+class OneByOne(jaxloop.TrainLoop):
+    """Has a hook, for which each loop is a call."""
+
+    def begin(self, state, dataset):
+        return super().begin(state, dataset)
+
+
+class Seen(jaxloop.Action):
+    """Keeps what it was given, but for the time."""
+
+    def __init__(self, interval=1, fails_at=None):
+        super().__init__(interval)
+        self.calls, self.fails_at = [], fails_at
+
+    def __call__(self, state, outputs, *, step_num, elapsed, **kwargs):
+        if step_num == self.fails_at:
+            raise RuntimeError("the action failed")
+        losses = [float(loss) for loss in outputs.get("loss", ())]
+        self.calls.append((step_num, elapsed.loops, elapsed.is_last, losses, list(outputs.num_examples)))
+
+
+class Broken(Exception):
+    pass
+
+
+def batches(fault, at):
+    """Data without end, with a fault before one of them, the first time."""
+    faults = [at]
+
+    def batch(number):
+        if number in faults:
+            faults.clear()
+            if fault == "the data raise":
+                raise Broken
+            if fault == "Ctrl-C":
+                _thread.interrupt_main()
+        return BATCHES[number % 100]
+
+    return jaxloop.from_index(batch, num_batches=at if fault == "the data end" else None)
+
+
+def what_is_kept(directory):
+    """What the newest checkpoint has, without what tells the time."""
+
+    def without_time(value):
+        if isinstance(value, dict):
+            timed = ("time", "life_time", "previous", "last_beginning", "spent", "jaxloop/")
+            return {
+                name: without_time(each)
+                for name, each in value.items()
+                if not any(word in str(name) for word in timed) and name != "positions"
+            }
+        return [without_time(each) for each in value] if isinstance(value, list) else value
+
+    steps = checkpoint.all_steps(directory)
+    return steps, steps and without_time(checkpoint.run(directory, steps[-1]))
+
+
+def observed(loop_class, directory, plan):
+    """All that can be seen of a run, and of the one that goes on from it."""
+    seen = []
+    fault, at = plan["fault"], plan["at"]
+    for fault in (fault, fault if fault == "the data end" else None):  # noqa: B020
+        action, at_end, evaluated = Seen(plan["interval"]), Seen(last()), Seen()
+        saves = [jaxloop.CheckpointAction(directory, plan["saves"])] if plan["saves"] else []
+        fails = [Seen(every(steps=plan["at"] or 1), fails_at=plan["at"])] if fault == "an action raises" else []
+        train_loop = loop_class(STEP, end_actions=[action, at_end, *fails, *saves], stat_names=[STAT_LIFE_TIME_SECS])
+        outer_loop = jaxloop.OuterLoop(
+            train_loop,
+            [jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])],
+            jaxloop.CheckpointSpec(directory) if plan["saves"] else None,
+            log_interval=plan["log_interval"],
+        )
+        spec = jaxloop.EvalSpec(BATCHES[:2], **plan["evaluates"])
+        state, outputs = None, None
+        try:
+            data = batches(fault, at)
+            state, outputs = outer_loop(STATE, data, plan["total"], plan["loop_steps"], [spec], stop=plan["stop"])
+        except (Broken, RuntimeError) as error:
+            seen.append(repr(error))
+        seen += [each.calls for each in (action, at_end, evaluated)]
+        seen += [[(row.elapsed.steps, row.elapsed.loops, row.logs) for row in outer_loop.history]]
+        seen += [train_loop.loop_count, train_loop.step_num, train_loop.elapsed.loops, train_loop.elapsed.samples]
+        seen += [outputs and [float(loss) for loss in outputs.get("loss", ())], outputs and outputs.num_examples]
+        final = state if state is not None else outer_loop.rescued_state
+        seen += [final is None, np.asarray(final.params["kernel"]).tolist() if final is not None else None]
+        seen += [what_is_kept(directory) if plan["saves"] else None]
+        if not plan["saves"]:
+            break
+    return seen
+
+
+plans = st.fixed_dictionaries(
+    {
+        "total": st.integers(20, 90),
+        "loop_steps": st.integers(1, 12),
+        "log_interval": st.sampled_from([3, 7, 50, every(steps=25), every(loops=4), never()]),
+        "interval": st.sampled_from([2, 5, 50, every(steps=17), every(loops=6) | last(), every(samples=200)]),
+        "evaluates": st.sampled_from(
+            [
+                {"eval_loop_interval": 4},
+                {"eval_loop_interval": 50},
+                {"schedule": every(steps=20)},
+                {"schedule": every(loops=5)},
+                {"schedule": last()},
+                {"should_eval_fn": lambda context: context.step_num > 40, "eval_loop_interval": 3},
+            ]
+        ),
+        "saves": st.sampled_from([None, 6, every(steps=30), every(loops=4), never()]),
+        "fault": st.sampled_from([None, "the data raise", "the data end", "Ctrl-C", "an action raises"]),
+        "at": st.integers(1, 60),
+        "stop": st.sampled_from([None, None, jaxloop.at(loops=9), jaxloop.at(steps=40), jaxloop.at(samples=180)]),
+    }
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(plan=plans)
+def test_nobody_can_tell(plan, tmp_path_factory):
+    one, other = (tmp_path_factory.mktemp("run") for _ in range(2))
+    assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, 3),  # The first alone, for what it reports to be known; and the last, whose end is that of the run.
+        ({"log_interval": 1}, 50),
+        ({"log_interval": 10}, 11),
+    ],
+)
+def test_loops_without_anything_due_are_one_call(options, calls, monkeypatch):
+    begun, begin = [], jaxloop.Loop.begin
+    monkeypatch.setattr(jaxloop.Loop, "begin", lambda *arguments: begun.append(1) or begin(*arguments))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), **{"log_interval": never(), **options})
+    state, outputs = outer_loop(STATE, itertools.cycle(BATCHES), 500, 10)
+    assert int(state.step) == 500 and len(outputs["loss"]) == 10
+    assert len(begun) == calls
