@@ -8,6 +8,7 @@ import logging
 import random
 import re
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -267,6 +268,32 @@ MISTAKES = {
         "KeyError: 'image'\nat .*test_preflight.py",
         True,
     ),
+    # The state.
+    "no state": ({"state": lambda state: None}, "the state", "The state is None", True),
+    "a step that is no integer": (
+        {"state": lambda state: state.replace(step=jnp.float32(0))},
+        "the state",
+        r"state.step must be an integer scalar, got float32",
+        True,
+    ),
+    "a step for each of two": (
+        {"state": lambda state: state.replace(step=jnp.zeros(2, int))},
+        "the state",
+        r"state.step must be an integer scalar, got int32\[2\]",
+        True,
+    ),
+    "an evaluation that never comes, and what waits for it": (
+        {"eval_options": {"schedule": every(1000), "name": "test"}, "eval_actions": (STOPPING("test/loss"),)},
+        "eval 'test'",
+        r"It would never run: schedule=every\(steps=1000\)",
+        False,
+    ),
+    "a step that can't count so far": (
+        {"state": lambda state: state.replace(step=jnp.int8(0))},
+        "the train loop",
+        "state.step, int8.*, counts to 127, and the run goes to step 300",
+        True,
+    ),
     # The step.
     "a state that changes dtype": (
         {"step": run_that(lambda state, outputs: (cast(state), outputs))},
@@ -329,6 +356,12 @@ MISTAKES = {
         {"eval_data": iter([batch_of()])},
         "eval 'test'",
         "run more than once.*an iterator",
+        True,
+    ),
+    "an evaluation by an iterator that has too few": (
+        {"eval_data": iter([batch_of()] * 5), "eval_options": {"num_steps": 2, "schedule": every(100), **TEST}},
+        "eval 'test'",
+        "3 evaluations draw num_steps=2 batches each, and its iterator has 5",
         True,
     ),
     "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "gave no batch", True),
@@ -526,6 +559,35 @@ def test_several_mistakes_are_found_at_once(plan, tmp_path):
         report.raise_errors()
 
 
+@pytest.mark.parametrize(
+    ("patched", "value", "where", "text", "is_error"),
+    [
+        ("jaxloop.partition.memory_of", lambda device: 100, "the train loop", "of a device, which has 100 B", True),
+        ("os.sysconf", lambda name: 8, "the train loop", "and this host has 64 B of memory", False),
+        (
+            "shutil.disk_usage",
+            lambda directory: types.SimpleNamespace(free=500),
+            "the checkpoints",
+            "3 checkpoints of 172 B and one in the making take 860 B, and .* has 500 B free",
+            False,
+        ),
+    ],
+)
+def test_what_there_is_no_room_for_is_found(patched, value, where, text, is_error, plan, monkeypatch):
+    monkeypatch.setattr(patched, value)
+    report = plan().check()
+    assert [(problem.where, problem.is_error) for problem in report.problems] == [(where, is_error)], str(report)
+    assert re.search(text, report.problems[0].text), report.problems[0].text
+
+
+def test_two_actions_that_save_to_one_directory_are_found(plan, tmp_path):
+    other = jaxloop.CheckpointAction(tmp_path / "checkpoints", every(50))
+    report = plan(train_actions=(other,)).check()
+    assert [problem.where for problem in report.problems] == ["the checkpoints"], str(report)
+    assert "Two CheckpointActions save to" in report.problems[0].text
+    assert report.plan["saves"].startswith("6 times") and report.plan["saves 2"].startswith("3 times")
+
+
 # The checkpoint that a run would go on from ------------------------------------------------------------
 
 
@@ -559,6 +621,26 @@ def test_what_does_not_fit_the_newest_checkpoint_is_found(changes, where, text, 
     report = plan(**changes).check()
     assert [problem.where for problem in report.problems] == [where], str(report)
     assert re.search(text, report.problems[0].text), report.problems[0].text
+
+
+def test_a_checkpoint_behind_the_state_is_left_where_it_is(saved, plan):
+    report = plan(state=lambda state: state.replace(step=jnp.int32(150))).check()
+    assert report.ok, str(report)
+    assert report.plan["checkpoint"] == "the newest, of step 100, is behind the state: going on from the state"
+    assert report.plan["train"].startswith("the run goes from step 150 to step 300")
+
+
+def test_a_run_that_was_asked_to_stop_is_found(plan):
+    class Stopping(Report):
+        def __call__(self, state, outputs, **kwargs):
+            outputs[jaxloop.STOP_LOOP] = True
+
+    a_plan = plan(train_actions=(Stopping(),))
+    outer_loop, (_, data), options = a_plan.make()
+    outer_loop(a_plan.initial_state(), data, **options)
+    report = plan(train_actions=(Stopping(),)).check()
+    assert [problem.where for problem in report.problems] == ["the train loop"], str(report)
+    assert "the run of step 100 was asked to stop there" in report.problems[0].text
 
 
 def test_a_directory_in_which_another_process_trains_is_found(plan, tmp_path, monkeypatch):

@@ -1,0 +1,141 @@
+"""The step: a batch's way through its hooks, and a trace of `run`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxloop import checks, metrics, types
+from jaxloop.action_loop import ActionLoop
+from jaxloop.layout import readable
+from jaxloop.preflight.findings import Findings
+from jaxloop.preflight.state import State, bytes_of, look_at_new_state
+from jaxloop.step import Step
+
+# More than so much of what steps return is too much to keep until the end of a loop.
+_MOST_OUTPUT_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreseen:
+    """What is known of a loop's steps.
+
+    Attributes:
+      outputs: like those of the loop; None where nobody knows them: with an error, and where a method of the user may
+        add to them.
+      is_open: whether only a run can tell what `run` gets.
+    """
+
+    outputs: metrics.LoopOutputs | None = None
+    is_open: bool = False
+
+
+def look_at_step(
+    where: str,
+    loop: ActionLoop,
+    state: State,
+    batch: types.Batch,
+    found: Findings,
+    *,
+    evaluates: bool = False,
+    longest_loop: int | None = None,
+) -> Foreseen:
+    """Takes a batch through a step's hooks and traces `run`.
+
+    Args:
+      evaluates: whether it is done as in an evaluation.
+      longest_loop: so many steps in the longest loop, for which outputs are kept; None if nobody knows.
+    """
+    step = loop.step
+    with found.finding(where):
+        if evaluates:
+            step.begin_evaluation()
+        ready = _ready_for_run(loop, state, batch)
+        if ready is None:
+            return Foreseen(is_open=True)
+        if not _can_be_traced(where, step, batch, ready, found):
+            return Foreseen()
+        if not evaluates:
+            with found.finding(where):
+                step.shard_batch(ready)
+        traced = step.trace(state.shapes, ready, evaluates=evaluates)
+        if not evaluates:
+            look_at_new_state(where, step, state.shapes, traced, found)
+        if not (_is_ours(step, "end") and _is_ours(loop, "end") and _is_ours(loop, "update_outputs")):
+            return Foreseen()
+        _look_at_size(where, traced.outputs, longest_loop, found)
+        return Foreseen(_like_those_of_a_loop(traced.outputs))
+    return Foreseen()
+
+
+def state_for_begin(state: State, step: Step) -> Any:
+    """The state for a step's `begin`: a `begin` of the user may want its values."""
+    return state.shapes if state.values is None or _is_ours(step, "begin") else state.values
+
+
+def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.Batch | None:
+    """A batch as the hooks before `run` leave it; None where only a run can tell.
+
+    So it is where the user has another way to `run`, and where `begin` wants values of a state that is given in
+    shapes, or makes another one.
+    """
+    step = loop.step
+    ways = {step: ("step", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
+    if not all(_is_ours(thing, name) for thing, names in ways.items() for name in names):
+        return None
+    given = state_for_begin(state, step)
+    if _is_ours(step, "begin"):
+        return step.before_run(given, batch)[1]
+    try:
+        result = step.begin(given, step.preprocess_batch(batch))
+    except Exception:
+        if state.values is None:
+            return None
+        raise
+    new_state, ready = checks.check_pair(result, f"{type(step).__name__}.begin", "(state, batch)")
+    return ready if new_state is given else None
+
+
+def _can_be_traced(where: str, step: Step, batch: types.Batch, ready: types.Batch, found: Findings) -> bool:
+    """Says what is wrong with a batch that is ready for `run`; returns whether it can be traced."""
+    problems = list(checks.problems_of_batch(ready))
+    for problem in problems:
+        found.add(where, problem)
+    if problems:
+        return False
+    with found.finding(where):
+        if changed := checks.problem_of_dtypes(ready):
+            found.warn(where, changed)
+    if checks.num_examples(batch) is None and _is_ours(step, "num_examples"):
+        found.warn(
+            where,
+            "Each batch counts as one example, because its leaves don't share a leading axis: "
+            f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means.",
+        )
+    return True
+
+
+def _look_at_size(where: str, outputs: types.Output, longest_loop: int | None, found: Findings) -> None:
+    """Says where what the steps return, which is kept until the loop ends, is very much."""
+    sizes = {name: bytes_of(value) for name, value in (outputs or {}).items() if not metrics.is_metric(value)}
+    largest = max(sizes, key=lambda name: sizes[name], default=None)
+    if longest_loop is None or largest is None or sum(sizes.values()) * longest_loop <= _MOST_OUTPUT_BYTES:
+        return
+    found.warn(
+        where,
+        f"What a loop's {longest_loop:,} steps return is kept on the host until the loop ends, which takes "
+        f"{readable(sum(sizes.values()) * longest_loop)}, the most of it for the output {largest!r}, "
+        f"{readable(sizes[largest])} a step. Return less of it, or have shorter loops (train_loop_steps).",
+    )
+
+
+def _like_those_of_a_loop(outputs: types.Output) -> metrics.LoopOutputs:
+    # Not zeros, by which a metric may divide.
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs or {})
+    return metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
+
+
+def _is_ours(thing: Any, name: str) -> bool:
+    """Whether a method is one of jaxloop's own, and none of a user's subclass or object."""
+    return name not in vars(thing) and getattr(type(thing), name).__module__.startswith("jaxloop.")
