@@ -8,13 +8,13 @@ from typing import Any
 
 from absl import logging
 
-from jaxloop import agreement, encoding, metrics, timing, types
+from jaxloop import agreement, encoding, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.history import History
-from jaxloop.loop import NEVER
 from jaxloop.output_queue import Arrived, OutputQueue
-from jaxloop.schedules import Elapsed, Schedule, earliest
+from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest
+from jaxloop.slots import Slot, class_name, remembered
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 
@@ -100,8 +100,8 @@ class ActionLoop(StatLoop):
         super().__init__(step, stat_names, global_batch_size, clock=clock, max_steps_in_flight=max_steps_in_flight)
         self._begin_actions = ActionList(begin_actions, unit="loops")
         self._end_actions = ActionList(end_actions, unit="loops")
-        self._attached: list[_Slot] = []
-        self._slots = [_Slot(self._end_actions, index) for index in range(len(self.end_actions))]
+        self._attached: list[Slot] = []
+        self._slots = [Slot(self._end_actions, index) for index in range(len(self.end_actions))]
         self._loop_count = self._count = 0  # The loops that have ended; the number of the one that runs or ran last.
         self._is_ending = False  # Whether the end actions have what they are to see, and not all were called.
         self._last_beginning = Elapsed()
@@ -139,7 +139,7 @@ class ActionLoop(StatLoop):
 
     def description(self) -> list[str]:
         actions = [
-            f"  {_class_name(action)}, interval {action.interval!r}"
+            f"  {class_name(action)}, interval {action.interval!r}"
             for each in self.action_lists
             for action in each.actions
         ]
@@ -147,7 +147,7 @@ class ActionLoop(StatLoop):
 
     def attach(self, action: Action) -> None:
         """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
-        self._attached.append(_Slot(ActionList([action], unit="loops"), 0))
+        self._attached.append(Slot(ActionList([action], unit="loops"), 0))
 
     def detach_all(self) -> None:
         """Takes the attached actions away."""
@@ -180,7 +180,7 @@ class ActionLoop(StatLoop):
         for slot in self._all_slots():
             slot.forget(self.spent)
 
-    def _all_slots(self) -> list["_Slot"]:
+    def _all_slots(self) -> list[Slot]:
         return [*self._attached, *self._slots]
 
     def _loops_ended(self) -> int:
@@ -332,7 +332,7 @@ class ActionLoop(StatLoop):
             "open_sums": self._encode(self._open_sums.sums),
             "outputs_without": self._encode(self._open_sums.so_far_without if keeps_outputs else metrics.LoopOutputs()),
             "slots": [slot.state_dict(self._encode) for slot in slots],
-            "others": [_remembered(action) for action in self._other_actions()],
+            "others": [remembered(action) for action in self._other_actions()],
         }
         kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
         return state_dict, {name: state for name, state in kept.items() if state is not None}
@@ -404,7 +404,7 @@ class ActionLoop(StatLoop):
         """Pairs what is here with what was kept, by the classes of the actions in their order."""
         left = list(kept)
         for each in mine:
-            found = next((one for one in left if one["action"] == _class_name(action_of(each))), None)
+            found = next((one for one in left if one["action"] == class_name(action_of(each))), None)
             if found is not None:
                 left.remove(found)
                 yield each, found
@@ -530,12 +530,12 @@ class ActionLoop(StatLoop):
             is_last |= run.stop is not None and run.stop.stops(now.previous or now, now)
         return dataclasses.replace(now, is_last=True) if is_last else now
 
-    def _due(self, now: Elapsed, *, at_end: bool) -> list["_Slot"]:
+    def _due(self, now: Elapsed, *, at_end: bool) -> list[Slot]:
         return [slot for slot in self._all_slots() if slot.is_due(now, self._count if at_end else None)]
 
     def _call_actions(
         self,
-        due: Sequence["_Slot"],
+        due: Sequence[Slot],
         state: Any,
         now: Elapsed,
         *,
@@ -554,9 +554,7 @@ class ActionLoop(StatLoop):
             if slot.saves:
                 self._call_action(slot, state, now, newest)
 
-    def _call_action(
-        self, slot: "_Slot", state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None
-    ) -> None:
+    def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
         spent, run = self._spent_at_look, self.run_info or Run()
         outputs = slot.hand_over(newest)
         if slot.reads_outputs:
@@ -578,7 +576,7 @@ class ActionLoop(StatLoop):
             self._stop_asked = True
 
     @contextlib.contextmanager
-    def _telling_failure(self, slot: "_Slot") -> Iterator[None]:
+    def _telling_failure(self, slot: Slot) -> Iterator[None]:
         """Tells the other processes where an action raises: they stop at the same step, and save."""
         try:
             yield
@@ -601,7 +599,7 @@ class ActionLoop(StatLoop):
     def _sums_to_go_on_with(self) -> dict[str, Any]:
         return {name: sums[0] for name, sums in self._open_sums.sums.items()}
 
-    def _close_sums_for(self, due: Sequence["_Slot"]) -> None:
+    def _close_sums_for(self, due: Sequence[Slot]) -> None:
         if any(slot.reads_outputs for slot in due):
             self._close_sums()
 
@@ -652,84 +650,6 @@ class _OpenSums:
     so_far_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
 
 
-class _Slot:
-    """An end action, and what it has not seen yet.
-
-    Attributes:
-      called_at: the step after which it was called last.
-      spent_before: what the loop had spent then.
-      unseen: what it is to see.
-      unseen_without: what `unseen` has without the sums that the loop goes on with, of their names.
-    """
-
-    def __init__(self, actions: ActionList, index: int):
-        self.actions, self.index = actions, index
-        self.action = actions.actions[index]
-        self.is_scheduled = isinstance(self.action.interval, Schedule)
-        self.reads_outputs = self.action.uses_outputs and self.action.waits_for_outputs
-        self.takes_pieces = self.is_scheduled and self.reads_outputs
-        self.takes_whole_loops = self.reads_outputs and not self.is_scheduled
-        self.saves = self.action.time_goes_to == "checkpoints"
-        self.called_at: int | None = None
-        self.spent_before = timing.Spent()
-        self.unseen = metrics.LoopOutputs()
-        self.unseen_without = metrics.LoopOutputs()
-
-    def forget(self, spent: timing.Spent) -> None:
-        self.unseen, self.called_at, self.spent_before = metrics.LoopOutputs(), None, spent
-
-    def state_dict(self, encode: Callable[[metrics.LoopOutputs], dict[str, Any]]) -> dict[str, Any]:
-        unseen = self.unseen if self.reads_outputs else metrics.LoopOutputs()
-        without = self.unseen_without if self.reads_outputs else metrics.LoopOutputs()
-        remembered = {"called_at": self.called_at, "unseen": encode(unseen), "unseen_without": encode(without)}
-        return {**_remembered(self.action), **remembered}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.action.load_state_dict(encoding.decode(state_dict["state"]))
-        self.called_at = state_dict["called_at"]
-        self.unseen = metrics.LoopOutputs.decode(state_dict["unseen"])
-        self.unseen_without = metrics.LoopOutputs.decode(state_dict["unseen_without"])
-
-    def is_due(self, now: Elapsed, count: int | None) -> bool:
-        """Whether it is called now, at the end of the loop of this number; None inside a loop."""
-        if count is None and not self.is_scheduled:
-            return False
-        return self.called_at != now.steps and self.actions.is_due(self.index, count or 0, now)
-
-    def take_piece(self, piece: metrics.LoopOutputs) -> None:
-        """Takes the outputs of steps inside the loop."""
-        if self.takes_pieces:
-            self.unseen.extend(piece)
-
-    def take_loop(self, whole: metrics.LoopOutputs) -> None:
-        """Takes the outputs of a loop that has ended."""
-        if self.takes_pieces:  # What `end` has added to those of the steps.
-            self.unseen.update({name: value for name, value in whole.items() if not isinstance(value, list)})
-        elif not self.action.uses_outputs:
-            self.unseen = whole
-        elif not self.action.waits_for_outputs:
-            self.unseen = metrics.LoopOutputs(metrics.newest_scalars(whole))
-        else:
-            self.unseen.extend(whole)
-
-    @contextlib.contextmanager
-    def keeping(self, outputs: metrics.LoopOutputs) -> Iterator[None]:
-        """Takes what was handed over back where the action raises: it has not been dealt with."""
-        try:
-            yield
-        except BaseException:
-            if self.reads_outputs:
-                self.unseen = outputs
-            raise
-
-    def hand_over(self, newest: Callable[[], dict[str, Any]] | None) -> metrics.LoopOutputs:
-        """What the action is to see now; inside a loop, where it doesn't wait, the newest values that are there."""
-        if newest is not None and not self.takes_pieces:
-            return metrics.LoopOutputs(newest() if self.action.uses_outputs else None)
-        unseen, self.unseen = self.unseen, metrics.LoopOutputs()
-        return unseen
-
-
 def _is_of_user(loop: ActionLoop, name: str) -> bool:
     """Whether a method is that of a user's subclass, or set on this object."""
     return name in vars(loop) or not getattr(type(loop), name).__module__.startswith("jaxloop.")
@@ -740,15 +660,3 @@ def _put(place: metrics.LoopOutputs, other: metrics.LoopOutputs, name: str) -> N
     place.pop(name, None)
     if name in other:
         place[name] = list(other[name])
-
-
-def _remembered(action: Action) -> dict[str, Any]:
-    try:
-        return {"action": _class_name(action), "state": encoding.encode(action.state_dict())}
-    except Exception as error:
-        error.add_note(f"in the state_dict of {action!r}")
-        raise
-
-
-def _class_name(action: Action) -> str:
-    return type(action).__qualname__

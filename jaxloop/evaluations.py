@@ -10,8 +10,8 @@ from absl import logging
 
 from jaxloop import agreement, checkpoint, interrupt, metrics, types
 from jaxloop.action_loop import ActionLoop
+from jaxloop.feed import as_iterator
 from jaxloop.history import History
-from jaxloop.loop import as_iterator
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Elapsed, Schedule, earliest
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of

@@ -4,11 +4,26 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxloop import types
+import jax
+import numpy as np
+
+from jaxloop import checks, types
 from jaxloop.agreement import JointDraw
 
 # Of `cycle` the first pass may be slow.
 _IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
+
+
+def as_iterator(dataset: Any) -> Iterator[Any]:
+    """The iterator of a dataset; raises a `TypeError` that says what to give where there is none."""
+    if hasattr(dataset, "__next__"):
+        return dataset
+    if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            f"A dataset is an iterator of batches, or an iterable, got {checks.describe(dataset)}. Give, for example, "
+            "dataset.as_numpy_iterator(), or a list of dicts of arrays."
+        )
+    return iter(dataset)
 
 
 class Feed:

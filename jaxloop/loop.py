@@ -1,21 +1,16 @@
 """A bounded series of steps over one dataset. The only place that repeats steps."""
 
-import dataclasses
 import math
-import numbers
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-import jax
-import numpy as np
 from absl import logging
 
 from jaxloop import agreement, checks, interrupt, metrics, partition, timing, types
-from jaxloop.feed import Feed, TimedDraw
+from jaxloop.feed import Feed, TimedDraw, as_iterator
 from jaxloop.output_queue import Arrived, Block, OutputQueue
-from jaxloop.schedules import Elapsed, Schedule, at
+from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import FusingError, PlainStep, Step
 from jaxloop.tuning import STEPS_TRIED, find_steps_per_dispatch
 
@@ -23,7 +18,6 @@ from jaxloop.tuning import STEPS_TRIED, find_steps_per_dispatch
 _MOST_STEPS_HELD = 1024
 _QUICK_SECS = 20e-6  # A batch that comes sooner is one that nobody has waited for.
 _Take = Callable[[Any, types.Batch], tuple[Any, types.Output, int]]
-NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
 class Loop:
@@ -713,163 +707,3 @@ class _Uncounted:
 
     def mark(self, *, if_cheap: bool = False) -> None:
         pass
-
-
-def as_iterator(dataset: Any) -> Iterator[Any]:
-    """The iterator of a dataset; raises a `TypeError` that says what to give where there is none."""
-    if hasattr(dataset, "__next__"):
-        return dataset
-    if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
-        raise TypeError(
-            f"A dataset is an iterator of batches, or an iterable, got {checks.describe(dataset)}. Give, for example, "
-            "dataset.as_numpy_iterator(), or a list of dicts of arrays."
-        )
-    return iter(dataset)
-
-
-def elapse(
-    dataset: Any,
-    *,
-    stop: Schedule | int | None = None,
-    start: Elapsed | None = None,
-    stopwatch: timing.Stopwatch | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[tuple[Elapsed, types.Batch]]:
-    """Counts along while you iterate: for loops written by hand.
-
-    >>> from jaxloop import every, examples
-    >>> step, state, batches = examples.tiny_regression()
-    >>> eval_period = every(steps=50)
-    >>> for elapsed, batch in elapse(batches, stop=at(100)):
-    ...     state, outputs = step.step(state, batch)
-    ...     if eval_period(elapsed):
-    ...         print(elapsed.steps, elapsed.samples)
-    50 400
-    100 800
-
-    Args:
-      dataset: the batches.
-      stop: after which step to end; an int counts steps. None for as long as there is data. Data that ends before is
-        said in the log.
-      start: how far an earlier run was.
-      stopwatch: counts the time, where some of it is not training. None to count all.
-      clock: tells the time in seconds; not asked where there is a stopwatch.
-
-    Yields:
-      `(elapsed, batch)`, where `elapsed` counts this batch too: within the first, `elapsed.steps == 1`.
-    """
-    return _elapse(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch or timing.Stopwatch(clock))
-
-
-def as_stop(stop: Any) -> Schedule | None:
-    """The schedule of what a user gives as the stop of a run; an int counts steps."""
-    if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
-        return at(steps=int(stop))
-    if stop is not None and not isinstance(stop, Schedule):
-        raise TypeError(f"stop must be a number of steps, or a Schedule such as at(steps=10_000), got {stop!r}.")
-    return stop
-
-
-def _elapse(
-    iterator: Iterator[types.Batch], stop: Schedule | None, elapsed: Elapsed, stopwatch: timing.Stopwatch
-) -> Iterator[tuple[Elapsed, types.Batch]]:
-    counting = Counting(iterator, stop, elapsed, stopwatch)
-    with stopwatch.counting("rest"):
-        while (drawn := counting.draw()) is not None:
-            yield drawn
-
-
-class Counting:
-    """Draws the batches of a run, and counts along: what `elapse` does, for loops that may draw some themselves.
-
-    Args:
-      iterator: the batches.
-      stop: after which step to end; None for as long as there is data.
-      start: how far an earlier run was.
-      stopwatch: counts the time; it counts for "rest" when `draw` is called.
-
-    Attributes:
-      newest: how far the run is with the batch drawn last, without what was before.
-    """
-
-    def __init__(
-        self, iterator: Iterator[types.Batch], stop: Schedule | None, start: Elapsed, stopwatch: timing.Stopwatch
-    ):
-        self.iterator: Iterator[types.Batch] = iterator
-        self.stopwatch: timing.Stopwatch = stopwatch
-        self.newest: Elapsed = start.without_previous()
-        self._stop, self._start = stop, start
-        self._offset = start.time - stopwatch.training_secs()
-        self._is_over = stop is not None and stop.stops(start.previous or start, start)
-        if self._is_over:
-            logging.warning("Nothing is left to do: the run is at step %d, where stop=%r ends it.", start.steps, stop)
-
-    def draw(self) -> tuple[Elapsed, types.Batch] | None:
-        """The next batch, and how far the run is with it; None where it is over."""
-        if self._is_over:
-            return None
-        stopwatch = self.stopwatch
-        began = stopwatch.clock()
-        try:
-            batch = next(self.iterator)
-        except BaseException as error:
-            return self.end_by(error)
-        finally:
-            came = stopwatch.clock()
-            stopwatch.move(came - began, "data")
-        return self.count(checks.num_examples(batch) or 1, came), batch
-
-    def end_by(self, error: BaseException) -> None:
-        """Ends the run where the iterator has raised: without another word, if that is what ends its data."""
-        if not isinstance(error, StopIteration):
-            error.add_note(f"in the dataset, after step {self.newest.steps}")
-            raise error
-        self._is_over = True
-        _warn_of_early_end(self._start, self.newest, self._stop)
-
-    def count(self, samples: int, came: float) -> Elapsed:
-        """Counts a batch of so many examples, which was there when the clock showed `came`."""
-        before, self.stopwatch.steps = self.newest, self.stopwatch.steps + 1
-        self.stopwatch.samples += samples
-        elapsed = before.advance(samples=samples, time=self._offset + self.stopwatch.training_at(came))
-        self.newest = elapsed.without_previous()
-        self._is_over = self._stop is not None and self._stop.stops(before, elapsed)
-        return dataclasses.replace(elapsed, is_last=True) if self._is_over else elapsed
-
-    def count_all(self, samples: int, came: Sequence[float]) -> list[Elapsed]:
-        """As `count`, for each of several batches of so many examples, after none of which the run can end.
-
-        What was before is kept of the last alone.
-        """
-        newest, training_at = self.newest, self.stopwatch.training_at
-        steps, total, loops = newest.steps, newest.samples, newest.loops
-        all_but_last = [
-            Elapsed(steps + place, total + place * samples, self._offset + training_at(then), loops)
-            for place, then in enumerate(came[:-1], start=1)
-        ]
-        if all_but_last:
-            self.newest = all_but_last[-1]
-            self.stopwatch.steps += len(all_but_last)
-            self.stopwatch.samples += len(all_but_last) * samples
-        return [*all_but_last, self.count(samples, came[-1])]
-
-    def room(self) -> int:
-        """How many of the next steps come before the one that `stop` may end the run with."""
-        if self._is_over or self._stop is None:
-            return 0 if self._is_over else NEVER[0]
-        if self._stop.next_time(self.newest) is not None:
-            return 0
-        step = self._stop.next_step(self.newest)
-        return NEVER[0] if step is None else step - self.newest.steps - 1
-
-
-def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
-    if elapsed.steps == start.steps:
-        logging.warning(
-            "The dataset had no batch, so no step was run. An iterator gives its batches only once: make a new one for "
-            "each loop, or give a list."
-        )
-    elif stop is not None:
-        logging.warning(
-            "The dataset ended at step %d, before stop=%r. Repeat it, or leave stop out.", elapsed.steps, stop
-        )

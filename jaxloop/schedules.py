@@ -13,11 +13,14 @@ step, time, or end of a loop, at which it can fire, up to which a run may go on 
 import abc
 import dataclasses
 import datetime
+import math
 import numbers
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
 Unit = Literal["steps", "samples", "time", "loops"]
+NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ models metrics output_queue bad_numbers history seal checkpoint read_ahead finge
 actions.action actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.writers actions.action_list actions compiled step loss_step function_step tuning feed
-loop stat_loop action_loop train_loop eval_loop specs forecast tally whole_run evaluations training
+counting loop stat_loop slots action_loop train_loop eval_loop specs forecast tally whole_run evaluations training
 preflight.report preflight.findings preflight.experiment preflight.state preflight.data preflight.course
 preflight.timetable preflight.checkpoints preflight.step preflight.memory preflight.actions preflight
 failures outer_loop functional.log_entries

@@ -134,7 +134,7 @@ plans = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(plan=plans)
 def test_nobody_can_tell(plan, tmp_path_factory):
     one, other = (tmp_path_factory.mktemp("run") for _ in range(2))

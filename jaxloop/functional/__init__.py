@@ -31,6 +31,7 @@ checkpoints, partitioners.
 - `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` are callbacks.
 """
 
+from jaxloop.counting import elapse
 from jaxloop.functional.log_entries import Logs
 from jaxloop.functional.loop_state import Callback, LoopState, Tasks, on_end, on_start
 from jaxloop.functional.running import loop
@@ -44,7 +45,6 @@ from jaxloop.functional.tools import (
     train_step,
 )
 from jaxloop.history import History
-from jaxloop.loop import elapse
 from jaxloop.schedules import Elapsed, after, always, at, every, first, last, never
 
 logs: type[Logs] = Logs

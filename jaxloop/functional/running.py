@@ -11,12 +11,13 @@ from absl import logging
 
 from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, timing
+from jaxloop.counting import Counting, as_stop
+from jaxloop.feed import as_iterator
 from jaxloop.function_step import PlainCall, name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, commit, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool
 from jaxloop.history import History
-from jaxloop.loop import Counting, as_iterator, as_stop
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed, Schedule, earliest, is_always
