@@ -16,6 +16,7 @@ from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Elapsed, Schedule, earliest
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of
 from jaxloop.tally import Tally
+from jaxloop.whole_run import elapsed_at
 
 _POLL_SECS = 0.2
 
@@ -148,8 +149,8 @@ class Evaluations:
                 if self._job.any_stops(restored is None):
                     continue
                 context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
-                saved = checkpoint.metadata(spec.checkpoint_dir, step_num).get("elapsed", {"steps": step_num})
-                outputs = self._run_due(restored, self._all, context, Elapsed(**saved)) or outputs
+                elapsed = elapsed_at(spec.checkpoint_dir, step_num).without_previous()
+                outputs = self._run_due(restored, self._all, context, elapsed) or outputs
                 if not _goes_on(outputs) or self._interrupt.requested:
                     return outputs
             if no_more_will_come or self._interrupt.requested:

@@ -34,7 +34,7 @@ from jaxloop.tally import Tally
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
 from jaxloop.training import Training, step_num_of
-from jaxloop.whole_run import WholeRun, checkpoint_actions
+from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
 """A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
@@ -311,12 +311,10 @@ class OuterLoop:
         """The directories that no other process may write checkpoints to."""
         if self._train_loop is None:
             return []
-        directories = [action.directory for action in checkpoint_actions(self._train_loop)]
-        if self._checkpoint_spec is not None:
-            directories.append(checkpoint.absolute(self._checkpoint_spec.checkpoint_dir))
+        directories = directories_of(self._train_loop, self._checkpoint_spec)
         for directory in directories:  # Now rather than after hours of training.
             checkpoint.prepare_directory(directory)
-        return list(dict.fromkeys(directories))
+        return directories
 
     def _evaluations(self, spec: RunSpec, tally: Tally) -> Evaluations:
         trains = self._train_loop is not None

@@ -235,6 +235,13 @@ class PositionedIterator(Iterator[types.Batch]):
         """
         return (self._source.problem or why_unknown(self._dataset)) if self.kind == "unknown" else None
 
+    @property
+    def said_of_resume(self) -> str | None:
+        """What becomes of a run that goes on from a checkpoint, where no position can be restored; else None."""
+        if self.kind != "unknown":
+            return None
+        return f"{self.problem} A run that goes on from a checkpoint of this one trains on what it gives then."
+
     # Batches -----------------------------------------------------------------------------------------
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":

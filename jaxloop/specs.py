@@ -76,6 +76,14 @@ class EvalSpec:
                 "EvalSpec.dataset_iterator is drawn from again at each evaluation, so it needs num_steps, got None."
             )
 
+    @property
+    def when(self) -> str:
+        """What says when it is evaluated, in words."""
+        if self.schedule is not None:
+            return f"schedule={self.schedule!r}"
+        is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
+        return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
+
     def empty(self) -> ValueError:
         """The error of an evaluation without a batch."""
         used_up = self.dataset_iterator is not None or iter(self.dataset) is self.dataset  # pyright: ignore

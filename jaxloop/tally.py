@@ -44,14 +44,8 @@ class Tally:
         for index, spec in enumerate(eval_specs):
             loop = self._loops[len(self._loops) - len(eval_specs) + index]
             if train_loops and not self._runs[id(loop)]:
-                lines.append(f"{loop!r}: {_why_not(spec)} never let it run after one of the {train_loops} train loops")
+                lines.append(f"{loop!r}: {spec.when} never let it run after one of the {train_loops} train loops")
         if lines:
             logging.warning(
                 "Never called in this run:\n  %s.\nAnother interval would make them run.", ";\n  ".join(lines)
             )
-
-
-def _why_not(spec: EvalSpec) -> str:
-    if spec.schedule is not None:
-        return f"schedule={spec.schedule!r}"
-    return "should_eval_fn" if spec.eval_loop_interval is None else f"eval_loop_interval={spec.eval_loop_interval}"

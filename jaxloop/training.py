@@ -296,8 +296,8 @@ class Training:
         # An epoch that is left half-way is gone on with in any case.
         is_epoch = resumed is not None and epochs is not None
         run.source = self._source_of(self._spec.train_dataset)
-        if resumed is None and spec is not None and checkpoint_actions(self._loop):
-            _warn_of_unknown_positions(run.source)
+        if resumed is None and spec is not None and checkpoint_actions(self._loop) and run.source.said_of_resume:
+            logging.warning("%s", run.source.said_of_resume)
         if is_epoch:
             run.source = PositionedIterator(run.source, skippable=True)
         if resumed is None or spec is None or not spec.restore_data:
@@ -339,10 +339,3 @@ class Training:
 def step_num_of(state: Any) -> int:
     """The number of completed updates of a state; 0 for one that doesn't count them."""
     return int(metrics.fetch(getattr(state, "step", 0)))
-
-
-def _warn_of_unknown_positions(source: PositionedIterator) -> None:
-    if source.kind == "unknown":
-        logging.warning(
-            "%s A run that goes on from a checkpoint of this one trains on what it gives then.", source.problem
-        )

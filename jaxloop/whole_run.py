@@ -16,6 +16,7 @@ from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.history import History
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
+from jaxloop.specs import CheckpointSpec
 
 _POSITION_ARRAYS = "data"
 """The tree with the long byte strings of a position in the data."""
@@ -172,8 +173,7 @@ class WholeRun:
           ValueError: it is of a run with other PRNG keys.
         """
         noted, run = checkpoint.metadata(directory, step), checkpoint.run(directory, step)
-        previous = Elapsed(**noted["previous"]) if "previous" in noted else None
-        elapsed = Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
+        elapsed = elapsed_at(directory, step)
         was_broken_off, steps_in_loop = noted.get("was_broken_off", False), noted.get("batches_in_loop", 0)
         if not run:
             for part in self._parts.values():
@@ -254,6 +254,20 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
             "could not go on as it was. Give the step the same keys, made from the same seed, or give another "
             "directory."
         )
+
+
+def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
+    """How far the run was at the checkpoint of a step, as far as that says so; `previous` is a step earlier."""
+    noted = checkpoint.metadata(directory, step)
+    previous = Elapsed(**noted["previous"]) if "previous" in noted else None
+    return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
+
+
+def directories_of(train_loop: ActionLoop, spec: CheckpointSpec | None) -> list[epath.Path]:
+    """Where a run saves, and goes on from: the directories in which no other process may train."""
+    directories = [action.directory for action in checkpoint_actions(train_loop)]
+    directories += [] if spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
+    return list(dict.fromkeys(directories))
 
 
 def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:

@@ -18,6 +18,7 @@ from jaxloop.functional.log_entries import REDUCTIONS, Logs, NewestReady, aggreg
 from jaxloop.functional.loop_state import LoopState, arguments, num_arguments
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule, always
+from jaxloop.whole_run import elapsed_at
 
 
 class Tool:
@@ -91,8 +92,7 @@ class CheckpointTool(Tool):
         else:
             logging.info("No checkpoint found in %s", directory)
             return state, Elapsed()
-        noted = checkpoints.metadata(directory, step)
-        return state, Elapsed(**noted["elapsed"]) if "elapsed" in noted else Elapsed(step)
+        return state, elapsed_at(directory, step).without_previous()
 
 
 def checkpoint(

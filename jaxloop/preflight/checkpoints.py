@@ -45,12 +45,10 @@ def look_at_checkpoints(
 
 def _look_at_directories(experiment: Experiment, found: Findings) -> None:
     spec, train_loop, workdir = experiment.checkpoint_spec, experiment.train_loop, experiment.workdir
-    directories = [action.directory for action in _savers(train_loop)]
-    directories += [] if spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
-    for directory in dict.fromkeys(directories):
+    for directory in () if train_loop is None else whole_run.directories_of(train_loop, spec):
         with found.finding(f"the directory {directory}"):
             checkpoint.prepare_directory(directory)
-            if train_loop is not None and distributed.is_first_process():
+            if distributed.is_first_process():
                 with lock.DirectoryLock(directory):
                     pass
     if workdir is not None:
@@ -101,7 +99,7 @@ def _look_at_checkpoint(
     if state.shapes is not None and spec.transforms is None:
         with found.finding("the checkpoint"):
             checkpoint.check_fits(directory, step_num, state.shapes)
-    elapsed = Elapsed(**checkpoint.metadata(directory, step_num).get("elapsed", {"steps": step_num}))
+    elapsed = whole_run.elapsed_at(directory, step_num).without_previous()
     run = checkpoint.run(directory, step_num)
     if not run or train_loop is None:
         return Begin(elapsed)
@@ -140,9 +138,8 @@ def look_at_saving(
     savers, spec = _savers(experiment.train_loop), experiment.checkpoint_spec
     _look_at_where_it_saves([action.directory for action in savers], spec, found)
     goes_on_in_data = savers and spec is not None and spec.restore_data and experiment.epochs is None
-    if goes_on_in_data and source is not None and source.kind == "unknown":
-        text = f"{source.problem} A run that goes on from a checkpoint trains on what it gives then."
-        found.warn("the train data", text)
+    if goes_on_in_data and source is not None and source.said_of_resume:
+        found.warn("the train data", source.said_of_resume)
     for number, action in enumerate(savers, start=1):
         _look_at_saver("saves" if number == 1 else f"saves {number}", action, course, bytes_of(state), found)
 

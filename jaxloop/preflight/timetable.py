@@ -28,8 +28,7 @@ def when_evaluated(spec: EvalSpec, experiment: Experiment, course: Course) -> Ca
 def say_if_never_evaluated(where: str, spec: EvalSpec, calls: Calls, course: Course, found: Findings) -> None:
     """Says where an evaluation never comes."""
     if calls.is_never and not course.is_over:
-        what = f"schedule={spec.schedule!r}" if spec.schedule else f"eval_loop_interval={spec.eval_loop_interval}"
-        found.warn(where, f"It would never run: {what}, and {course_in_words(course)}.")
+        found.warn(where, f"It would never run: {spec.when}, and {course_in_words(course)}.")
 
 
 def look_at_log_interval(interval: int | Schedule, course: Course, found: Findings) -> None:
