@@ -38,13 +38,9 @@ test-wheel:
 	"$$bare" -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NOT_OF_THE_WHEEL) $(TESTS)
 
 # The lowest versions that pyproject.toml allows, in an environment of their own. Packages of today may call what that
-# JAX deprecates (Haiku does): such warnings are let be. Two tests are left out, for what they themselves rely on: one
-# computes in bfloat16, of which NumPy 2.0 makes float32; one compares classes of metrics, which JAX 0.9 tells apart.
-NOT_OF_THE_OLDEST := not (among_many and bfloat16) and not kept_in_a_checkpoint_go_on
-
+# JAX deprecates (Haiku does): such warnings are let be.
 test-oldest: .venv/oldest/installed
-	.venv/oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning \
-	  -k '$(NOT_OF_THE_OLDEST)' $(TESTS)
+	.venv/oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning $(TESTS)
 
 .venv/oldest/installed: pyproject.toml requirements/oldest.txt
 	rm -rf .venv/oldest
