@@ -41,6 +41,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [("Hooks", "params_style")]
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 

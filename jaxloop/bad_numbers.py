@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ class BadNumberError(FloatingPointError):
         self.names: tuple[str, ...] = tuple(names)
 
 
+@final
 class Looking:
     """A step's `run` that also says, in the same compiled program, what was not finite.
 
@@ -165,6 +166,7 @@ def _empty_where(is_bad: jax.Array, value: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(is_bad, jnp.asarray(a, b.dtype), b), empty, value)
 
 
+@final
 @dataclasses.dataclass
 class Found:
     """A step whose numbers were bad.
@@ -178,6 +180,7 @@ class Found:
     names: list[str]
 
 
+@final
 class Watch:
     """The flags of a loop's steps on their way to the host: one small array for a whole chunk of steps.
 

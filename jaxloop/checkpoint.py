@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -407,6 +407,7 @@ def _is_typed_key(leaf: Any) -> bool:
 # Writing ---------------------------------------------------------------------------------------------
 
 
+@final
 class CheckpointWriter:
     """Writes runs through an Orbax `CheckpointManager`, asynchronously where the manager does.
 

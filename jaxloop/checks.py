@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +193,7 @@ def empty_dataset(dataset: Any) -> ValueError:
     )
 
 
+@final
 class BatchWatch:
     """Looks at the batches of a step for what JAX would take without a word.
 

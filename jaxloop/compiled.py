@@ -5,7 +5,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ class NotCompiled(Exception):
     """Something would have to be compiled that nobody has looked at."""
 
 
+@final
 class Compiled:
     """The functions that a step's `run` is compiled to, each when it is asked for first.
 

@@ -5,11 +5,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """What the devices of a mesh tell each other in one dispatch, in operations of one kind.
@@ -25,6 +26,7 @@ class Collective:
     bytes: int
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What one dispatch of a compiled step costs, as XLA says. As a text, one sentence.

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 from jaxloop import types
 from jaxloop.agreement import JointDraw
@@ -11,6 +11,7 @@ from jaxloop.agreement import JointDraw
 _IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
 
 
+@final
 class Feed:
     """Draws batches, one or several at a time, and keeps those that were drawn before their step may be run.
 
@@ -112,6 +113,7 @@ class Feed:
             raise error
 
 
+@final
 class TimedDraw:
     """Draws batches, and counts how long that takes.
 

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ _FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
 
 
+@final
 class Row(NamedTuple):
     """One row of a history.
 
@@ -116,6 +117,7 @@ def _kind(value: jax.Array) -> tuple[type, Any]:
     return type(value), value.aval
 
 
+@final
 class History:
     """What was measured, and how far the run was then: rows of `(elapsed, logs)`.
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,6 +15,7 @@ from jaxloop import checks
 _MOST_PICTURES = 8
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
     """Where a leaf lives.
@@ -50,6 +51,7 @@ class LeafLayout:
         return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
 
 
+@final
 class Layout:
     """Where the leaves of a state live. As a text, a table.
 

@@ -33,6 +33,12 @@ class LossStep(NumpyStep):
     other variables of the model updated. With `train=False` the model is called in its evaluation mode, and the state
     stays as it is. Both report `{"loss": ..., **metrics}`, each the mean over the examples of the batch.
 
+    Hooks:
+      loss: inside `run`, for each batch or micro-batch. Pure; it is compiled.
+      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
+      begin: see `Step`; call that of `super()` last, which adds the mask. What it returns is for `run` alone.
+      end, num_examples, make_state: see `Step`.
+
     >>> import optax
     >>> from flax import linen as nn
     >>> class Regression(LossStep):

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -260,6 +260,7 @@ class Forward(abc.ABC):
         """See `forward`."""
 
 
+@final
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
@@ -310,6 +311,7 @@ class NNXApply(Forward):
         return self._hash
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class EquinoxApply(Forward):
     """The `apply_fn` of an Equinox module: `apply_fn(state.params)` is the module with these parameters.
@@ -347,6 +349,7 @@ class EquinoxApply(Forward):
         return outputs, {"state": variables}
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class HaikuApply(Forward):
     """The `apply_fn` of what `hk.transform` or `hk.transform_with_state` returned: its `apply`."""
@@ -365,6 +368,7 @@ class HaikuApply(Forward):
         return outputs, {"state": variables}
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class FunctionApply(Forward):
     """The `apply_fn` of a pair `(init, apply)`: its `apply(params, inputs)`."""
@@ -384,6 +388,7 @@ class FunctionApply(Forward):
         return self.apply(params, inputs, **options), None
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class ParamsApply(Forward):
     """The `apply_fn` of parameters without a model: they are the outputs."""
@@ -398,6 +403,7 @@ class ParamsApply(Forward):
 # Models of other kinds -------------------------------------------------------------------------------
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedModel:
     """A model that is neither a Linen module nor an NNX class, as a `Step` initialises it. `adapt` makes them.

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,15 @@ class Partitioner(abc.ABC):
     """Places the state and the batches of a `Step`, and compiles its `run` for that placement.
 
     A Step calls `shard_init_fn` once, then `shard_batch` and the compiled function for each batch.
+
+    Hooks:
+      shard_init_fn: by `Step.initialize_model`, to compile what makes the first state.
+      partition: to compile `run`, when it is first needed.
+      shard_batch: for each batch, before the compiled function is called.
+      shard_short_batch: likewise, in an evaluation.
+      shard_stacked_batches: likewise, where several steps are one dispatch.
+      place_state: with each state that the step has not made itself, one of a checkpoint, say.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: asked by all of these.
     """
 
     @property
@@ -210,6 +219,9 @@ class SingleDevicePartitioner(Partitioner):
 
     Batches stay on the host until the jitted call takes them, which is several times faster than `jax.device_put`.
 
+    Hooks:
+      shard_batch, place_state, partition: see `Partitioner`.
+
     >>> SingleDevicePartitioner().mesh is None
     True
     """
@@ -251,7 +263,9 @@ def _default_device() -> Any:
 class MeshPartitioner(Partitioner):
     """What the partitioners over a mesh share: batches are split on their leading axis over `data_axis`.
 
-    Subclasses give `sharding` and `shard_init_fn`.
+    Hooks:
+      sharding, shard_init_fn: see `Partitioner`; to be given by subclasses.
+      shard_batch, place_state, partition: see `Partitioner`.
 
     Args:
       mesh: from `jax.make_mesh` or `jax.sharding.Mesh`. Axes that are explicit are made automatic (as
@@ -377,6 +391,9 @@ def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
 class DataParallelPartitioner(MeshPartitioner):
     """The state on every device, the batch split over `data_axis`.
 
+    Hooks:
+      shard_batch, place_state, partition: see `Partitioner`.
+
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> DataParallelPartitioner(mesh, "data").sharding.spec
     P()
@@ -449,6 +466,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, self._spec_of(path, leaf))
 
 
+@final
 class FSDPPartitioner(_LeafPartitioner):
     """Parameters and optimizer state split over `data_axis`, as the batch is: each device has a part of each.
 
@@ -490,6 +508,7 @@ class FSDPPartitioner(_LeafPartitioner):
         return f"none of its axes divides by the {shards} devices of {self._data_axis!r}"
 
 
+@final
 class RulesPartitioner(_LeafPartitioner):
     r"""The state laid out by rules: patterns of paths, for models without metadata.
 
@@ -584,6 +603,7 @@ def _names_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
+@final
 class SPMDPartitioner(_LaidOutPartitioner):
     """The state laid out by the model's Flax partitioning metadata, the batch split over `data_axis`.
 

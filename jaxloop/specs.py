@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 from etils import epath
 
@@ -13,6 +13,7 @@ STOPPED_FILE = "STOPPED"
 """The empty file in the checkpoint directory which says that training is done."""
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
     """Where an experiment is when it asks whether to evaluate.
@@ -28,6 +29,7 @@ class EvalContext:
     loop_count: int
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """On what an eval loop evaluates, and when.
@@ -89,6 +91,7 @@ class EvalSpec:
         )
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class CheckpointSpec:
     """Where an experiment's checkpoints are.

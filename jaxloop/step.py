@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ NO_OPTIMIZER = optax.identity()
 """What stands for no optimizer: a step that trains with it is told so."""
 
 
+@final
 class PlainStep(NamedTuple):
     """The compiled step itself.
 
@@ -42,6 +43,7 @@ class PlainStep(NamedTuple):
     check: Callable[[types.Batch], None] | None
 
 
+@final
 class Traced(NamedTuple):
     """What `run` would return, in shapes.
 
@@ -63,14 +65,17 @@ class FusingError(ValueError):
 class Step:
     """What happens to one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and write `run`.
 
-    Each batch that a loop draws goes through four hooks:
+    Each batch that a loop draws goes through the first four hooks. `outputs` is a dict with string keys, or None.
 
-    1. `preprocess_batch(batch)`, on the host, sees the batch alone.
-    2. `begin(state, batch)`, on the host, returns `(state, batch)`; the batch is still a host batch.
-    3. `run(state, batch)` is pure; it is compiled once, for all devices, and takes over (donates) the state.
-    4. `end(state, outputs)`, on the host, returns `(state, outputs)`. To read a value there is to wait for it.
-
-    `outputs` is a dict with string keys, or None.
+    Hooks:
+      preprocess_batch: first, on the host; sees the batch alone.
+      begin: second, on the host; returns `(state, batch)`. The batch is still a host batch.
+      run: third. Pure; it is compiled once, for all devices, and takes over (donates) the state.
+      end: fourth, on the host; returns `(state, outputs)`. To read a value there is to wait for it.
+      num_examples: for each batch, as the dataset gave it, before the others.
+      shard_batch: for each batch, between `begin` and `run`, to place it on the devices.
+      make_state: by `initialize_model`, to make the first state. Pure; it is compiled.
+      begin_evaluation: before the first batch of an evaluation.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -836,7 +841,12 @@ class Step:
 
 
 class NumpyStep(Step):
-    """A step that takes tensors of other libraries too."""
+    """A step that takes tensors of other libraries too.
+
+    Hooks:
+      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
+      begin, run, end, num_examples, make_state: see `Step`.
+    """
 
     _takes_numpy = False  # Whether the last batch was one of NumPy arrays already.
 

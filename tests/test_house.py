@@ -1,8 +1,11 @@
 """The house itself: what imports what, and what a plain installation needs."""
 
 import ast
+import enum
 import importlib
+import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -143,6 +146,58 @@ def test_public_names_have_docstrings():
     assert len(definitions) > 500
     lacking = [name for name, value in definitions.items() if not (value.__doc__ or "").strip()]
     assert not lacking, lacking
+
+
+MOST_ABSTRACT_METHODS = 6
+# The modules whose classes are still to be looked at.
+UNDECIDED = "action_loop agreement forecast loop outer_loop preflight tally whole_run".split()
+
+
+def classes():
+    """All classes that the modules define, examples aside, by their names."""
+    for name, tree in modules():
+        if not name.startswith("examples"):
+            module = importlib.import_module(f"jaxloop.{name}")
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    yield f"{name}.{node.name}", getattr(module, node.name)
+
+
+PUBLIC_CLASSES = {
+    name: kind
+    for name, kind in classes()
+    # An exception may always have another that is more particular.
+    if not kind.__name__.startswith("_") and not issubclass(kind, BaseException) and name.split(".")[0] not in UNDECIDED
+}
+
+
+def is_final(kind):
+    # Nobody can subclass an enumeration that has members.
+    return "__final__" in vars(kind) or issubclass(kind, enum.Enum)
+
+
+def hooks_of(kind):
+    """The names in the section of the docstring that says what a subclass may override."""
+    section = re.search(r"^Hooks:\n((?: .*\n?)+)", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
+    lines = section[1].splitlines() if section else []
+    return [name for line in lines if re.match(r"  \S", line) for name in line.partition(":")[0].strip().split(", ")]
+
+
+@pytest.mark.parametrize("name", PUBLIC_CLASSES)
+def test_a_public_class_is_abstract_or_final_or_says_what_its_subclasses_may_override(name):
+    kind = PUBLIC_CLASSES[name]
+    is_abstract = inspect.isabstract(kind) or getattr(kind, "_is_protocol", False)
+    hooks = hooks_of(kind)
+    assert is_abstract or is_final(kind) or hooks
+    assert not (is_final(kind) and (is_abstract or hooks))
+    assert len(getattr(kind, "__abstractmethods__", ())) <= MOST_ABSTRACT_METHODS
+    missing = [hook for hook in hooks if not hasattr(kind, hook)]
+    assert not missing
+
+
+def test_a_final_class_has_no_subclass():
+    subclassed = {base for _, kind in classes() for base in kind.__mro__[1:]}
+    assert not [name for name, kind in PUBLIC_CLASSES.items() if is_final(kind) and kind in subclassed]
 
 
 def test_these_tests_run_on_eight_devices():

@@ -13,6 +13,15 @@ class Action(abc.ABC):
 
     A loop calls its actions in their order, `begin_actions` with `outputs=None`. An exception in one ends the run.
 
+    Hooks:
+      __call__: by a loop, or a step, when the interval says.
+      monitors, check: by `OuterLoop.check`, before a run.
+      state_dict: when a checkpoint is saved.
+      load_state_dict: when a run goes on from a checkpoint, before its first step.
+      finish: when a run has ended well, before `close`.
+      flush: when a loop on its own ends.
+      close: when an `OuterLoop`'s run ends, however it ends.
+
     Args:
       interval: when it is called. An int counts loops as a loop's action (2: at the end of the 2nd, 4th, ... loop),
         and steps within the loop as a step's action. A schedule such as `every(steps=100)` fires at exactly that step,

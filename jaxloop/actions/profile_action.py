@@ -1,7 +1,7 @@
 """A profile of some steps."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 import jax
 from absl import logging
@@ -12,6 +12,7 @@ from jaxloop.actions.action import Action
 from jaxloop.schedules import after, at, every
 
 
+@final
 class ProfileAction(Action):
     """Records what host and devices do in some steps, for TensorBoard's profile page, XProf or Perfetto.
 
