@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clu import metrics as clu_metrics
 from jax.sharding import PartitionSpec
 
 from jaxloop import checks, metrics, types
@@ -37,7 +36,7 @@ class BadNumberError(FloatingPointError):
     """
 
     def __init__(self, step_num: int, names: Sequence[str]):
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        shown = checks.listed(names, show=6)
         super().__init__(
             f"Step {step_num} is the first whose numbers are not all finite (NaN or inf): {shown}. Look at the batch "
             "of that step for bad values, lower the learning rate, or clip the gradients "
@@ -156,7 +155,7 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
     """A `clu.metrics` state without a weight where numbers are bad; other values as they are."""
-    if not isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
+    if not metrics.is_metric(value):
         return value
     empty = value.empty()
     alike = jax.tree.structure(empty) == jax.tree.structure(value)

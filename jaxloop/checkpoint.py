@@ -286,9 +286,9 @@ def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[ep
 
 
 def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
-    shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
+    shown = checks.first_lines([f"  {problem}" for problem in problems])
     return CheckpointError(
-        f"The checkpoint {path} is damaged:\n" + "\n".join(f"  {problem}" for problem in shown),
+        f"The checkpoint {path} is damaged:\n" + "\n".join(shown),
         path.parent,
         [int(path.name)],
     )

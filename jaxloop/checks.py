@@ -1,7 +1,7 @@
 """What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -23,12 +23,32 @@ def batch_leaf_name(path: Any) -> str:
     return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
 
+def batch_leaves(batch: Any) -> dict[str, Any]:
+    """The leaves of a batch under their names, `{"batch['image']": array}`."""
+    return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+
+
 def describe(leaf: Any) -> str:
     """A leaf as `float32[32, 10]`, or the name of its class where it is no array."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
         return f"{dtype}{list(leaf.shape)}"
     return type(leaf).__name__
+
+
+def listed(names: Iterable[str], *, show: int = 12) -> str:
+    """Names with commas between them; of many the first, and how many more there are.
+
+    >>> listed(["bias", "kernel", "scale"], show=2)
+    'bias, kernel and 1 more'
+    """
+    names = list(names)
+    return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
+
+
+def first_lines(lines: Sequence[str], *, show: int = 12) -> list[str]:
+    """The lines; of many the first, and one that says how many more there are."""
+    return list(lines) if len(lines) <= show else [*lines[:show], f"  ... and {len(lines) - show} more"]
 
 
 def is_installed(package: str) -> bool:
@@ -80,11 +100,10 @@ def check_alive(state: Any, caller: str) -> None:
     if not deleted:
         return
     taken_by = getattr(getattr(state, "step", None), "_jaxloop_taken_by", "an earlier call")
-    shown = ", ".join(deleted[:3]) + (f" and {len(deleted) - 3} more" if len(deleted) > 3 else "")
     raise ValueError(
-        f"{caller} got a state that {taken_by} has already taken: its buffers ({shown}) were donated, that is, "
-        "reused for the new state.\nUse the state which that call returned. To keep a copy, make it before the "
-        "call: kept = jax.tree.map(jnp.copy, state)."
+        f"{caller} got a state that {taken_by} has already taken: its buffers ({listed(deleted, show=3)}) were "
+        "donated, that is, reused for the new state.\nUse the state which that call returned. To keep a copy, make it "
+        "before the call: kept = jax.tree.map(jnp.copy, state)."
     )
 
 
@@ -114,10 +133,10 @@ def check_batch(batch: Any) -> None:
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
     """What JAX can't compute with in a batch, a sentence a leaf."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:
-            yield f"{batch_leaf_name(path)} is {problem}"
+            yield f"{name} is {problem}"
 
 
 def batch_in_words(batch: Any, show: int = 8) -> str:
@@ -171,8 +190,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    kinds = {batch_leaf_name(path): str(getattr(leaf, "dtype", "")) for path, leaf in leaves}
+    kinds = {name: str(getattr(leaf, "dtype", "")) for name, leaf in batch_leaves(batch).items()}
     _check_range(batch, [name for name, kind in kinds.items() if kind in ("int64", "uint64")])
     floats = [name for name, kind in kinds.items() if kind == "float64"]
     return _said_of_float64(floats) if floats else None
@@ -253,7 +271,7 @@ class BatchWatch:
         return bool(self._wide)
 
     def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
-        by_path = {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+        by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
         is_64 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
@@ -333,8 +351,7 @@ def _describe_sharding(leaf: Any) -> str:
 
 
 def _check_range(batch: Any, wide: list[str]) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = batch_leaf_name(path)
+    for name, leaf in batch_leaves(batch).items():
         if name not in wide or not isinstance(leaf, np.ndarray) or not leaf.size:
             continue
         limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
@@ -461,5 +478,4 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 def change_lines(changes: list[tuple[str, str, str]], *, show: int = 12) -> list[str]:
     """What changed, a line each; at most `show` lines and a count."""
-    lines = [f"  {path}: {one} -> {two}" for path, one, two in changes[:show]]
-    return lines if len(changes) <= show else [*lines, f"  ... and {len(changes) - show} more"]
+    return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes], show=show)

@@ -150,8 +150,7 @@ class _Compared:
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
     """What a trace depends on: the type of each leaf."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        leaves[checks.batch_leaf_name(path)] = leaf
+    leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
 

@@ -9,6 +9,8 @@ from typing import Any, final
 
 import jax
 
+from jaxloop.layout import readable
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +62,10 @@ class Cost:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     def __str__(self) -> str:
-        mebibytes = lambda number: f"{number / 2**20:,.1f} MiB"
         flops = "FLOPs that XLA does not count" if self.flops is None else f"{self.flops:.3g} FLOPs"
         return (
-            f"{flops} and {mebibytes(self.peak_bytes)} of a device's memory: {mebibytes(self.argument_bytes)} of "
-            f"arguments, {mebibytes(self.temp_bytes)} in between."
+            f"{flops} and {readable(self.peak_bytes)} of a device's memory: {readable(self.argument_bytes)} of "
+            f"arguments, {readable(self.temp_bytes)} in between."
         )
 
 

@@ -316,7 +316,7 @@ class History:
         if not self._elapsed:
             return "History(no rows)"
         count = "1 row" if len(self) == 1 else f"{len(self)} rows"
-        return f"History({count} up to step {self._elapsed[-1].steps}: {_listed(self._columns)})"
+        return f"History({count} up to step {self._elapsed[-1].steps}: {checks.listed(self._columns)})"
 
     def paths(self) -> list[str]:
         """The full paths of all values so far, in the order of their first appearance."""
@@ -335,12 +335,12 @@ class History:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{name!r} is the end of {len(found)} names: {_listed(found)}. Ask for one of them.")
+            raise ValueError(f"{name!r} is the end of {len(found)} names: {checks.listed(found)}. Ask for one of them.")
         nearest = difflib.get_close_matches(end, self._paths_by_end, n=1)
         raise ValueError(
             f"Nothing named {name!r} was measured"
             + (f"; did you mean {nearest[0]!r}? " if nearest else ". ")
-            + (f"There are: {_listed(self._columns)}." if self._columns else "There is nothing yet.")
+            + (f"There are: {checks.listed(self._columns)}." if self._columns else "There is nothing yet.")
         )
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
@@ -591,8 +591,9 @@ class History:
             # The rest still waits, for the next to read.
             self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
             raise ValueError(
-                f"A value was committed to the history, and then donated to a step before it arrived: {_listed(lost)}. "
-                "The history has NaN for it. Commit a copy of what is part of the state: jnp.copy(value)."
+                "A value was committed to the history, and then donated to a step before it arrived: "
+                f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
+                "jnp.copy(value)."
             ) from None
 
 
@@ -605,11 +606,6 @@ def _check_elapsed(method: str, elapsed: Any) -> None:
         raise TypeError(
             f"History.{method} takes how far the run is, an Elapsed, got {elapsed!r}. Write Elapsed(steps=100)."
         )
-
-
-def _listed(names: Iterable[str], *, show: int = 12) -> str:
-    names = list(names)
-    return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
 
 
 # Names -----------------------------------------------------------------------------------------------

@@ -63,6 +63,12 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
         raise TypeError(f"Step got an unexpected keyword {name!r}.{hint}")
 
 
+def options_of(step_class: type) -> list[str]:
+    """The names of the arguments of a class of steps, but for those of its model."""
+    parameters = inspect.signature(step_class).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+
+
 def init_fn(
     model: Any,
     optimizer: optax.GradientTransformation,

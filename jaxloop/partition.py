@@ -17,7 +17,7 @@ from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, types
-from jaxloop.layout import Layout, LeafLayout, readable
+from jaxloop.layout import Layout, LeafLayout, bytes_of, dtype_of, readable
 from jaxloop.types import nnx
 
 Rules = Iterable[tuple[str, Any]]
@@ -130,9 +130,14 @@ class Partitioner(abc.ABC):
         return None
 
     @property
-    def local_shards(self) -> int:
-        """Over how many parts of the data axis this process splits what it has of a batch."""
+    def shards(self) -> int:
+        """Over how many parts of the data axis a batch is split."""
         return 1 if self.mesh is None or self.data_axis is None else self.mesh.shape[self.data_axis]
+
+    @property
+    def local_shards(self) -> int:
+        """Over how many of them this process splits what it has of a batch."""
+        return self.shards
 
     @property
     def places_batches(self) -> bool:
@@ -189,7 +194,7 @@ class Partitioner(abc.ABC):
         sharding = leaf.sharding if self._holds(leaf) else self._sharding_of_leaf(path, leaf)
         is_whole = sharding.is_fully_replicated
         reason = self._why_whole(path, leaf) if is_whole and np.size(leaf) >= _SMALL else ""
-        return LeafLayout(path, tuple(np.shape(leaf)), _dtype_of(leaf), sharding, reason)
+        return LeafLayout(path, tuple(np.shape(leaf)), dtype_of(leaf), sharding, reason)
 
     def _holds(self, leaf: Any) -> bool:
         """Whether a leaf is an array that is placed already."""
@@ -493,19 +498,18 @@ class FSDPPartitioner(_LeafPartitioner):
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self._data_axis)
 
     def _axis_to_split(self, leaf: Any) -> int | None:
-        shape, shards = np.shape(leaf), self._mesh.shape[self._data_axis]
-        axes = [axis for axis, size in enumerate(shape) if size and size % shards == 0]
-        if shards == 1 or np.size(leaf) < self._min_size or not axes:
+        shape = np.shape(leaf)
+        axes = [axis for axis, size in enumerate(shape) if size and size % self.shards == 0]
+        if self.shards == 1 or np.size(leaf) < self._min_size or not axes:
             return None
         return max(axes, key=lambda axis: (shape[axis], -axis))
 
     def _why_whole(self, path, leaf):
-        shards = self._mesh.shape[self._data_axis]
-        if shards == 1:
+        if self.shards == 1:
             return ""
         if np.size(leaf) < self._min_size:
             return f"smaller than min_size={self._min_size}"
-        return f"none of its axes divides by the {shards} devices of {self._data_axis!r}"
+        return f"none of its axes divides by the {self.shards} devices of {self._data_axis!r}"
 
 
 @final
@@ -549,10 +553,9 @@ class RulesPartitioner(_LeafPartitioner):
                 logging.warning("The rule (%r, %s) matches no leaf of the state.", pattern.pattern, spec)
         large = [path for path, leaf in leaves.items() if np.size(leaf) >= _SMALL and self._rule_for(path) is None]
         if large:
-            shown = ", ".join(large[:6]) + (f" and {len(large) - 6} more" if len(large) > 6 else "")
             logging.warning(
                 "No rule matches %s: each device has the whole of it. To mean that, add the rule ('', P()) at the end.",
-                shown,
+                checks.listed(large, show=6),
             )
 
     def _rule_for(self, path: str) -> tuple[re.Pattern[str], PartitionSpec] | None:
@@ -591,11 +594,6 @@ class RulesPartitioner(_LeafPartitioner):
             return "no rule matches it"
         problem = self._problem_of(rule[1], np.shape(leaf))
         return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " says so")
-
-
-def _dtype_of(leaf: Any) -> Any:
-    """The dtype of a leaf, which may be a Python number."""
-    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
 
 
 def _names_of(entry: Any) -> tuple[str, ...]:
@@ -749,8 +747,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
         )
         return SingleDevicePartitioner()
     leaves = checks.leaves_by_path(state)
-    size = lambda leaf: math.prod(np.shape(leaf)) * _dtype_of(leaf).itemsize
-    needed = sum(size(leaf) * (2 if path.startswith("params") else 1) for path, leaf in leaves.items())
+    needed = sum(bytes_of(leaf) * (2 if path.startswith("params") else 1) for path, leaf in leaves.items())
     memory = memory_of(devices[0])
     mesh = create_mesh(data=-1)
     fits = memory is None or needed <= _SHARE_FOR_STATE * memory

@@ -305,8 +305,7 @@ class Step:
           CheckpointError: the checkpoint of `step` is damaged, or all are.
           ValueError: the checkpoint is of another model; the error lists the leaves that differ.
         """
-        found = checkpoint.all_steps(checkpoint_dir)
-        if not found:
+        if not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
             return state
         if step is None:
@@ -314,10 +313,6 @@ class Step:
                 checkpoint_dir, checks.adopt(state), transforms=transforms, moves_aside=False
             )
             return state if restored is None else restored[0]
-        if step not in found:
-            raise FileNotFoundError(
-                f"No checkpoint of step {step} in {checkpoint_dir}, which holds steps {', '.join(map(str, found))}."
-            )
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
@@ -860,11 +855,7 @@ class NumpyStep(Step):
         return self._plain_step(NumpyStep) if self._takes_numpy else None
 
 
-_OPTIONS = [
-    parameter.name
-    for parameter in inspect.signature(Step).parameters.values()
-    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-]
+_OPTIONS = models.options_of(Step)
 
 
 def _explain(error: Exception, batch: types.Batch) -> None:

@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types encoding compilation_cache cost distributed checks interrupt agreement lock schedules timing layout partition
+types encoding compilation_cache distributed checks interrupt agreement lock schedules timing layout cost partition
 models metrics output_queue bad_numbers history seal checkpoint read_ahead fingerprint sources position data
 actions.action actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action

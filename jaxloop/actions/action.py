@@ -110,8 +110,13 @@ class Action(abc.ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` of an action made with the same arguments returned."""
-        if state_dict:
-            raise ValueError(f"{self!r} remembers nothing, and was given {sorted(state_dict)}: of another action?")
+        self._check_remembers((), state_dict)
+
+    def _check_remembers(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
+        """Raises where a `state_dict` has other names than those of what this action remembers."""
+        if sorted(names) != sorted(state_dict):
+            remembered = sorted(names) or "nothing"
+            raise ValueError(f"{self!r} remembers {remembered}, and was given {sorted(state_dict)}: of another action?")
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
         """Waits until what was begun is written. Called at the end of a loop on its own, without an OuterLoop."""

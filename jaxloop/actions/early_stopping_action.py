@@ -204,9 +204,7 @@ class EarlyStoppingAction(Action):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        expected = sorted(EarlyStoppingAction.state_dict(self))
-        if sorted(state_dict) != expected:
-            raise ValueError(f"{self!r} remembers {expected}, and was given {sorted(state_dict)}: of another action?")
+        self._check_remembers(EarlyStoppingAction.state_dict(self), state_dict)
         self._begin_anew()
         best_elapsed, self._patient_since, self._seen_at = (
             Elapsed(**state_dict[name]) if state_dict[name] is not None else None

@@ -111,6 +111,5 @@ class ProfileAction(Action):
         return {"traces": self._traces}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if set(state_dict) != {"traces"}:
-            raise ValueError(f"{self!r} remembers ['traces'], and was given {sorted(state_dict)}: of another action?")
+        self._check_remembers(["traces"], state_dict)
         self._traces = state_dict["traces"]
