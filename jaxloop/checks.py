@@ -108,10 +108,20 @@ def check_alive(state: Any, caller: str) -> None:
 
 
 def adopt(state: Any) -> Any:
-    """The state with its Python and NumPy leaves, such as a `step` that Flax made, as JAX arrays."""
+    """The state with its Python and NumPy leaves, such as a `step` that Flax made, as JAX arrays.
+
+    Raises:
+      TypeError: `state.step` is no integer.
+    """
     step = getattr(state, "step", None)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer | np.ndarray | jax.Array)):
-        raise TypeError(f"state.step must be an integer scalar, the number of completed updates, got {step!r}.")
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
+    is_int = isinstance(step, int) and not isinstance(step, bool)
+    is_integer = jnp.issubdtype(step.dtype, jnp.integer) if is_array else is_int
+    if step is not None and not is_integer:
+        raise TypeError(
+            "state.step must be an integer scalar, the number of completed updates, got "
+            f"{describe(step) if is_array else repr(step)}. Write state.replace(step=jnp.int32(0)), for none."
+        )
     return jax.tree.map(_as_array, state)
 
 
