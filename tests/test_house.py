@@ -18,7 +18,9 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types encoding compilation_cache distributed checks interrupt agreement lock schedules timing layout cost partition
+types encoding compilation_cache distributed checks interrupt agreement lock schedules timing layout cost
+partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner partition.data_parallel
+partition.laid_out partition.fsdp partition.rules partition.spmd partition.choice partition
 models metrics output_queue bad_numbers history seal checkpoint read_ahead fingerprint sources position data
 actions.action actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
@@ -55,14 +57,17 @@ def test_no_module_imports_upwards():
                 assert ORDER.index(other) <= place, f"{name} imports {other}, which stands above it"
 
 
+OF_A_MESH = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd")]
+
+
 @pytest.mark.parametrize(
     ("what", "where"),
     [
         ("jax.device_get", {"metrics"}),
         ("jax.block_until_ready", {"metrics"}),
         ("orbax", {"checkpoint"}),
-        ("jax.device_put", {"partition"}),
-        ("NamedSharding", {"agreement", "layout", "partition"}),
+        ("jax.device_put", {"partition.mesh_partitioner"}),
+        ("NamedSharding", {"agreement", "layout", *OF_A_MESH}),
         ("pickle", set()),
         ("eval", set()),
         ("exec", set()),
