@@ -46,9 +46,9 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
     return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
 
 
-def first_lines(lines: Sequence[str], *, show: int = 12) -> list[str]:
-    """The lines; of many the first, and one that says how many more there are."""
-    return list(lines) if len(lines) <= show else [*lines[:show], f"  ... and {len(lines) - show} more"]
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """The lines; of more than twelve the first, and one that says how many more there are."""
+    return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
 def is_installed(package: str) -> bool:
@@ -149,15 +149,17 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
             yield f"{name} is {problem}"
 
 
-def batch_in_words(batch: Any, show: int = 8) -> str:
+def batch_in_words(batch: Any) -> str:
     """What a batch holds, for a person who looks for what is wrong with it: `batch['x'] float32[8, 3], ...`.
+
+    Of more than eight leaves it shows the first.
 
     A list of numbers, each of which JAX makes an array, and None, which it takes for nothing, are shown as they are.
     """
     is_odd = lambda node: node is None or (isinstance(node, list) and bool(node) and not hasattr(node[0], "shape"))
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
-    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:show]]
-    more = [f"and {len(leaves) - show} more"] if len(leaves) > show else []
+    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:8]]
+    more = [f"and {len(leaves) - 8} more"] if len(leaves) > 8 else []
     return ", ".join([*shown, *more]) or f"nothing ({type(batch).__name__})"
 
 
@@ -284,36 +286,15 @@ class BatchWatch:
         by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
-        is_64 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if is_64}
+        cuts_to_32 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if cuts_to_32}
         self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
         floats = [path for path, kind in kinds.items() if kind == "float64"]
         if not self._seen and floats:
             logging.warning("In %r, %s", step, _said_of_float64(floats))
         key = tuple(sorted(leaves.items()))
         if self._seen and key not in self._seen:
-            changes = [f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in leaves.items()]
-            changed = [
-                each for each, path in zip(changes, leaves, strict=True) if self._leaves.get(path) != leaves[path]
-            ]
-            text = f"{step!r} compiles anew for each shape of its batches, and here changed {', '.join(changed)}."
-            remedy = "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
-            is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
-            if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
-                text = text.replace("shape of", "shape and dtype of")
-                remedy = "Make each leaf an array of one dtype in all batches."
-            elif self._shapes_by_path(by_path) == self._arrays:
-                text = text.replace("shape of", "layout of")
-                remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
-            if len(self._seen) >= step.max_batch_shapes:
-                raise ValueError(
-                    f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
-                    f"limit. {remedy} Or set max_batch_shapes of the step."
-                )
-            # One short batch, the last of each epoch, is nothing to speak of.
-            if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
-                self._has_warned = True
-                logging.warning("%s %s This is said once.", text, remedy)
+            self._tell_of_change(by_path, leaves, step)
         self._arrays = self._arrays or self._shapes_by_path(by_path)
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
@@ -322,10 +303,32 @@ class BatchWatch:
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
         self._name = next((name for name, leaf in items.items() if np.ndim(leaf)), "")
         self._are_plain &= has_arrays_alone and bool(self.num_rows) and bool(items)
-        kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if is_64 and has_arrays_alone else {}
+        kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if cuts_to_32 and has_arrays_alone else {}
         limits = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}
         wide = [(name, limits[kind]) for name, kind in kinds.items() if kind in limits]
         self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
+
+    def _tell_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
+        """Says that a batch is not like those before; raises where too many were not."""
+        changed = {path: leaf for path, leaf in leaves.items() if self._leaves.get(path) != leaf}
+        shown = ", ".join(f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in changed.items())
+        what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
+        is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
+        if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
+            what, remedy = "shape and dtype", "Make each leaf an array of one dtype in all batches."
+        elif self._shapes_by_path(by_path) == self._arrays:
+            what = "layout"
+            remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
+        text = f"{step!r} compiles anew for each {what} of its batches, and here changed {shown}."
+        if len(self._seen) >= step.max_batch_shapes:
+            raise ValueError(
+                f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
+                f"limit. {remedy} Or set max_batch_shapes of the step."
+            )
+        # One short batch, the last of each epoch, is nothing to speak of.
+        if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
+            self._has_warned = True
+            logging.warning("%s %s This is said once.", text, remedy)
 
     @property
     def like(self) -> tuple[str | int, int] | None:
@@ -473,10 +476,10 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def compare(expected: dict[str, Any], got: dict[str, Any], *, show: int = 12) -> list[str]:
-    """The leaves in which two trees differ, a line each; at most `show` lines and a count."""
+def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
+    """The leaves in which two trees differ, a line each, see `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
-    return change_lines(changes(expected, got), show=show)
+    return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
@@ -486,6 +489,6 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
     return [change for change in pairs if change[1] != change[2]]
 
 
-def change_lines(changes: list[tuple[str, str, str]], *, show: int = 12) -> list[str]:
-    """What changed, a line each; at most `show` lines and a count."""
-    return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes], show=show)
+def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
+    """What changed, a line each, see `first_lines`."""
+    return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -149,6 +149,7 @@ class History:
     Args:
       path: a file to write the rows to, whose directory is made if need be; None to keep them in memory only. If it
         has rows already, call `resume` before the first commit.
+      writes: False to read the file and leave it as it is, as all processes of a job do but the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
@@ -725,6 +726,8 @@ def _is_text(value: Any) -> bool:
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Such a word as a string of the logs, which is written with one more quote in front.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
+# What comes of reading a line that no history has written.
+_OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError)
 
 
 def _encoded(value: Any) -> Any:
@@ -765,7 +768,7 @@ def _read(path: epath.Path) -> tuple[list[Row], bool]:
     for index, line in enumerate(lines):
         try:
             numbered.append(_from_line(line, index))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _OF_A_BROKEN_LINE as error:
             shown = line[:60].decode(errors="replace") + ("..." if len(line) > 60 else "")
             raise ValueError(
                 f'{path}, line {index + 1}: expected a row, {{"elapsed": {{...}}, "logs": {{...}}}}, got {shown!r} '
@@ -774,7 +777,7 @@ def _read(path: epath.Path) -> tuple[list[Row], bool]:
     if rest:
         try:
             numbered.append(_from_line(rest, len(lines)))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except _OF_A_BROKEN_LINE:
             logging.warning(
                 "The last line of %s, line %d, is incomplete and was dropped: the process was killed while it wrote.",
                 path,

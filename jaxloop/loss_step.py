@@ -139,18 +139,7 @@ class LossStep(NumpyStep):
             end_actions,
             **nnx_model_kwargs,
         )
-        if (loss is not None) == (type(self).loss is not LossStep.loss):
-            raise TypeError(
-                f"{type(self).__name__} needs one loss: the argument loss=, or a subclass that defines "
-                f"loss(self, outputs, batch). It got {'both' if loss is not None else 'neither'}."
-            )
-        for name, value in {"loss": loss, **(metrics or {})}.items():
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be a function of (outputs, batch), got {value!r}.")
-        if "loss" in (metrics or {}):
-            raise ValueError(
-                "metrics holds a function named 'loss', the name of the loss itself. Give it another name."
-            )
+        self._check_functions(loss, metrics or {})
         self._takes_inputs = not isinstance(getattr(adapted, "apply_fn", None), models.ParamsApply)
         if not self._takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
@@ -172,6 +161,20 @@ class LossStep(NumpyStep):
         self._rows_of_first: int | None = None  # Of the loop's first batch, in an evaluation.
         self._all_real: jax.Array | None = None  # The mask of a whole batch.
         self._not_per_example: tuple[str, ...] | None = None  # Which values are not; known once `run` is traced.
+
+    def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
+        if (loss is not None) == (type(self).loss is not LossStep.loss):
+            raise TypeError(
+                f"{type(self).__name__} needs one loss: the argument loss=, or a subclass that defines "
+                f"loss(self, outputs, batch). It got {'both' if loss is not None else 'neither'}."
+            )
+        for name, value in {"loss": loss, **metrics}.items():
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be a function of (outputs, batch), got {value!r}.")
+        if "loss" in metrics:
+            raise ValueError(
+                "metrics holds a function named 'loss', the name of the loss itself. Give it another name."
+            )
 
     # To override, or not -------------------------------------------------------------------------
 
