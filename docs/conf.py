@@ -41,6 +41,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [("Hooks", "params_style")]
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
@@ -133,11 +134,12 @@ def _annotations_in_source(function):
 
 
 def show_defaults(app, what, name, obj, options, signature, returned):
-    """Shows defaults that have private names, or are made anew for each object."""
+    """Shows the values of defaults that have names, or are made anew for each object."""
     if signature is not None:
         signature = signature.replace("NO_OPTIMIZER", "optax.identity()").replace("<factory>", "...")
         module = inspect.getmodule(obj)
-        signature = re.sub(r"(?<==)( ?)(_[A-Z_]+)\b", lambda it: f"{it[1]}{getattr(module, it[2], it[2])!r}", signature)
+        value = lambda it: f"{it[1]}{getattr(module, it[2])!r}" if hasattr(module, it[2]) else it[0]
+        signature = re.sub(r"(?<==)( ?)(_?[A-Z][A-Z_]+)\b", value, signature)
     return signature, returned
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -19,6 +19,7 @@ from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 
 
+@final
 @dataclasses.dataclass
 class Run:
     """What a loop knows of the run it is part of. An `OuterLoop` gives it to its loops; one on its own has none.
@@ -55,6 +56,10 @@ class Run:
 
 class ActionLoop(StatLoop):
     """Calls actions when the loop begins, when it ends, and inside it where their schedule says so.
+
+    Hooks:
+      begin, end: see `Loop`; call those of `super()`, which measure, and call the actions.
+      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
 
     >>> import jaxloop
     >>> from jaxloop import examples

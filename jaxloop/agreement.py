@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -179,6 +179,7 @@ def check_same(what: str, lines: Sequence[str]) -> None:
             )
 
 
+@final
 class Job:
     """The processes that train together: what one of them asks, all do at the same place. One alone answers itself.
 
@@ -231,6 +232,7 @@ class Job:
             wait_for_all(where)
 
 
+@final
 class JointDraw:
     """Draws batches in all processes, as many in each, and tells of each what it is in all.
 

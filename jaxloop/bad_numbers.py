@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clu import metrics as clu_metrics
 from jax.sharding import PartitionSpec
 
 from jaxloop import checks, metrics, types
@@ -37,7 +36,7 @@ class BadNumberError(FloatingPointError):
     """
 
     def __init__(self, step_num: int, names: Sequence[str]):
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        shown = checks.listed(names, show=6)
         super().__init__(
             f"Step {step_num} is the first whose numbers are not all finite (NaN or inf): {shown}. Look at the batch "
             "of that step for bad values, lower the learning rate, or clip the gradients "
@@ -48,6 +47,7 @@ class BadNumberError(FloatingPointError):
         self.names: tuple[str, ...] = tuple(names)
 
 
+@final
 class Looking:
     """A step's `run` that also says, in the same compiled program, what was not finite.
 
@@ -155,7 +155,7 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
     """A `clu.metrics` state without a weight where numbers are bad; other values as they are."""
-    if not isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
+    if not metrics.is_metric(value):
         return value
     empty = value.empty()
     alike = jax.tree.structure(empty) == jax.tree.structure(value)
@@ -165,6 +165,7 @@ def _empty_where(is_bad: jax.Array, value: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(is_bad, jnp.asarray(a, b.dtype), b), empty, value)
 
 
+@final
 @dataclasses.dataclass
 class Found:
     """A step whose numbers were bad.
@@ -178,6 +179,7 @@ class Found:
     names: list[str]
 
 
+@final
 class Watch:
     """The flags of a loop's steps on their way to the host: one small array for a whole chunk of steps.
 

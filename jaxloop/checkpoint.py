@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -286,9 +286,9 @@ def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[ep
 
 
 def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
-    shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
+    shown = checks.first_lines([f"  {problem}" for problem in problems])
     return CheckpointError(
-        f"The checkpoint {path} is damaged:\n" + "\n".join(f"  {problem}" for problem in shown),
+        f"The checkpoint {path} is damaged:\n" + "\n".join(shown),
         path.parent,
         [int(path.name)],
     )
@@ -311,9 +311,8 @@ def _read_tree(path: epath.Path, item: str, tree: Any, sealed: bool, transforms:
     template = _storable(tree)
     wanted = checks.leaves_by_path(template)
     handler = ocp.PyTreeCheckpointHandler()
-    if transforms is None and item == _ITEM and sealed and _noted(path).get(_LEAVES_KEY) == _fingerprint(template):
-        pass  # The leaves are those that were saved.
-    elif transforms is None:
+    is_known_to_fit = item == _ITEM and sealed and _noted(path).get(_LEAVES_KEY) == _fingerprint(template)
+    if transforms is None and not is_known_to_fit:
         saved = {}
         if item == _ITEM or (path / item).exists():
             with _reading(path, item, sealed):
@@ -407,6 +406,7 @@ def _is_typed_key(leaf: Any) -> bool:
 # Writing ---------------------------------------------------------------------------------------------
 
 
+@final
 class CheckpointWriter:
     """Writes runs through an Orbax `CheckpointManager`, asynchronously where the manager does.
 
@@ -514,17 +514,13 @@ class CheckpointWriter:
             metrics = metrics or {}  # With None, Orbax warns at each save.
         noted = _json_copy(metadata or {}, "metadata")
         saved = _saved_form(checks.adopt(state), "the state")
-        args: ocp.args.CheckpointArgs = ocp.args.PyTreeSave(saved)
         if self._owns_manager:
             noted |= {_SEALED_KEY: True, _LEAVES_KEY: _fingerprint(saved)}
-            items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: args}
-            if run:
-                items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
-            if jax.tree.leaves(trees):
-                items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(_checked_trees(trees or {}), "trees"))
-            args = ocp.args.Composite(**items)
-        elif run or trees:
-            self._say_what_is_left_out()
+            args = _items(saved, run or {}, trees or {})
+        else:
+            args = ocp.args.PyTreeSave(saved)
+            if run or trees:
+                self._say_what_is_left_out()
         with self._named(step):
             if self._owns_manager:
                 self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
@@ -660,6 +656,16 @@ class CheckpointWriter:
                     self._manager = None
                 else:
                     self._closed = True
+
+
+def _items(saved: Any, run: Mapping[str, Any], trees: Mapping[str, Any]) -> ocp.args.Composite:
+    """What Orbax is to save as one checkpoint."""
+    items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: ocp.args.PyTreeSave(saved)}
+    if run:
+        items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
+    if jax.tree.leaves(trees):
+        items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(_checked_trees(trees), "trees"))
+    return ocp.args.Composite(**items)
 
 
 def _json_copy(value: Mapping[str, Any], path: str) -> dict[str, Any]:

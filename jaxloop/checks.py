@@ -1,8 +1,8 @@
 """What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
 
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,32 @@ def batch_leaf_name(path: Any) -> str:
     return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
 
+def batch_leaves(batch: Any) -> dict[str, Any]:
+    """The leaves of a batch under their names, `{"batch['image']": array}`."""
+    return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+
+
 def describe(leaf: Any) -> str:
     """A leaf as `float32[32, 10]`, or the name of its class where it is no array."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
         return f"{dtype}{list(leaf.shape)}"
     return type(leaf).__name__
+
+
+def listed(names: Iterable[str], *, show: int = 12) -> str:
+    """Names with commas between them; of many the first, and how many more there are.
+
+    >>> listed(["bias", "kernel", "scale"], show=2)
+    'bias, kernel and 1 more'
+    """
+    names = list(names)
+    return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """The lines; of more than twelve the first, and one that says how many more there are."""
+    return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
 def is_installed(package: str) -> bool:
@@ -80,19 +100,28 @@ def check_alive(state: Any, caller: str) -> None:
     if not deleted:
         return
     taken_by = getattr(getattr(state, "step", None), "_jaxloop_taken_by", "an earlier call")
-    shown = ", ".join(deleted[:3]) + (f" and {len(deleted) - 3} more" if len(deleted) > 3 else "")
     raise ValueError(
-        f"{caller} got a state that {taken_by} has already taken: its buffers ({shown}) were donated, that is, "
-        "reused for the new state.\nUse the state which that call returned. To keep a copy, make it before the "
-        "call: kept = jax.tree.map(jnp.copy, state)."
+        f"{caller} got a state that {taken_by} has already taken: its buffers ({listed(deleted, show=3)}) were "
+        "donated, that is, reused for the new state.\nUse the state which that call returned. To keep a copy, make it "
+        "before the call: kept = jax.tree.map(jnp.copy, state)."
     )
 
 
 def adopt(state: Any) -> Any:
-    """The state with its Python and NumPy leaves, such as a `step` that Flax made, as JAX arrays."""
+    """The state with its Python and NumPy leaves, such as a `step` that Flax made, as JAX arrays.
+
+    Raises:
+      TypeError: `state.step` is no integer.
+    """
     step = getattr(state, "step", None)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer | np.ndarray | jax.Array)):
-        raise TypeError(f"state.step must be an integer scalar, the number of completed updates, got {step!r}.")
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
+    is_int = isinstance(step, int) and not isinstance(step, bool)
+    is_integer = jnp.issubdtype(step.dtype, jnp.integer) if is_array else is_int
+    if step is not None and not is_integer:
+        raise TypeError(
+            "state.step must be an integer scalar, the number of completed updates, got "
+            f"{describe(step) if is_array else repr(step)}. Write state.replace(step=jnp.int32(0)), for none."
+        )
     return jax.tree.map(_as_array, state)
 
 
@@ -114,21 +143,23 @@ def check_batch(batch: Any) -> None:
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
     """What JAX can't compute with in a batch, a sentence a leaf."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:
-            yield f"{batch_leaf_name(path)} is {problem}"
+            yield f"{name} is {problem}"
 
 
-def batch_in_words(batch: Any, show: int = 8) -> str:
+def batch_in_words(batch: Any) -> str:
     """What a batch holds, for a person who looks for what is wrong with it: `batch['x'] float32[8, 3], ...`.
+
+    Of more than eight leaves it shows the first.
 
     A list of numbers, each of which JAX makes an array, and None, which it takes for nothing, are shown as they are.
     """
     is_odd = lambda node: node is None or (isinstance(node, list) and bool(node) and not hasattr(node[0], "shape"))
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
-    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:show]]
-    more = [f"and {len(leaves) - show} more"] if len(leaves) > show else []
+    shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:8]]
+    more = [f"and {len(leaves) - 8} more"] if len(leaves) > 8 else []
     return ", ".join([*shown, *more]) or f"nothing ({type(batch).__name__})"
 
 
@@ -171,8 +202,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    kinds = {batch_leaf_name(path): str(getattr(leaf, "dtype", "")) for path, leaf in leaves}
+    kinds = {name: str(getattr(leaf, "dtype", "")) for name, leaf in batch_leaves(batch).items()}
     _check_range(batch, [name for name, kind in kinds.items() if kind in ("int64", "uint64")])
     floats = [name for name, kind in kinds.items() if kind == "float64"]
     return _said_of_float64(floats) if floats else None
@@ -193,6 +223,7 @@ def empty_dataset(dataset: Any) -> ValueError:
     )
 
 
+@final
 class BatchWatch:
     """Looks at the batches of a step for what JAX would take without a word.
 
@@ -252,39 +283,18 @@ class BatchWatch:
         return bool(self._wide)
 
     def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
-        by_path = {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+        by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
-        is_64 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if is_64}
+        cuts_to_32 = not jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = {path: str(getattr(leaf, "dtype", "")) for path, leaf in by_path.items() if cuts_to_32}
         self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
         floats = [path for path, kind in kinds.items() if kind == "float64"]
         if not self._seen and floats:
             logging.warning("In %r, %s", step, _said_of_float64(floats))
         key = tuple(sorted(leaves.items()))
         if self._seen and key not in self._seen:
-            changes = [f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in leaves.items()]
-            changed = [
-                each for each, path in zip(changes, leaves, strict=True) if self._leaves.get(path) != leaves[path]
-            ]
-            text = f"{step!r} compiles anew for each shape of its batches, and here changed {', '.join(changed)}."
-            remedy = "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
-            is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
-            if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
-                text = text.replace("shape of", "shape and dtype of")
-                remedy = "Make each leaf an array of one dtype in all batches."
-            elif self._shapes_by_path(by_path) == self._arrays:
-                text = text.replace("shape of", "layout of")
-                remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
-            if len(self._seen) >= step.max_batch_shapes:
-                raise ValueError(
-                    f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
-                    f"limit. {remedy} Or set max_batch_shapes of the step."
-                )
-            # One short batch, the last of each epoch, is nothing to speak of.
-            if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
-                self._has_warned = True
-                logging.warning("%s %s This is said once.", text, remedy)
+            self._tell_of_change(by_path, leaves, step)
         self._arrays = self._arrays or self._shapes_by_path(by_path)
         self._seen.add(key)
         self._shapes, self._leaves = shapes, leaves
@@ -293,10 +303,32 @@ class BatchWatch:
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
         self._name = next((name for name, leaf in items.items() if np.ndim(leaf)), "")
         self._are_plain &= has_arrays_alone and bool(self.num_rows) and bool(items)
-        kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if is_64 and has_arrays_alone else {}
+        kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if cuts_to_32 and has_arrays_alone else {}
         limits = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}
         wide = [(name, limits[kind]) for name, kind in kinds.items() if kind in limits]
         self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
+
+    def _tell_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
+        """Says that a batch is not like those before; raises where too many were not."""
+        changed = {path: leaf for path, leaf in leaves.items() if self._leaves.get(path) != leaf}
+        shown = ", ".join(f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in changed.items())
+        what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
+        is_dtype = lambda path, leaf: str(self._leaves.get(path)).partition("[")[0] != leaf.partition("[")[0]
+        if any(is_dtype(path, leaf) for path, leaf in leaves.items()):
+            what, remedy = "shape and dtype", "Make each leaf an array of one dtype in all batches."
+        elif self._shapes_by_path(by_path) == self._arrays:
+            what = "layout"
+            remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
+        text = f"{step!r} compiles anew for each {what} of its batches, and here changed {shown}."
+        if len(self._seen) >= step.max_batch_shapes:
+            raise ValueError(
+                f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
+                f"limit. {remedy} Or set max_batch_shapes of the step."
+            )
+        # One short batch, the last of each epoch, is nothing to speak of.
+        if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
+            self._has_warned = True
+            logging.warning("%s %s This is said once.", text, remedy)
 
     @property
     def like(self) -> tuple[str | int, int] | None:
@@ -332,8 +364,7 @@ def _describe_sharding(leaf: Any) -> str:
 
 
 def _check_range(batch: Any, wide: list[str]) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = batch_leaf_name(path)
+    for name, leaf in batch_leaves(batch).items():
         if name not in wide or not isinstance(leaf, np.ndarray) or not leaf.size:
             continue
         limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
@@ -445,10 +476,10 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def compare(expected: dict[str, Any], got: dict[str, Any], *, show: int = 12) -> list[str]:
-    """The leaves in which two trees differ, a line each; at most `show` lines and a count."""
+def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
+    """The leaves in which two trees differ, a line each, see `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
-    return change_lines(changes(expected, got), show=show)
+    return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
@@ -458,7 +489,6 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
     return [change for change in pairs if change[1] != change[2]]
 
 
-def change_lines(changes: list[tuple[str, str, str]], *, show: int = 12) -> list[str]:
-    """What changed, a line each; at most `show` lines and a count."""
-    lines = [f"  {path}: {one} -> {two}" for path, one, two in changes[:show]]
-    return lines if len(changes) <= show else [*lines, f"  ... and {len(changes) - show} more"]
+def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
+    """What changed, a line each, see `first_lines`."""
+    return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

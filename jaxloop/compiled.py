@@ -5,7 +5,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ class NotCompiled(Exception):
     """Something would have to be compiled that nobody has looked at."""
 
 
+@final
 class Compiled:
     """The functions that a step's `run` is compiled to, each when it is asked for first.
 
@@ -149,8 +150,7 @@ class _Compared:
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
     """What a trace depends on: the type of each leaf."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        leaves[checks.batch_leaf_name(path)] = leaf
+    leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
 

@@ -5,11 +5,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 
+from jaxloop.layout import readable
 
+
+@final
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """What the devices of a mesh tell each other in one dispatch, in operations of one kind.
@@ -25,6 +28,7 @@ class Collective:
     bytes: int
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What one dispatch of a compiled step costs, as XLA says. As a text, one sentence.
@@ -58,11 +62,10 @@ class Cost:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     def __str__(self) -> str:
-        mebibytes = lambda number: f"{number / 2**20:,.1f} MiB"
         flops = "FLOPs that XLA does not count" if self.flops is None else f"{self.flops:.3g} FLOPs"
         return (
-            f"{flops} and {mebibytes(self.peak_bytes)} of a device's memory: {mebibytes(self.argument_bytes)} of "
-            f"arguments, {mebibytes(self.temp_bytes)} in between."
+            f"{flops} and {readable(self.peak_bytes)} of a device's memory: {readable(self.argument_bytes)} of "
+            f"arguments, {readable(self.temp_bytes)} in between."
         )
 
 

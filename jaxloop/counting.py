@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -65,6 +65,7 @@ def _elapse(
             yield drawn
 
 
+@final
 class Counting:
     """Draws the batches of a run, and counts along: what `elapse` does, for loops that may draw some themselves.
 

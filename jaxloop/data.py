@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -85,6 +85,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
     return data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else iter(data)
 
 
+@final
 class Passes:
     """Data of which each iteration is one pass, by `batches`.
 
@@ -273,6 +274,7 @@ def _rows_of_process(batch: types.Batch, place: int, count: int) -> types.Batch:
     return jax.tree.map(lambda leaf: leaf[mine] if np.ndim(leaf) else leaf, batch)
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
     """What `from_index` returns."""

@@ -15,6 +15,10 @@ from jaxloop.step import Step
 class EvalLoop(ActionLoop):
     """Evaluates: every step sees the state as it was given, and only the outputs come back.
 
+    Hooks:
+      begin, end: see `Loop`; call those of `super()`, which measure, and call the actions.
+      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+
     Weighted by examples (`jaxloop.metrics.summarize`), they give the exact mean over the dataset, also when its last
     batch is short. A short batch that does not divide over a mesh is replicated.
 

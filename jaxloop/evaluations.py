@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -21,6 +21,7 @@ from jaxloop.whole_run import elapsed_at
 _POLL_SECS = 0.2
 
 
+@final
 class Evaluations:
     """The evaluations of one call of an `OuterLoop`.
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ _MOST_FAILURES = 5
 _VERSION = 1
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """A step that failed, and what there is to run it again.

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
     return iter(dataset)
 
 
+@final
 class Feed:
     """Draws batches, one or several at a time, and keeps those that were drawn before their step may be run.
 
@@ -127,6 +128,7 @@ class Feed:
             raise error
 
 
+@final
 class TimedDraw:
     """Draws batches, and counts how long that takes.
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxloop import checks, types
@@ -90,8 +89,7 @@ def describe_batch(batch: types.Batch) -> list[str]:
     >>> describe_batch({"x": np.zeros([2, 3], np.float32), "name": "a"})
     ["batch['name']: str", "batch['x']: float32[2, 3]"]
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return [f"{checks.batch_leaf_name(path)}: {_describe_leaf(leaf)}" for path, leaf in leaves]
+    return [f"{name}: {_describe_leaf(leaf)}" for name, leaf in checks.batch_leaves(batch).items()]
 
 
 def _describe_leaf(leaf: Any) -> str:
@@ -116,9 +114,7 @@ def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -
     unlike = [(one, two) for one, two in itertools.zip_longest(saved, now, fillvalue="(none)") if one != two]
     if not unlike:
         return
-    lines = [f"  {one.strip()} -> {two.strip()}" for one, two in unlike[:12]]
-    if len(unlike) > len(lines):
-        lines.append(f"  ... and {len(unlike) - len(lines)} more")
+    lines = checks.first_lines([f"  {one.strip()} -> {two.strip()}" for one, two in unlike])
     raise ValueError(
         "The position in the data was saved from another dataset than this one. What differs (saved -> now):\n"
         + "\n".join(lines)

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import final
 
 from jaxloop.schedules import Elapsed, Schedule, earliest
 
@@ -15,6 +16,7 @@ from jaxloop.schedules import Elapsed, Schedule, earliest
 _MOST_MOMENTS = 20_000
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Calls:
     """When something will be called.
@@ -65,6 +67,7 @@ class Calls:
         return text or "never"
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Course:
     """How far a run goes, and where its train loops end.

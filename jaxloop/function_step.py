@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, final
 
 import jax
 import numpy as np
@@ -22,6 +22,10 @@ class FunctionStep(NumpyStep):
     """Runs `fn(state, batch) -> (state, outputs)`, where the state is yours: any pytree.
 
     Without an int32 `step` in the state, a loop counts the steps itself.
+
+    Hooks:
+      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
+      begin, end, num_examples: see `Step`. `run` is the function.
 
     >>> step = FunctionStep(lambda state, batch: (state + batch["x"].sum(), {"sum": state}))
     >>> state, outputs = step.step(np.float32(1), {"x": np.ones(3, np.float32)})
@@ -63,6 +67,7 @@ class FunctionStep(NumpyStep):
         return sum(np.size(leaf) for leaf in jax.tree.leaves(getattr(state, "params", state)))
 
 
+@final
 class PlainCall(NamedTuple):
     """A compiled function with nothing around it.
 
@@ -84,6 +89,9 @@ class CompiledFunction:
     """A pure function of `(state, batch)`, or `(state, batch, broadcasts, statics)`, compiled, and sharded.
 
     It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, see `outputs_logs_and_state`.
+
+    Hooks:
+      call: for each call, with all arguments.
 
     >>> @CompiledFunction
     ... def add(state, batch, broadcasts):

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ _FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
 
 
+@final
 class Row(NamedTuple):
     """One row of a history.
 
@@ -116,6 +117,7 @@ def _kind(value: jax.Array) -> tuple[type, Any]:
     return type(value), value.aval
 
 
+@final
 class History:
     """What was measured, and how far the run was then: rows of `(elapsed, logs)`.
 
@@ -147,6 +149,7 @@ class History:
     Args:
       path: a file to write the rows to, whose directory is made if need be; None to keep them in memory only. If it
         has rows already, call `resume` before the first commit.
+      writes: False to read the file and leave it as it is, as all processes of a job do but the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
@@ -314,7 +317,7 @@ class History:
         if not self._elapsed:
             return "History(no rows)"
         count = "1 row" if len(self) == 1 else f"{len(self)} rows"
-        return f"History({count} up to step {self._elapsed[-1].steps}: {_listed(self._columns)})"
+        return f"History({count} up to step {self._elapsed[-1].steps}: {checks.listed(self._columns)})"
 
     def paths(self) -> list[str]:
         """The full paths of all values so far, in the order of their first appearance."""
@@ -333,12 +336,12 @@ class History:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{name!r} is the end of {len(found)} names: {_listed(found)}. Ask for one of them.")
+            raise ValueError(f"{name!r} is the end of {len(found)} names: {checks.listed(found)}. Ask for one of them.")
         nearest = difflib.get_close_matches(end, self._paths_by_end, n=1)
         raise ValueError(
             f"Nothing named {name!r} was measured"
             + (f"; did you mean {nearest[0]!r}? " if nearest else ". ")
-            + (f"There are: {_listed(self._columns)}." if self._columns else "There is nothing yet.")
+            + (f"There are: {checks.listed(self._columns)}." if self._columns else "There is nothing yet.")
         )
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
@@ -589,8 +592,9 @@ class History:
             # The rest still waits, for the next to read.
             self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
             raise ValueError(
-                f"A value was committed to the history, and then donated to a step before it arrived: {_listed(lost)}. "
-                "The history has NaN for it. Commit a copy of what is part of the state: jnp.copy(value)."
+                "A value was committed to the history, and then donated to a step before it arrived: "
+                f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
+                "jnp.copy(value)."
             ) from None
 
 
@@ -603,11 +607,6 @@ def _check_elapsed(method: str, elapsed: Any) -> None:
         raise TypeError(
             f"History.{method} takes how far the run is, an Elapsed, got {elapsed!r}. Write Elapsed(steps=100)."
         )
-
-
-def _listed(names: Iterable[str], *, show: int = 12) -> str:
-    names = list(names)
-    return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
 
 
 # Names -----------------------------------------------------------------------------------------------
@@ -727,6 +726,8 @@ def _is_text(value: Any) -> bool:
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Such a word as a string of the logs, which is written with one more quote in front.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
+# What comes of reading a line that no history has written.
+_OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError)
 
 
 def _encoded(value: Any) -> Any:
@@ -767,7 +768,7 @@ def _read(path: epath.Path) -> tuple[list[Row], bool]:
     for index, line in enumerate(lines):
         try:
             numbered.append(_from_line(line, index))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _OF_A_BROKEN_LINE as error:
             shown = line[:60].decode(errors="replace") + ("..." if len(line) > 60 else "")
             raise ValueError(
                 f'{path}, line {index + 1}: expected a row, {{"elapsed": {{...}}, "logs": {{...}}}}, got {shown!r} '
@@ -776,7 +777,7 @@ def _read(path: epath.Path) -> tuple[list[Row], bool]:
     if rest:
         try:
             numbered.append(_from_line(rest, len(lines)))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except _OF_A_BROKEN_LINE:
             logging.warning(
                 "The last line of %s, line %d, is incomplete and was dropped: the process was killed while it wrote.",
                 path,

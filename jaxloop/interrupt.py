@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -25,6 +25,7 @@ _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
 _EXIT_CODE = 128 + signal.SIGTERM
 
 
+@final
 class Interruptible:
     """While it is open, Ctrl-C and SIGTERM (preemption) set `requested` instead of breaking off a step.
 

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxloop import checks
@@ -15,6 +16,7 @@ from jaxloop import checks
 _MOST_PICTURES = 8
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
     """Where a leaf lives.
@@ -50,6 +52,7 @@ class LeafLayout:
         return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
 
 
+@final
 class Layout:
     """Where the leaves of a state live. As a text, a table.
 
@@ -122,6 +125,20 @@ def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
     axes = sorted(by_weight[:2])
     spec = PartitionSpec(*(entries[axis] for axis in axes))
     return tuple(leaf.shape[axis] for axis in axes), NamedSharding(leaf.sharding.mesh, spec)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of a leaf, which may be a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes of the leaves of a tree: arrays, numbers, or their shapes.
+
+    >>> bytes_of({"kernel": np.zeros([3, 2], np.float32), "bias": jax.ShapeDtypeStruct([2], np.float32)})
+    32
+    """
+    return sum(math.prod(np.shape(leaf)) * dtype_of(leaf).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def readable(number: float) -> str:

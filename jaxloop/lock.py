@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 from etils import epath
@@ -28,6 +28,7 @@ _COMMAND_LENGTH = 200
 _SIGNING_SECS = 0.1
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Holder:
     """The process that holds a lock, as it has written itself into the file.
@@ -94,6 +95,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_forget)
 
 
+@final
 class DirectoryLock:
     """Keeps other processes from training in a directory at the same time.
 

@@ -23,7 +23,16 @@ _Take = Callable[[Any, types.Batch], tuple[Any, types.Output, int]]
 class Loop:
     """Runs a step on one batch after another.
 
-    A call goes `begin -> run -> end`; each of the three can be overridden.
+    A call goes `begin -> run -> end`.
+
+    Hooks:
+      begin: before the first step; returns the state and the iterator to draw batches from.
+      run: then; to take the steps is its work, so call that of `super()`.
+      end: after the last step, with the outputs on the host; not where the data had no batch.
+      update_outputs: for each step, in order, when its outputs have reached the host, which is some steps later.
+      _get_next_batch: `(dataset)`, for each batch, to draw it.
+      _run_one_step: `(state, batch, per_loop_step_number)`, for each batch, to take its step; with one of its own, a
+        loop takes none of the shorter ways.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()

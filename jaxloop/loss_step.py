@@ -1,7 +1,6 @@
 """A step of which the user writes only the loss."""
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from clu import metrics as clu_metrics
 
 from jaxloop import agreement, checks, data, models, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.compiled import NotCompiled
-from jaxloop.metrics import fetch
+from jaxloop.metrics import fetch, is_metric, merge
 from jaxloop.step import NO_OPTIMIZER, NumpyStep, PlainStep
 
 LossFn = Callable[[Any, types.Batch], Any]
@@ -32,6 +30,12 @@ class LossStep(NumpyStep):
     With `train=True` a step is one optimizer update by the gradient of the mean loss, with the batch statistics and
     other variables of the model updated. With `train=False` the model is called in its evaluation mode, and the state
     stays as it is. Both report `{"loss": ..., **metrics}`, each the mean over the examples of the batch.
+
+    Hooks:
+      loss: inside `run`, for each batch or micro-batch. Pure; it is compiled.
+      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
+      begin: see `Step`; call that of `super()` last, which adds the mask. What it returns is for `run` alone.
+      end, num_examples, make_state: see `Step`.
 
     >>> import optax
     >>> from flax import linen as nn
@@ -135,18 +139,7 @@ class LossStep(NumpyStep):
             end_actions,
             **nnx_model_kwargs,
         )
-        if (loss is not None) == (type(self).loss is not LossStep.loss):
-            raise TypeError(
-                f"{type(self).__name__} needs one loss: the argument loss=, or a subclass that defines "
-                f"loss(self, outputs, batch). It got {'both' if loss is not None else 'neither'}."
-            )
-        for name, value in {"loss": loss, **(metrics or {})}.items():
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be a function of (outputs, batch), got {value!r}.")
-        if "loss" in (metrics or {}):
-            raise ValueError(
-                "metrics holds a function named 'loss', the name of the loss itself. Give it another name."
-            )
+        self._check_functions(loss, metrics or {})
         self._takes_inputs = not isinstance(getattr(adapted, "apply_fn", None), models.ParamsApply)
         if not self._takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
@@ -168,6 +161,20 @@ class LossStep(NumpyStep):
         self._rows_of_first: int | None = None  # Of the loop's first batch, in an evaluation.
         self._all_real: jax.Array | None = None  # The mask of a whole batch.
         self._not_per_example: tuple[str, ...] | None = None  # Which values are not; known once `run` is traced.
+
+    def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
+        if (loss is not None) == (type(self).loss is not LossStep.loss):
+            raise TypeError(
+                f"{type(self).__name__} needs one loss: the argument loss=, or a subclass that defines "
+                f"loss(self, outputs, batch). It got {'both' if loss is not None else 'neither'}."
+            )
+        for name, value in {"loss": loss, **metrics}.items():
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be a function of (outputs, batch), got {value!r}.")
+        if "loss" in metrics:
+            raise ValueError(
+                "metrics holds a function named 'loss', the name of the loss itself. Give it another name."
+            )
 
     # To override, or not -------------------------------------------------------------------------
 
@@ -347,7 +354,7 @@ class LossStep(NumpyStep):
         if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
             return types.MetricWithMetadata(self._mean(name, value.value, mask), value.type, value.metadata)
         is_per_example = False
-        if not isinstance(value, types.MetricWithMetadata | clu_metrics.Metric | clu_metrics.Collection):
+        if not isinstance(value, types.MetricWithMetadata) and not is_metric(value):
             value = self._array_of(name, value, mask)
             is_per_example = value.ndim == 1
             if is_per_example:
@@ -400,8 +407,9 @@ class LossStep(NumpyStep):
                 f"{self!r} has accumulate={self._accumulate}, and can't split a batch whose leaves share no leading "
                 f"axis: {jax.tree.map(checks.describe, batch)}. Give them one, or leave out accumulate."
             )
-        parts, rows = self._accumulate, mask.shape[0]
-        shards = self._shards() if rows % self._shards() == 0 else 1
+        parts, rows, shards = self._accumulate, mask.shape[0], self._partitioner.shards
+        if rows % shards:
+            shards = 1
         total = jnp.maximum(_count(mask), 1)
 
         def add(carry: Any, part: Any) -> Any:
@@ -467,10 +475,6 @@ class LossStep(NumpyStep):
 
     # Short batches -------------------------------------------------------------------------------
 
-    def _shards(self) -> int:
-        mesh, axis = self._partitioner.mesh, self._partitioner.data_axis
-        return 1 if mesh is None or axis is None else mesh.shape[axis]
-
     def _fill_size(self, rows: int) -> int:
         """The number of rows that a batch is to have."""
         if self.train:
@@ -499,11 +503,7 @@ class LossStep(NumpyStep):
         return not self._not_per_example
 
 
-_OPTIONS = [
-    parameter.name
-    for parameter in inspect.signature(LossStep).parameters.values()
-    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-]
+_OPTIONS = models.options_of(LossStep)
 
 
 # Batches with a mask ---------------------------------------------------------------------------------
@@ -589,9 +589,8 @@ def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
 
 def _combine(value: Any, weights: jax.Array) -> Any:
     """The value of a batch from those of its micro-batches, stacked."""
-    if isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
-        states = [jax.tree.map(lambda leaf, part=part: leaf[part], value) for part in range(len(weights))]
-        return functools.reduce(lambda merged, state: merged.merge(state), states)
+    if is_metric(value):
+        return merge([jax.tree.map(lambda leaf, part=part: leaf[part], value) for part in range(len(weights))])
     if isinstance(value, types.MetricWithMetadata) and value.type is not types.MetricType.SCALAR:
         return jax.tree.map(lambda leaf: leaf[0], value)
     return jax.tree.map(lambda leaf: jnp.sum(_weighed(leaf, weights)), value)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ def _unwrap_scalar(leaf: Any) -> Any:
     return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
 
 
+@final
 class LoopOutputs(dict[str, Any]):
     """The outputs of a loop: for each name the list of its values, one per step, in order, on the host.
 

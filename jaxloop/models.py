@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,12 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
         raise TypeError(f"Step got an unexpected keyword {name!r}.{hint}")
+
+
+def options_of(step_class: type) -> list[str]:
+    """The names of the arguments of a class of steps, but for those of its model."""
+    parameters = inspect.signature(step_class).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
 
 def init_fn(
@@ -260,6 +266,7 @@ class Forward(abc.ABC):
         """See `forward`."""
 
 
+@final
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
@@ -310,6 +317,7 @@ class NNXApply(Forward):
         return self._hash
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class EquinoxApply(Forward):
     """The `apply_fn` of an Equinox module: `apply_fn(state.params)` is the module with these parameters.
@@ -347,6 +355,7 @@ class EquinoxApply(Forward):
         return outputs, {"state": variables}
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class HaikuApply(Forward):
     """The `apply_fn` of what `hk.transform` or `hk.transform_with_state` returned: its `apply`."""
@@ -365,6 +374,7 @@ class HaikuApply(Forward):
         return outputs, {"state": variables}
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class FunctionApply(Forward):
     """The `apply_fn` of a pair `(init, apply)`: its `apply(params, inputs)`."""
@@ -384,6 +394,7 @@ class FunctionApply(Forward):
         return self.apply(params, inputs, **options), None
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class ParamsApply(Forward):
     """The `apply_fn` of parameters without a model: they are the outputs."""
@@ -398,6 +409,7 @@ class ParamsApply(Forward):
 # Models of other kinds -------------------------------------------------------------------------------
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedModel:
     """A model that is neither a Linen module nor an NNX class, as a `Step` initialises it. `adapt` makes them.

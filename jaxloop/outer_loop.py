@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 from etils import epath
@@ -43,6 +43,7 @@ HISTORY_FILE = "history.jsonl"
 """The file in the work directory with a row of the history on each line."""
 
 
+@final
 class OuterLoop:
     """Runs an experiment: train loops, and after each the evaluations that are due.
 

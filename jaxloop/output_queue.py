@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ def chunk_size(max_steps_in_flight: int) -> int:
     return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
 
 
+@final
 class Arrived:
     """The outputs of consecutive steps on the host, in columns: for each name the values of the steps.
 
@@ -68,6 +69,7 @@ class Arrived:
                     outputs[name] = list(column)
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
     """The outputs of several steps that were one dispatch, on the devices, stacked on their leading axis."""
@@ -201,6 +203,7 @@ def _without(outputs: types.Output, names: Iterable[str]) -> types.Output:
 _stack = jax.jit(lambda columns: {name: jnp.stack(values) for name, values in columns.items()})
 
 
+@final
 class OutputQueue:
     """Takes the outputs of a loop's steps, and hands them back when they are on the host.
 

@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from absl import logging
@@ -34,6 +34,7 @@ class PositionUnknownError(ValueError):
     """The source of an iterator can't say where it is, or can't go there."""
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class DatasetPosition:
     """Where an iterator is in its data: how many batches of this pass were consumed, and how to get there.
@@ -117,6 +118,7 @@ def _put_back(encoded: Any, arrays: Mapping[str, Any]) -> Any:
     return encoded
 
 
+@final
 class PositionedIterator(Iterator[types.Batch]):
     """Draws batches and knows its position: that of the batch which was handed out, with any look-ahead.
 
@@ -430,6 +432,7 @@ def _taker(ahead: ReadAhead, marks: deque[tuple[int, Any]], start: int) -> Calla
     return take
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class DataWithOptions(Iterable[types.Batch]):
     """Data that start anew each time, and how a pass over them is made."""

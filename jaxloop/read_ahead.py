@@ -5,11 +5,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from jaxloop import types
 
 
+@final
 class Drawn(NamedTuple):
     """A batch, or the error that came in its place; its number, from 1; and the source's state after it, if read."""
 
@@ -19,6 +20,7 @@ class Drawn(NamedTuple):
     state: Any
 
 
+@final
 class ReadAhead:
     """Draws up to `size` batches ahead, in one thread that begins with the first call of `take`.
 

@@ -17,12 +17,13 @@ import math
 import numbers
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 Unit = Literal["steps", "samples", "time", "loops"]
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Elapsed:
     """How far a run is.
@@ -83,6 +84,12 @@ class Schedule(abc.ABC):
     """When something happens. Made by `every`, `at`, `after`, ..., and joined by `|`, `&` and `~`.
 
     A schedule is a key of a dictionary by its identity: two schedules of one meaning are two keys.
+
+    Hooks:
+      fires: after each step at which it can fire. Pure.
+      next_step, next_time: after it was asked, for when to ask it again. Pure.
+      as_stop, stops: where it is the stop of a run: at the beginning, and after each step at which it can fire.
+      reached: by `elapsed >= schedule` and its like.
 
     >>> every(steps=100) | first()
     every(steps=100) | first()
@@ -355,6 +362,7 @@ class _At(_Point):
         return After(self.unit, self.value)
 
 
+@final
 class After(_Point):
     """What `after(...)` makes: a schedule, and `then`."""
 

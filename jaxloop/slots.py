@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 from jaxloop import encoding, metrics, timing
 from jaxloop.actions.action import Action
@@ -10,6 +10,7 @@ from jaxloop.actions.action_list import ActionList
 from jaxloop.schedules import Elapsed, Schedule
 
 
+@final
 class Slot:
     """An end action, and what it has not seen yet.
 

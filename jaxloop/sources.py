@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ def library(value: Any) -> str | None:
     return next((name for name in ("tensorflow", "torch") if name in packages), None)
 
 
+@final
 class IndexIterator(Iterator[types.Batch]):
     """The batches `make_batch(0)`, `make_batch(1)`, ..., see `jaxloop.data.from_index`."""
 
@@ -68,6 +69,11 @@ class IndexIterator(Iterator[types.Batch]):
 
 class Source:
     """Where an iterator is in its data, and how it gets there. This one can't say.
+
+    Hooks:
+      read: where `is_cheap`, after each batch; else where a checkpoint may be saved.
+      restore: when a run goes on from a checkpoint.
+      first: before that, to see whether the data are the same.
 
     Attributes:
       kind: as in `DatasetPosition`; empty for none.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from etils import epath
@@ -14,6 +14,7 @@ STOPPED_FILE = "STOPPED"
 """The empty file in the checkpoint directory which says that training is done."""
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
     """Where an experiment is when it asks whether to evaluate.
@@ -29,6 +30,7 @@ class EvalContext:
     loop_count: int
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """On what an eval loop evaluates, and when.
@@ -98,6 +100,7 @@ class EvalSpec:
         )
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class CheckpointSpec:
     """Where an experiment's checkpoints are.
@@ -154,6 +157,7 @@ def names_of(eval_specs: Sequence[EvalSpec]) -> list[str]:
     return names
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
     """What a call of an `OuterLoop` is told, see there."""

@@ -61,6 +61,10 @@ ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, STAT_NUM_FLOPS, STAT_MFU, STAT_INIT_TI
 class StatLoop(Loop):
     """Adds statistics to the outputs, plain numbers under their names.
 
+    Hooks:
+      begin, end: see `Loop`; call those of `super()`, which measure.
+      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
     >>> state, outputs = StatLoop(step, stat_names=[STAT_NUM_PARAMS])(state, batches, num_steps=3)

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ NO_OPTIMIZER = optax.identity()
 """What stands for no optimizer: a step that trains with it is told so."""
 
 
+@final
 class PlainStep(NamedTuple):
     """The compiled step itself.
 
@@ -42,6 +43,7 @@ class PlainStep(NamedTuple):
     check: Callable[[types.Batch], None] | None
 
 
+@final
 class Traced(NamedTuple):
     """What `run` would return, in shapes.
 
@@ -63,14 +65,17 @@ class FusingError(ValueError):
 class Step:
     """What happens to one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and write `run`.
 
-    Each batch that a loop draws goes through four hooks:
+    Each batch that a loop draws goes through the first four hooks. `outputs` is a dict with string keys, or None.
 
-    1. `preprocess_batch(batch)`, on the host, sees the batch alone.
-    2. `begin(state, batch)`, on the host, returns `(state, batch)`; the batch is still a host batch.
-    3. `run(state, batch)` is pure; it is compiled once, for all devices, and takes over (donates) the state.
-    4. `end(state, outputs)`, on the host, returns `(state, outputs)`. To read a value there is to wait for it.
-
-    `outputs` is a dict with string keys, or None.
+    Hooks:
+      preprocess_batch: first, on the host; sees the batch alone.
+      begin: second, on the host; returns `(state, batch)`. The batch is still a host batch.
+      run: third. Pure; it is compiled once, for all devices, and takes over (donates) the state.
+      end: fourth, on the host; returns `(state, outputs)`. To read a value there is to wait for it.
+      num_examples: for each batch, as the dataset gave it, before the others.
+      shard_batch: for each batch, between `begin` and `run`, to place it on the devices.
+      make_state: by `initialize_model`, to make the first state. Pure; it is compiled.
+      begin_evaluation: before the first batch of an evaluation.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -300,8 +305,7 @@ class Step:
           CheckpointError: the checkpoint of `step` is damaged, or all are.
           ValueError: the checkpoint is of another model; the error lists the leaves that differ.
         """
-        found = checkpoint.all_steps(checkpoint_dir)
-        if not found:
+        if not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
             return state
         if step is None:
@@ -309,10 +313,6 @@ class Step:
                 checkpoint_dir, checks.adopt(state), transforms=transforms, moves_aside=False
             )
             return state if restored is None else restored[0]
-        if step not in found:
-            raise FileNotFoundError(
-                f"No checkpoint of step {step} in {checkpoint_dir}, which holds steps {', '.join(map(str, found))}."
-            )
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
@@ -836,7 +836,12 @@ class Step:
 
 
 class NumpyStep(Step):
-    """A step that takes tensors of other libraries too."""
+    """A step that takes tensors of other libraries too.
+
+    Hooks:
+      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
+      begin, run, end, num_examples, make_state: see `Step`.
+    """
 
     _takes_numpy = False  # Whether the last batch was one of NumPy arrays already.
 
@@ -850,11 +855,7 @@ class NumpyStep(Step):
         return self._plain_step(NumpyStep) if self._takes_numpy else None
 
 
-_OPTIONS = [
-    parameter.name
-    for parameter in inspect.signature(Step).parameters.values()
-    if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-]
+_OPTIONS = models.options_of(Step)
 
 
 def _explain(error: Exception, batch: types.Batch) -> None:

@@ -1,6 +1,7 @@
 """What one run of an experiment has done, and what never came to run."""
 
 from collections.abc import Sequence
+from typing import final
 
 from absl import logging
 
@@ -9,6 +10,7 @@ from jaxloop.schedules import Schedule
 from jaxloop.specs import EvalSpec
 
 
+@final
 class Tally:
     """What one run of an OuterLoop has done: which loops and actions ran."""
 

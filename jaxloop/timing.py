@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import final
 
 _NAMES = {
     "data": "waiting for data",
@@ -15,6 +16,7 @@ _NAMES = {
 _NOT_TRAINING = ("evals", "checkpoints")
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Spent:
     """Seconds by what they were spent on, and what they brought. As a text, one sentence.
@@ -82,6 +84,7 @@ def _readable(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
+@final
 class Stopwatch:
     """Counts each second for one thing at a time.
 

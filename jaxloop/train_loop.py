@@ -29,6 +29,10 @@ _KEPT_BYTES = 256 * 2**20
 class TrainLoop(ActionLoop):
     """Trains: each step makes one optimizer update, and the state that comes out goes into the next.
 
+    Hooks:
+      begin, end: see `Loop`; call those of `super()`, which measure, and call the actions.
+      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
     >>> train_loop = TrainLoop(step)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -19,6 +19,7 @@ from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, che
 _MOST_STEPS_IN_A_CALL = 2**14
 
 
+@final
 class Training:
     """The training of one call of an `OuterLoop`.
 

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ _ROUNDS, _MOST_ROUNDS, _SECS = 3, 20, 0.2
 _WORTH_SAVING = 0.04
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Tried:
     """How long a step took, in seconds: one by one, and of several in one dispatch, if that was tried."""

@@ -5,7 +5,7 @@ import enum
 import inspect
 import sys
 from collections.abc import Hashable, Mapping
-from typing import Any, Self
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,11 @@ def is_nnx_class(value: Any) -> bool:
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with all of a model's variables.
+    """Flax's `TrainState` with all of a model's variables. Subclasses may have more fields.
+
+    Hooks:
+      apply_gradients: inside `Step.run`, with the gradients; returns the state after the update.
+      update_variables: inside `Step.run`, with what a forward pass has changed.
 
     Attributes:
       step: completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
@@ -117,6 +121,7 @@ class MetricType(enum.Enum):
     OTHER = "other"
 
 
+@final
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class MetricWithMetadata:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ _POSITION_ARRAYS = "data"
 """The tree with the long byte strings of a position in the data."""
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """How far a run was when its checkpoint was saved.
@@ -79,6 +80,7 @@ class MainPart(Part, Protocol):
         ...
 
 
+@final
 class WholeRun:
     """What there is to a run beside its train state: loops, actions, positions in the data, the history.
 

@@ -3,6 +3,7 @@ import numpy as np
 import optax
 import pytest
 from clu import metrics as clu_metrics
+from programs.clock import Clock
 
 from jaxloop import (
     Elapsed,
@@ -120,21 +121,6 @@ def test_an_action_that_does_not_come_due_keeps_no_images():
 
 
 # Inside the loop -----------------------------------------------------------------------------------
-
-
-class Clock:
-    """Stands still, but for what a test makes it move."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def during(self, batches, seconds):
-        """Gives batches, each after its seconds."""
-        for batch, each in zip(batches, seconds, strict=False):
-            self.now += each
-            yield batch
 
 
 class Seen(actions.Action):

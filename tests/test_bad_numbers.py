@@ -263,7 +263,7 @@ def test_one_bad_number_among_many_is_found_wherever_it_is(size, value, dtype, m
     loop = lambda *args: jaxloop.TrainLoop(made[name], nan_policy="raise")(*args)
     zeros, most = np.zeros(size, np.float32), np.full(size, float(jnp.finfo(dtype).max))
     zeros, most = zeros.astype(dtype), most.astype(dtype)
-    loop({"big": zeros, "step": 0}, [{"x": most}, {"x": -2 * (most / 2)}, {"x": zeros}], 3)
+    loop({"big": zeros, "step": 0}, [{"x": most}, {"x": (-2 * (most / 2)).astype(dtype)}, {"x": zeros}], 3)
     for position in {0, size // 2, size - 1}:
         x = zeros.copy()
         x[position] = value

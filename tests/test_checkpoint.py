@@ -2,6 +2,7 @@ import contextlib
 import math
 import pathlib
 import random
+import re
 import resource
 import shutil
 
@@ -27,6 +28,17 @@ def save(directory, *steps_and_states):
     for step, state in steps_and_states:
         writer.save(step, state)
     writer.close()
+
+
+def test_the_filter_of_the_documentation_leaves_out_what_orbax_tells(tmp_path, logs):
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "debugging.md").read_text()
+    (keeps,) = re.findall(r"`.*\.addFilter\((lambda .*)\)`", page)
+    save(tmp_path, (1, examples.tiny_regression()[1]))
+    assert len(logs.records) > 40 and not any(map(eval(keeps), logs.records))
+    logs.clear()
+    save(tmp_path, (1, examples.tiny_regression()[1]))
+    (said,) = filter(eval(keeps), logs.records)
+    assert "has a checkpoint of step 1 already" in said.getMessage()
 
 
 def test_the_newest_checkpoint_is_restored_or_the_one_asked_for(tmp_path, assert_same):

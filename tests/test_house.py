@@ -1,8 +1,11 @@
 """The house itself: what imports what, and what a plain installation needs."""
 
 import ast
+import enum
 import importlib
+import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,7 +18,9 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types encoding compilation_cache cost distributed checks interrupt agreement lock schedules timing layout partition
+types encoding compilation_cache distributed checks interrupt agreement lock schedules timing layout cost
+partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner partition.data_parallel
+partition.laid_out partition.fsdp partition.rules partition.spmd partition.choice partition
 models metrics output_queue bad_numbers history seal checkpoint read_ahead fingerprint sources position data
 actions.action actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
@@ -54,14 +59,17 @@ def test_no_module_imports_upwards():
                 assert ORDER.index(other) <= place, f"{name} imports {other}, which stands above it"
 
 
+OF_A_MESH = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd")]
+
+
 @pytest.mark.parametrize(
     ("what", "where"),
     [
         ("jax.device_get", {"metrics"}),
         ("jax.block_until_ready", {"metrics"}),
         ("orbax", {"checkpoint"}),
-        ("jax.device_put", {"partition"}),
-        ("NamedSharding", {"agreement", "layout", "partition"}),
+        ("jax.device_put", {"partition.mesh_partitioner"}),
+        ("NamedSharding", {"agreement", "layout", *OF_A_MESH}),
         ("pickle", set()),
         ("eval", set()),
         ("exec", set()),
@@ -145,6 +153,56 @@ def test_public_names_have_docstrings():
     assert len(definitions) > 500
     lacking = [name for name, value in definitions.items() if not (value.__doc__ or "").strip()]
     assert not lacking, lacking
+
+
+MOST_ABSTRACT_METHODS = 6
+
+
+def classes():
+    """All classes that the modules define, examples aside, by their names."""
+    for name, tree in modules():
+        if not name.startswith("examples"):
+            module = importlib.import_module(f"jaxloop.{name}")
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    yield f"{name}.{node.name}", getattr(module, node.name)
+
+
+PUBLIC_CLASSES = {
+    name: kind
+    for name, kind in classes()
+    # An exception may always have another that is more particular.
+    if not kind.__name__.startswith("_") and not issubclass(kind, BaseException)
+}
+
+
+def is_final(kind):
+    # Nobody can subclass an enumeration that has members.
+    return "__final__" in vars(kind) or issubclass(kind, enum.Enum)
+
+
+def hooks_of(kind):
+    """The names in the section of the docstring that says what a subclass may override."""
+    section = re.search(r"^Hooks:\n((?: .*\n?)+)", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
+    lines = section[1].splitlines() if section else []
+    return [name for line in lines if re.match(r"  \S", line) for name in line.partition(":")[0].strip().split(", ")]
+
+
+@pytest.mark.parametrize("name", PUBLIC_CLASSES)
+def test_a_public_class_is_abstract_or_final_or_says_what_its_subclasses_may_override(name):
+    kind = PUBLIC_CLASSES[name]
+    is_abstract = inspect.isabstract(kind) or getattr(kind, "_is_protocol", False)
+    hooks = hooks_of(kind)
+    assert is_abstract or is_final(kind) or hooks
+    assert not (is_final(kind) and (is_abstract or hooks))
+    assert len(getattr(kind, "__abstractmethods__", ())) <= MOST_ABSTRACT_METHODS
+    missing = [hook for hook in hooks if not hasattr(kind, hook)]
+    assert not missing
+
+
+def test_a_final_class_has_no_subclass():
+    subclassed = {base for _, kind in classes() for base in kind.__mro__[1:]}
+    assert not [name for name, kind in PUBLIC_CLASSES.items() if is_final(kind) and kind in subclassed]
 
 
 def test_these_tests_run_on_eight_devices():

@@ -410,7 +410,7 @@ def test_a_picture_shows_what_is_split(capsys):
 )
 def test_what_is_chosen_depends_on_the_devices_and_the_batch(memory, rows, kind, monkeypatch, logs):
     if memory is not None:
-        monkeypatch.setattr(partition, "memory_of", lambda device: memory)
+        monkeypatch.setattr(partition.choice, "memory_of", lambda device: memory)
     state = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
     assert type(partition.choose(state, rows)) is kind
     assert "partitioner='auto'" in logs.text

@@ -6,6 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from programs.clock import Clock
 
 from jaxloop.actions import ProgressAction
 from jaxloop.actions.bars import Progress, keras_line
@@ -13,16 +14,6 @@ from jaxloop.history import History
 from jaxloop.metrics import LoopOutputs
 from jaxloop.schedules import Elapsed
 from jaxloop.types import MetricWithMetadata
-
-
-class Clock:
-    """Tells the time that it was given."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -35,7 +26,7 @@ class Run:
 
     def __init__(self, *, stream=None, seconds=1.0, total=None, **options):
         self.stream = stream or io.StringIO()
-        self.clock, self.seconds, self.total = Clock(), seconds, total
+        self.clock, self.seconds, self.total = Clock(1000.0), seconds, total
         self.history = History()
         self.elapsed = Elapsed()
         self.action = ProgressAction(stream=self.stream, clock=self.clock, **options)

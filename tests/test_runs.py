@@ -8,6 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from programs.clock import Clock
 
 import jaxloop
 from jaxloop import Elapsed, EvalLoop, EvalSpec, OuterLoop, TrainLoop, actions, at, every, examples, last, types
@@ -376,18 +377,6 @@ def test_epochs_that_can_not_be_are_refused(options, message):
 # Time ------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def pass_during(self, things, seconds):
-        for thing in things:
-            self.now += seconds
-            yield thing
-
-
 class Takes(Seen):
     """Takes its time."""
 
@@ -408,11 +397,11 @@ def test_each_second_is_counted_for_one_thing(logs):
 
     class EvalData:
         def __iter__(self):
-            return clock.pass_during(batches[:2], 10)
+            return clock.during(batches[:2], 10)
 
     outer_loop = OuterLoop(train_loop, [eval_loop])
     specs = [EvalSpec(EvalData(), schedule=every(10))]
-    outer_loop(state, clock.pass_during(itertools.cycle(batches), 0.5), 20, 5, specs)
+    outer_loop(state, clock.during(itertools.cycle(batches), 0.5), 20, 5, specs)
     spent = outer_loop.spent
     assert (spent.data, spent.actions, spent.evals, spent.checkpoints) == (10, 4 * 3, 2 * 20, 2 * 7)
     assert spent.total == clock.now

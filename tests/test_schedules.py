@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.clock import Clock
 
 import jaxloop
 from jaxloop import Elapsed, after, always, at, every, first, last, never
@@ -192,13 +193,6 @@ class CountingStep(jaxloop.Step):
 TRAIN_STEP = CountingStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
 EVAL_STEP = CountingStep(jax.random.key(0), nn.Dense(1))
 STATE = jax.tree.map(np.asarray, TRAIN_STEP.initialize_model([1, 1]))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Record(jaxloop.Action):

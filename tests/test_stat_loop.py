@@ -1,29 +1,14 @@
 import numpy as np
 import pytest
+from programs.clock import Clock
 
 from jaxloop import examples, metrics, stat_loop
 from jaxloop.stat_loop import StatLoop
 
 
-class Clock:
-    """Stands still, but for what a test makes it move."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def during(self, batches, seconds):
-        """Gives batches, each after so many seconds."""
-        for batch in batches:
-            self.now += seconds
-            yield batch
-
-
 def test_statistics_are_plain_numbers_of_the_loop():
     step, state, batches = examples.tiny_regression()
-    clock = Clock()
+    clock = Clock(100.0)
     loop = StatLoop(step, stat_loop.ALL_STATS, clock=clock)
     loop.peak_flops_per_sec = 1e9
     clock.now += 1
@@ -42,7 +27,7 @@ def test_statistics_are_plain_numbers_of_the_loop():
 
 def test_statistics_are_those_of_each_call():
     step, state, batches = examples.tiny_regression()
-    clock = Clock()
+    clock = Clock(100.0)
     loop = StatLoop(step, clock=clock)
     state, _ = loop(state, clock.during(batches, 5), num_steps=4)
     clock.now += 1000  # Between two calls, nobody knows for what.

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxloop import actions, examples, types
 from jaxloop.step import Step
+from jaxloop.train_loop import TrainLoop
 
 KEY = jax.random.key(0)
 
@@ -266,11 +267,35 @@ def test_a_python_int_for_a_step_does_not_compile_twice():
     assert (int(state.step), len(traces)) == (57, 1)
 
 
-@pytest.mark.parametrize("count", [True, 1.5, "3"])
-def test_a_step_that_is_no_integer_is_refused(count):
+@pytest.mark.parametrize(
+    ("count", "got"),
+    [
+        (True, "True"),
+        (1.5, "1.5"),
+        ("3", "'3'"),
+        (np.float32(3), r"float32\[\]"),
+        (np.zeros(()), r"float64\[\]"),
+        (jnp.bfloat16(3), r"bfloat16\[\]"),
+        (jnp.array(True), r"bool\[\]"),
+    ],
+    ids=repr,
+)
+def test_a_step_that_is_no_integer_is_refused(count, got):
     step, state, batches = examples.tiny_regression()
-    with pytest.raises(TypeError, match="state.step must be an integer scalar"):
-        step.step(state.replace(step=count), batches[0])
+    state = state.replace(step=count)
+    message = rf"state.step must be an integer scalar.*got {got}\. Write state.replace\(step=jnp.int32\(0\)\), for none"
+    for use in (step.step, step.evaluate):
+        with pytest.raises(TypeError, match=message):
+            use(state, batches[0])
+    with pytest.raises(TypeError, match=message):
+        TrainLoop(step)(state, batches[:2])
+
+
+@pytest.mark.parametrize("count", [np.int64(7), np.uint8(7), np.array(7, np.int16), jnp.uint32(7)], ids=repr)
+def test_a_step_may_be_an_integer_of_any_kind(count):
+    step, state, batches = examples.tiny_regression()
+    state, _ = step.step(state.replace(step=count), batches[0])
+    assert int(state.step) == 8
 
 
 def test_evaluating_leaves_the_state_usable_and_unchanged():

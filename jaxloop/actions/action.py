@@ -13,6 +13,15 @@ class Action(abc.ABC):
 
     A loop calls its actions in their order, `begin_actions` with `outputs=None`. An exception in one ends the run.
 
+    Hooks:
+      __call__: by a loop, or a step, when the interval says.
+      monitors, check: by `OuterLoop.check`, before a run.
+      state_dict: when a checkpoint is saved.
+      load_state_dict: when a run goes on from a checkpoint, before its first step.
+      finish: when a run has ended well, before `close`.
+      flush: when a loop on its own ends.
+      close: when an `OuterLoop`'s run ends, however it ends.
+
     Args:
       interval: when it is called. An int counts loops as a loop's action (2: at the end of the 2nd, 4th, ... loop),
         and steps within the loop as a step's action. A schedule such as `every(steps=100)` fires at exactly that step,
@@ -101,8 +110,13 @@ class Action(abc.ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` of an action made with the same arguments returned."""
-        if state_dict:
-            raise ValueError(f"{self!r} remembers nothing, and was given {sorted(state_dict)}: of another action?")
+        self._check_remembers((), state_dict)
+
+    def _check_remembers(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
+        """Raises where a `state_dict` has other names than those of what this action remembers."""
+        if sorted(names) != sorted(state_dict):
+            remembered = sorted(names) or "nothing"
+            raise ValueError(f"{self!r} remembers {remembered}, and was given {sorted(state_dict)}: of another action?")
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
         """Waits until what was begun is written. Called at the end of a loop on its own, without an OuterLoop."""

@@ -1,7 +1,7 @@
 """Actions in their order: how loops and steps keep theirs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 from jaxloop import types
 from jaxloop.actions.action import Action
@@ -9,6 +9,7 @@ from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
 from jaxloop.schedules import Elapsed, Schedule, earliest
 
 
+@final
 class ActionList:
     """Actions in their order, each called when its interval says.
 

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 from absl import logging
@@ -31,6 +31,7 @@ _UNWRITTEN = "unwritten"
 """The key in an action's state of what could not be written."""
 
 
+@final
 class Call(NamedTuple):
     """A call of a writer's method: `write_scalars` with values by name, or `flush` with none."""
 
@@ -80,6 +81,7 @@ class _Write:
             raise
 
 
+@final
 class DirectWriter:
     """Calls the methods of a writer at once. See `BackgroundWriter` for what its own methods are."""
 
@@ -101,6 +103,7 @@ class DirectWriter:
             write.carry_out(self._writer)  # Of a run that had a thread.
 
 
+@final
 class BackgroundWriter:
     """Calls the methods of a writer in a thread, in the order in which actions ask for it.
 

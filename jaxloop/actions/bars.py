@@ -5,13 +5,14 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, TextIO, final
 
 from jaxloop import checks
 
 _KERAS_WIDTH = 30
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """How far a run is, and how fast.
@@ -77,6 +78,7 @@ class Bar(abc.ABC):
         """Shows how far the run came; this stays too."""
 
 
+@final
 class PlainBar(Bar):
     """A line for each drawing: `step 4,650 of 10,000 (46%)  670 steps/s  0:08 left  accuracy 0.9779  loss 0.0718`."""
 
@@ -97,6 +99,7 @@ class PlainBar(Bar):
             self.write(plain_line(progress, is_final=True))
 
 
+@final
 class KerasBar(Bar):
     """Keras's: `4650/10000 [============>.................] - ETA: 8s - accuracy: 0.9779 - loss: 0.0718`."""
 
@@ -126,6 +129,7 @@ class KerasBar(Bar):
         self._shown = "" if stays else line
 
 
+@final
 class TqdmBar(Bar):
     """tqdm's, a widget in a notebook that has ipywidgets."""
 

@@ -27,6 +27,10 @@ class CheckpointAction(Action):
     have waited for more than a second each, that is said, once, with what to do about it; `last_stall_secs` and
     `last_wait_secs` tell of the last save, `Spent.checkpoints` of all.
 
+    Hooks:
+      __call__, close: see `Action`; call those of `super()`.
+      save: by `__call__`, with the state and what else belongs to the run.
+
     >>> import tempfile
     >>> from jaxloop import examples
     >>> _, state, _ = examples.tiny_regression()

@@ -22,6 +22,9 @@ class EarlyStoppingAction(Action):
     Give it to the eval loop whose metric it watches, or to the train loop, where it is called after the evaluations of
     the same step. Why it stopped is logged.
 
+    Hooks:
+      __call__, finish, close, state_dict, load_state_dict: see `Action`; call those of `super()`.
+
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:
     ...     outputs = {"test/accuracy": accuracy}
@@ -201,9 +204,7 @@ class EarlyStoppingAction(Action):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        expected = sorted(EarlyStoppingAction.state_dict(self))
-        if sorted(state_dict) != expected:
-            raise ValueError(f"{self!r} remembers {expected}, and was given {sorted(state_dict)}: of another action?")
+        self._check_remembers(EarlyStoppingAction.state_dict(self), state_dict)
         self._begin_anew()
         best_elapsed, self._patient_since, self._seen_at = (
             Elapsed(**state_dict[name]) if state_dict[name] is not None else None

@@ -1,7 +1,7 @@
 """Writing the learning rate."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import optax
@@ -12,6 +12,7 @@ from jaxloop.actions.background import Call, writer_of
 from jaxloop.schedules import Schedule
 
 
+@final
 class LearningRateAction(Action):
     """Writes the learning rate of the last update, where `optax.inject_hyperparams` keeps it in the optimizer's state.
 

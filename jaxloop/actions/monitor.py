@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -20,6 +20,7 @@ _GOOD = frozenset(
 _BAD = frozenset("brier cost distance entropy err error errors loss losses perplexity regret".split())
 
 
+@final
 class Monitor:
     """A metric by its name, and whether it shall be small or large.
 

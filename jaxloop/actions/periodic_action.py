@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import contextlib
-from typing import Any
+from typing import Any, final
 
 from jaxloop import types
 from jaxloop.actions.action import Action
@@ -17,6 +17,7 @@ def is_periodic(obj: Any) -> bool:
     return any((kind.__module__, kind.__name__) == (_CLU_MODULE, "PeriodicAction") for kind in type(obj).__mro__)
 
 
+@final
 class PeriodicAction(Action):
     """Calls a `clu.periodic_actions` object after every step, as it wants it: `Profile`, `ReportProgress`, and more.
 

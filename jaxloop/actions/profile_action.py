@@ -1,7 +1,7 @@
 """A profile of some steps."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 import jax
 from absl import logging
@@ -12,6 +12,7 @@ from jaxloop.actions.action import Action
 from jaxloop.schedules import after, at, every
 
 
+@final
 class ProfileAction(Action):
     """Records what host and devices do in some steps, for TensorBoard's profile page, XProf or Perfetto.
 
@@ -110,6 +111,5 @@ class ProfileAction(Action):
         return {"traces": self._traces}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if set(state_dict) != {"traces"}:
-            raise ValueError(f"{self!r} remembers ['traces'], and was given {sorted(state_dict)}: of another action?")
+        self._check_remembers(["traces"], state_dict)
         self._traces = state_dict["traces"]

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, final
 
 import numpy as np
 from absl import logging
@@ -31,6 +31,7 @@ _LINE_SECONDS = 10.0
 _MOST_LINES = 50
 
 
+@final
 class ProgressAction(Action):
     """Shows how far the run is: steps done and to do, time left, speed, the newest metrics, results of evaluations.
 

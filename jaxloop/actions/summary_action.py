@@ -1,7 +1,7 @@
 """Writing summaries."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 from absl import logging
 
@@ -11,6 +11,7 @@ from jaxloop.actions.background import Call, writer_of
 from jaxloop.schedules import Schedule
 
 
+@final
 class SummaryAction(Action):
     """Writes what the steps since its last call came to.
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from absl import logging
@@ -59,7 +59,15 @@ def _hide_accelerators_from_tensorflow() -> None:
 
 
 class LogWriter:
-    """Logs scalars and texts; of other values it logs the shapes. Has the methods of clu's `MetricWriter`."""
+    """Logs scalars and texts; of other values it logs the shapes. Has the methods of clu's `MetricWriter`.
+
+    Hooks:
+      write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: by the actions that have
+        this writer, in their thread.
+      write_summaries, write_hparams: by whoever writes without an action.
+      flush: by the actions, likewise; and at the latest when a run ends.
+      close: by whoever made the writer.
+    """
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         logging.info("[%d] %s", step, ", ".join(f"{name}={float(value):.6g}" for name, value in scalars.items()))
@@ -98,6 +106,7 @@ class LogWriter:
         logging.info("[%d] %s: %s", step, kind, {name: np.shape(value) for name, value in values.items()})
 
 
+@final
 class TensorBoardWriter(LogWriter):
     """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does.
 

@@ -4,7 +4,7 @@ import abc
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +170,7 @@ class _LoopCallback(CallbackOf):
         return *_outputs_and_logs(values), state
 
 
+@final
 class ActionCallback(CallbackOf):
     """Calls an action with what was logged since its last call, at most once at each step."""
 

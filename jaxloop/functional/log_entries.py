@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, final
 
 import jax
 
@@ -11,6 +11,7 @@ from jaxloop.history import History
 from jaxloop.schedules import Elapsed
 
 
+@final
 @jax.tree_util.register_pytree_with_keys_class
 class Logs(dict[str, Any]):
     """What a step reports: values by collection and name. A nested dictionary, and a pytree, so that jit returns it.
@@ -132,6 +133,7 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
+@final
 class Means:
     """The means of the rows of a history so far, weighted by examples."""
 
@@ -189,6 +191,7 @@ def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
     return nested({path: reduce(each) for path, each in values.items()})
 
 
+@final
 class NewestReady:
     """The newest logged values that are there already."""
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, final
 
 from jaxloop import metrics
 from jaxloop.function_step import name_of, positional_arguments
@@ -11,6 +11,7 @@ from jaxloop.history import History
 from jaxloop.schedules import Elapsed
 
 
+@final
 class Moment:
     """A moment outside the steps: a key of tasks, but no schedule that could be joined with others."""
 
@@ -30,6 +31,7 @@ on_end: Moment = Moment("on_end")
 """Key of the callbacks after the last step, also after Ctrl-C, but not after an exception."""
 
 
+@final
 @dataclasses.dataclass
 class LoopState:
     """Where a loop is: what a callback with four arguments gets as its last.

@@ -1,8 +1,9 @@
 """Checkpoints, early stopping, bars, loops inside and compiled steps: callbacks that are there to take."""
 
+import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, final
 
 from absl import logging
 from etils import epath
@@ -21,7 +22,7 @@ from jaxloop.schedules import Elapsed, Schedule, always
 from jaxloop.whole_run import elapsed_at
 
 
-class Tool:
+class Tool(abc.ABC):
     """An action as a callback: in tasks, there by `**tool` at every step, and called by hand in a loop of your own.
 
     Attributes:
@@ -46,6 +47,10 @@ class Tool:
             raise KeyError(key)
         return [self]
 
+    @abc.abstractmethod
+    def __call__(self, elapsed: Elapsed, *args: Any, **kwargs: Any) -> Any:
+        """Calls the action at a step, in a loop written by hand."""
+
     def finish(self, state: Any) -> Any:
         """Returns the state to go on with when the run is over. A `loop` does so by itself, and so all that follows."""
         return self.action.finish(state)
@@ -60,6 +65,7 @@ class Tool:
         return outputs
 
 
+@final
 class CheckpointTool(Tool):
     """What `checkpoint` returns."""
 
@@ -119,6 +125,7 @@ def checkpoint(
     return CheckpointTool(f"checkpoint({str(directory)!r})", action, monitor, resume)
 
 
+@final
 class EarlyStoppingTool(Tool):
     """What `early_stopping` returns."""
 
@@ -144,6 +151,7 @@ def early_stopping(
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
 
 
+@final
 class BarTool(Tool):
     """What `keras_bar` and `tqdm_bar` return."""
 

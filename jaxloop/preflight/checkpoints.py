@@ -12,11 +12,11 @@ from jaxloop import checkpoint, distributed, encoding, fingerprint, lock, whole_
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.forecast import Course
-from jaxloop.layout import readable
+from jaxloop.layout import bytes_of, readable
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Begin, Experiment
 from jaxloop.preflight.findings import Findings
-from jaxloop.preflight.state import State, bytes_of
+from jaxloop.preflight.state import State
 from jaxloop.preflight.timetable import calls_in_training
 from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec

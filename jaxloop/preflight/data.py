@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, final
 
 from jaxloop import checks, types
 from jaxloop.data import is_endless, is_one_pass, num_batches
@@ -17,6 +17,7 @@ from jaxloop.specs import EvalSpec
 _LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class TrainData:
     """The train data, opened.

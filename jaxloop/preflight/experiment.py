@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 from etils import epath
 
@@ -17,6 +17,7 @@ TRAIN = "the train loop"
 """Where a problem of the training is."""
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """What is to be looked at: an `OuterLoop` and what it would be called with.
@@ -46,6 +47,7 @@ class Experiment:
     passes: int
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Begin:
     """Where a run begins.
@@ -65,6 +67,7 @@ class Begin:
     has_stopped: bool = False
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A loop of the experiment, and what is foreseen of it.

@@ -5,12 +5,14 @@ import pathlib
 import re
 import traceback
 from collections.abc import Iterator
+from typing import final
 
 from jaxloop.preflight.report import Problem
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
 
+@final
 class Findings:
     """Collects what is found.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import final
 
 from jaxloop.actions.action import Action
 from jaxloop.forecast import Calls
@@ -10,6 +11,7 @@ from jaxloop.forecast import Calls
 _WIDTH = 110
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Something that would go wrong.
@@ -29,6 +31,7 @@ class CheckError(ValueError):
     """A run would fail; the text is the report of what would."""
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What `OuterLoop.check` has found. It prints as one screen.

@@ -1,8 +1,7 @@
 """The state: the one that is given, in shapes, and the one that a step makes of it."""
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, final
 
 import jax
 
@@ -11,6 +10,7 @@ from jaxloop.preflight.findings import Findings
 from jaxloop.step import Step, Traced
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class State:
     """The state that is given.
@@ -62,11 +62,6 @@ def look_at_new_state(where: str, step: Step, state: Any, traced: Traced, found:
                 f"{what} weakly typed leaves ({', '.join(weak[:4])}), so that run is compiled twice. A number such as "
                 "jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
             )
-
-
-def bytes_of(tree: Any) -> int:
-    """How large arrays are that are given by their shapes."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _shape_of(leaf: Any) -> Any:

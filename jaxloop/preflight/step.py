@@ -1,22 +1,23 @@
 """The step: a batch's way through its hooks, and a trace of `run`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from jaxloop import checks, metrics, types
 from jaxloop.action_loop import ActionLoop
-from jaxloop.layout import readable
+from jaxloop.layout import bytes_of, readable
 from jaxloop.preflight.findings import Findings
-from jaxloop.preflight.state import State, bytes_of, look_at_new_state
+from jaxloop.preflight.state import State, look_at_new_state
 from jaxloop.step import Step
 
 # More than so much of what steps return is too much to keep until the end of a loop.
 _MOST_OUTPUT_BYTES = 2**30
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class Foreseen:
     """What is known of a loop's steps.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import final
 
 from jaxloop import checkpoint, metrics
 from jaxloop.actions.action import Action
@@ -42,6 +43,7 @@ def look_at_log_interval(interval: int | Schedule, course: Course, found: Findin
 # Actions ------------------------------------------------------------------------------------------------
 
 
+@final
 @dataclasses.dataclass(frozen=True)
 class CalledAction:
     """An action of a loop, or of its step, and when it comes.

@@ -1,0 +1,16 @@
+"""Where arrays live: on one device, or over a mesh, by one of several rules."""
+
+from jaxloop.partition.choice import choose as choose
+from jaxloop.partition.choice import memory_of as memory_of
+from jaxloop.partition.data_parallel import DataParallelPartitioner as DataParallelPartitioner
+from jaxloop.partition.fsdp import FSDPPartitioner as FSDPPartitioner
+from jaxloop.partition.mesh_partitioner import MeshPartitioner as MeshPartitioner
+from jaxloop.partition.meshes import constrain as constrain
+from jaxloop.partition.meshes import create_mesh as create_mesh
+from jaxloop.partition.meshes import is_cpu_mesh as is_cpu_mesh
+from jaxloop.partition.meshes import max_steps_in_flight as max_steps_in_flight
+from jaxloop.partition.partitioner import Partitioner as Partitioner
+from jaxloop.partition.partitioner import Rules as Rules
+from jaxloop.partition.rules import RulesPartitioner as RulesPartitioner
+from jaxloop.partition.single_device import SingleDevicePartitioner as SingleDevicePartitioner
+from jaxloop.partition.spmd import SPMDPartitioner as SPMDPartitioner

@@ -1,0 +1,31 @@
+"""The state on every device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxloop.partition.mesh_partitioner import MeshPartitioner
+
+
+class DataParallelPartitioner(MeshPartitioner):
+    """The state on every device, the batch split over `data_axis`.
+
+    Hooks:
+      shard_batch, place_state, partition: see `Partitioner`.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> DataParallelPartitioner(mesh, "data").sharding.spec
+    P()
+    """
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self._replicated
+
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(init_fn, out_shardings=self._replicated)
+
+    def _why_whole(self, path, leaf):
+        return "data parallel: the state is on every device" if self._mesh.size > 1 else ""

@@ -1,0 +1,51 @@
+"""The state split as the batch is, each leaf along its longest axis."""
+
+from typing import Any, final
+
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxloop import checks
+from jaxloop.partition.laid_out import _LeafPartitioner
+from jaxloop.partition.partitioner import SMALL
+
+
+@final
+class FSDPPartitioner(_LeafPartitioner):
+    """Parameters and optimizer state split over `data_axis`, as the batch is: each device has a part of each.
+
+    What a step needs of them in whole the devices gather from each other. Per device the state takes 1/n of the bytes
+    on n devices, but for small leaves and those that don't divide; `report` says which.
+
+    >>> from jaxloop.partition import create_mesh
+    >>> FSDPPartitioner(create_mesh(data=-1)).data_axis
+    'data'
+
+    Args:
+      mesh: see `MeshPartitioner`.
+      data_axis: likewise. The other axes hold copies.
+      min_size: a leaf of fewer elements is whole on each device.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = SMALL):
+        super().__init__(mesh, data_axis)
+        checks.check_positive("min_size", min_size)
+        self._min_size = min_size
+
+    def _spec_of(self, path, leaf):
+        axis = self._axis_to_split(leaf)
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self._data_axis)
+
+    def _axis_to_split(self, leaf: Any) -> int | None:
+        shape = np.shape(leaf)
+        axes = [axis for axis, size in enumerate(shape) if size and size % self.shards == 0]
+        if self.shards == 1 or np.size(leaf) < self._min_size or not axes:
+            return None
+        return max(axes, key=lambda axis: (shape[axis], -axis))
+
+    def _why_whole(self, path, leaf):
+        if self.shards == 1:
+            return ""
+        if np.size(leaf) < self._min_size:
+            return f"smaller than min_size={self._min_size}"
+        return f"none of its axes divides by the {self.shards} devices of {self._data_axis!r}"

@@ -1,0 +1,83 @@
+"""What the partitioners that split the state share."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxloop import checks
+from jaxloop.partition.mesh_partitioner import MeshPartitioner
+
+
+class _LaidOutPartitioner(MeshPartitioner):
+    """Holds the layout of one state: a tree of shardings, known once there is a state."""
+
+    def __init__(self, mesh: Mesh, data_axis: str):
+        super().__init__(mesh, data_axis)
+        self._sharding: Any = None
+
+    @property
+    def sharding(self) -> Any:
+        """A tree of `NamedSharding` shaped like the state; known once the state has been initialised."""
+        if self._sharding is None:
+            raise ValueError(
+                f"{type(self).__name__}.sharding is known when the state is initialised. Call "
+                "step.initialize_model(...) of a step with this partitioner first."
+            )
+        return self._sharding
+
+    def _hold(self, sharding: Any) -> None:
+        by_path = checks.leaves_by_path
+        # Of the same model and optimizer made anew, as in a notebook's cell, the layout is the same.
+        if self._sharding is not None and by_path(sharding) != by_path(self._sharding):
+            raise ValueError(
+                f"This {type(self).__name__} holds the layout of another state already: initialize one model, with "
+                "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
+            )
+        self._sharding = sharding
+
+
+class _LeafPartitioner(_LaidOutPartitioner):
+    """Lays the state out leaf by leaf, by the path and the shape of each: subclasses say how in `_spec_of`."""
+
+    @abc.abstractmethod
+    def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
+        """How a leaf is split."""
+
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        init_unboxed = unboxing(init_fn)
+
+        def sharded_init(*args, **kwargs):
+            self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
+            return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
+
+        return sharded_init
+
+    def place_state(self, state: Any) -> Any:
+        self._lay_out(state)
+        return super().place_state(state)
+
+    def _lay_out(self, state: Any) -> None:
+        of_leaf = lambda path, leaf: self._sharding_of_leaf(checks.path_name(path), leaf)
+        self._hold(jax.tree_util.tree_map_with_path(of_leaf, state))
+
+    def _sharding_of_leaf(self, path, leaf):
+        return NamedSharding(self._mesh, self._spec_of(path, leaf))
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.meta.AxisMetadata)
+
+
+def has_boxes(tree: Any) -> bool:
+    """Whether leaves of a tree have Linen's annotations."""
+    return any(map(_is_box, jax.tree.leaves(tree, is_leaf=_is_box)))
+
+
+def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its result without Linen's annotations: they constrain leaves by names that only rules know."""
+    value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
+    return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

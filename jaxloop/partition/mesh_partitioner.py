@@ -1,0 +1,143 @@
+"""What the partitioners over a mesh share."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import make_array_from_process_local_data
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxloop import checks, types
+from jaxloop.partition.meshes import names_of
+from jaxloop.partition.partitioner import Partitioner
+
+
+class MeshPartitioner(Partitioner):
+    """What the partitioners over a mesh share: batches are split on their leading axis over `data_axis`.
+
+    Hooks:
+      sharding, shard_init_fn: see `Partitioner`; to be given by subclasses.
+      shard_batch, place_state, partition: see `Partitioner`.
+
+    Args:
+      mesh: from `jax.make_mesh` or `jax.sharding.Mesh`. Axes that are explicit are made automatic (as
+        `jax.sharding.Mesh` has them), so that `Step.run` is written as for one device.
+      data_axis: the name of one of its axes. The other axes hold copies of the batch.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str):
+        if data_axis not in mesh.axis_names:
+            raise ValueError(
+                f"data_axis {data_axis!r} is no axis of the mesh; those are {', '.join(map(repr, mesh.axis_names))}."
+            )
+        self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        self._data_axis = data_axis
+        self._replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._split = NamedSharding(self._mesh, PartitionSpec(data_axis))
+        along = np.moveaxis(mesh.devices, mesh.axis_names.index(data_axis), 0)
+        is_here = lambda device: device.process_index == jax.process_index()
+        self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def data_axis(self) -> str:
+        return self._data_axis
+
+    @property
+    def local_shards(self) -> int:
+        return self._local_shards
+
+    @property
+    def output_sharding(self) -> Sharding | None:
+        return self._replicated if self._mesh.is_multi_process else None  # What others hold nobody could read.
+
+    @property
+    def places_batches(self) -> bool:
+        return self._mesh.size > 1 or type(self).shard_batch is not MeshPartitioner.shard_batch
+
+    def shard_batch(self, batch: types.Batch) -> types.Batch:
+        """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
+
+        Raises:
+          ValueError: the rows of a leaf do not divide over the devices of the axis.
+        """
+        if self._mesh.size == 1:
+            return batch  # The jitted call takes host arrays faster than device_put does.
+        self._check_divides(batch, axis=0)
+        return self._put(batch, jax.tree.map(self._leaf_sharding, batch))
+
+    def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
+        self._check_divides(batches, axis=1)
+        split = NamedSharding(self._mesh, PartitionSpec(None, self._data_axis))
+        place = lambda leaf: split if np.ndim(leaf) > 1 else self._replicated
+        return batches if self._mesh.size == 1 else self._put(batches, jax.tree.map(place, batches))
+
+    def _check_axes(self, entry: Any, who: str) -> None:
+        """Raises where an entry of a `PartitionSpec` names what is no axis of the mesh."""
+        for name in names_of(entry):
+            if name not in self._mesh.axis_names:
+                axes = ", ".join(map(repr, self._mesh.axis_names))
+                raise ValueError(f"{who} {name!r}, which is no axis of the mesh; those are {axes}.")
+
+    def _holds(self, leaf):
+        return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
+
+    def _put(self, batch: Any, shardings: Any) -> Any:
+        """Places what this process has of a batch: in a job of many, each has its own part."""
+        if not self._mesh.is_multi_process:
+            return jax.device_put(batch, shardings)
+        return jax.tree.map(lambda leaf, sharding: make_array_from_process_local_data(sharding, leaf), batch, shardings)
+
+    def _check_divides(self, batch, axis):
+        shards = self._local_shards
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            shape = np.shape(leaf)[axis:]
+            if shape and shape[0] % shards:
+                raise ValueError(
+                    f"{checks.batch_leaf_name(path)} has {shape[0]} rows, which do not divide over the {shards} "
+                    f"devices of mesh axis {self._data_axis!r}. Batch to a multiple of {shards}, or drop the remainder."
+                )
+
+    def shard_short_batch(self, batch: types.Batch) -> types.Batch:
+        shards = self._local_shards
+        if self._mesh.is_multi_process:
+            return self.shard_batch(batch)  # Of rows that differ from process to process there is no copy for all.
+        if any(np.ndim(leaf) and np.shape(leaf)[0] % shards for leaf in jax.tree.leaves(batch)):
+            return jax.device_put(batch, self._replicated)
+        return self.shard_batch(batch)
+
+    def _leaf_sharding(self, leaf: Any) -> NamedSharding:
+        return self._split if np.ndim(leaf) else self._replicated
+
+    def place_state(self, state: Any) -> Any:
+        if not self._mesh.is_multi_process:
+            return jax.device_put(state, self.sharding)
+        return jax.tree.map(_place_in_all_processes, state, self.shardings_of(state))
+
+    def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def with_mesh(*args, **kwargs):
+            # Lets `fn` use with_sharding_constraint(x, PartitionSpec(...)); costs nothing after tracing.
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+                return fn(*args, **kwargs)
+
+        return jax.jit(
+            with_mesh, **{"donate_argnums": 0, "out_shardings": (self.sharding, self.output_sharding), **jit_kwargs}
+        )
+
+
+def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
+    """Moves a leaf of which each process has the same copy to devices of all processes."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _place_in_all_processes(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

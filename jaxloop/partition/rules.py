@@ -1,0 +1,99 @@
+"""The state split by rules over the paths of its leaves."""
+
+import math
+import re
+from typing import final
+
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxloop import checks
+from jaxloop.partition.laid_out import _LeafPartitioner
+from jaxloop.partition.meshes import names_of
+from jaxloop.partition.partitioner import SMALL, Rules
+
+
+@final
+class RulesPartitioner(_LeafPartitioner):
+    r"""The state laid out by rules: patterns of paths, for models without metadata.
+
+    A rule is a regular expression, looked for anywhere in the path of a leaf, and a `PartitionSpec`, whose names are
+    axes of the mesh. The first one that matches counts. Paths are those of the whole state, so that what matches
+    `params/Dense_0/kernel` by `Dense_0/kernel` matches the optimizer's moments of it too.
+
+    >>> from jaxloop.partition import create_mesh
+    >>> mesh = create_mesh(data=-1, model=1)
+    >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
+
+    Leaves that no rule matches are whole on each device; of large ones that is said, and so is a rule that matches
+    nothing.
+
+    Args:
+      mesh: see `MeshPartitioner`.
+      data_axis: likewise.
+      rules: pairs of a pattern and a `PartitionSpec`.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh does not have. Once there is a state: a rule splits an axis of a
+        parameter that does not divide, or that it does not have.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
+        super().__init__(mesh, data_axis)
+        self._rules = [(re.compile(pattern), PartitionSpec(*(spec or ()))) for pattern, spec in rules]
+        for pattern, spec in self._rules:
+            for entry in spec:
+                self._check_axes(entry, f"The rule {pattern.pattern!r} splits over")
+
+    def _lay_out(self, state):
+        leaves, is_known = checks.leaves_by_path(state), self._sharding is not None
+        super()._lay_out(state)
+        if is_known:  # Once is enough.
+            return
+        for pattern, spec in self._rules:
+            if not any(pattern.search(path) for path in leaves):
+                logging.warning("The rule (%r, %s) matches no leaf of the state.", pattern.pattern, spec)
+        large = [path for path, leaf in leaves.items() if np.size(leaf) >= SMALL and self._rule_for(path) is None]
+        if large:
+            logging.warning(
+                "No rule matches %s: each device has the whole of it. To mean that, add the rule ('', P()) at the end.",
+                checks.listed(large, show=6),
+            )
+
+    def _rule_for(self, path: str) -> tuple[re.Pattern[str], PartitionSpec] | None:
+        return next(((pattern, spec) for pattern, spec in self._rules if pattern.search(path)), None)
+
+    def _spec_of(self, path, leaf):
+        rule = self._rule_for(path)
+        if rule is None:
+            return PartitionSpec()
+        pattern, spec = rule
+        shape = np.shape(leaf)
+        problem = self._problem_of(spec, shape)
+        # The state of an optimizer may have less of a leaf than the parameter has.
+        if problem and path.startswith("opt_state"):
+            return PartitionSpec()
+        if problem:
+            raise ValueError(
+                f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: "
+                f"{problem}. Change the rule, put one before it for this leaf, or change the sizes of the model or the "
+                "mesh."
+            )
+        return spec
+
+    def _problem_of(self, spec: PartitionSpec, shape: tuple[int, ...]) -> str:
+        if len(spec) > len(shape):
+            return f"it has {len(shape)} axes, and the rule speaks of {len(spec)}"
+        for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
+            shards = math.prod(self._mesh.shape[name] for name in names_of(names))
+            if size % shards:
+                return f"its axis {axis} of size {size} does not divide over the {shards} devices of {names!r}"
+        return ""
+
+    def _why_whole(self, path, leaf):
+        rule = self._rule_for(path)
+        if rule is None:
+            return "no rule matches it"
+        problem = self._problem_of(rule[1], np.shape(leaf))
+        return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " says so")

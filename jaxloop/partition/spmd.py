@@ -1,0 +1,113 @@
+"""The state split as the model is annotated."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxloop import checks
+from jaxloop.partition.laid_out import _LaidOutPartitioner, has_boxes, unboxing
+from jaxloop.partition.meshes import names_of
+from jaxloop.partition.partitioner import Rules
+from jaxloop.types import nnx
+
+
+@final
+class SPMDPartitioner(_LaidOutPartitioner):
+    """The state laid out by the model's Flax partitioning metadata, the batch split over `data_axis`.
+
+    Reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
+    `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh. Logical names,
+    which have rules, are those of Linen's `nn.with_logical_partitioning` and of NNX's `nnx.with_partitioning`. Leaves
+    without metadata are replicated. The state comes out unboxed: its leaves are plain arrays.
+
+    >>> from jaxloop.partition import create_mesh
+    >>> rules = [("embed", None), ("hidden", "model")]
+    >>> partitioner = SPMDPartitioner(create_mesh(data=-1, model=1), "data", logical_axis_rules=rules)
+
+    Args:
+      mesh: see `MeshPartitioner`.
+      data_axis: likewise.
+      logical_axis_rules: pairs of a logical name and the mesh axis that it stands for, a tuple of several, or None for
+        none. Inside `run`, `nn.with_logical_constraint` goes by them too.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh does not have. Once there is a state: the model names an axis that
+        the mesh does not have, and there is no rule for it.
+    """
+
+    def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
+        super().__init__(mesh, data_axis)
+        self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
+        for logical_name, axes in self._rules:
+            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) stands for")
+
+    def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def with_rules(*args, **kwargs):
+            with self._with_rules():
+                return fn(*args, **kwargs)
+
+        return super().partition(with_rules, **jit_kwargs)
+
+    def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        init_unboxed = unboxing(init_fn)
+
+        def sharded_init(*args, **kwargs):
+            # NNX makes annotated variables only where it can see a mesh.
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh), self._with_rules():
+                try:
+                    annotated = jax.eval_shape(init_fn, *args, **kwargs)
+                except ValueError as error:  # NNX looks at the names when it makes a variable.
+                    if unknown := re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error)):
+                        raise self._unknown_axis(unknown[1]) from error
+                    raise
+                is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
+                # Each of the two knows its own annotations.
+                of = nn if has_boxes(annotated) else nnx
+                specs = of.get_partition_spec(annotated)
+                self._hold(jax.tree.map(self._sharding_of, specs, is_leaf=is_spec))
+                return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
+
+        return sharded_init
+
+    def _sharding_of(self, spec: PartitionSpec | None) -> NamedSharding:
+        entries, used = [], set[str]()
+        for entry in spec or ():
+            axes = [axis for name in names_of(entry) for axis in self._axes_of(name, used)]
+            used.update(axes)
+            entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+        return NamedSharding(self._mesh, PartitionSpec(*entries))
+
+    def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
+        """The mesh axes that a name stands for: those of the first of its rules whose axes are free."""
+        rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
+        if not rules and name not in self._mesh.axis_names:
+            raise self._unknown_axis(name)
+        return next((axes for axes in rules if not used.intersection(axes)), ()) if rules else (name,)
+
+    def _with_rules(self) -> contextlib.AbstractContextManager[None]:
+        return nn.logical_axis_rules(self._rules) if self._rules else contextlib.nullcontext()
+
+    def _unknown_axis(self, name: str) -> ValueError:
+        if name in dict(self._rules):
+            return ValueError(
+                f"The model names the logical axis {name!r} by nn.with_partitioning, which takes axes of the mesh. "
+                "Annotate it by nn.with_logical_partitioning."
+            )
+        return ValueError(
+            f"The model names an axis {name!r}, which is none of the mesh's "
+            f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
+            "logical_axis_rules, with the mesh axis that it stands for, or None."
+        )
+
+    def _sharding_of_leaf(self, path, leaf):
+        return checks.leaves_by_path(self.sharding)[path]
+
+    def _why_whole(self, path, leaf):
+        return "the model does not annotate it" if self._mesh.size > 1 else ""
