@@ -113,16 +113,25 @@ def adopt(state: Any) -> Any:
     Raises:
       TypeError: `state.step` is no integer.
     """
-    step = getattr(state, "step", None)
-    is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
+    check_counter(getattr(state, "step", None))
+    return jax.tree.map(_as_array, state)
+
+
+def check_counter(step: Any, *, is_scalar: bool = True) -> None:
+    """Raises a `TypeError` where `state.step`, or its shape, is there and is no integer.
+
+    Args:
+      step: the leaf; None where the state doesn't count.
+      is_scalar: False to raise at once: it has axes.
+    """
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
     is_int = isinstance(step, int) and not isinstance(step, bool)
     is_integer = jnp.issubdtype(step.dtype, jnp.integer) if is_array else is_int
-    if step is not None and not is_integer:
+    if step is not None and not (is_integer and is_scalar):
         raise TypeError(
             "state.step must be an integer scalar, the number of completed updates, got "
             f"{describe(step) if is_array else repr(step)}. Write state.replace(step=jnp.int32(0)), for none."
         )
-    return jax.tree.map(_as_array, state)
 
 
 def _as_array(leaf: Any) -> jax.Array:

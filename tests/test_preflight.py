@@ -273,13 +273,13 @@ MISTAKES = {
     "a step that is no integer": (
         {"state": lambda state: state.replace(step=jnp.float32(0))},
         "the state",
-        r"state.step must be an integer scalar, got float32",
+        r"state.step must be an integer scalar, the number of completed updates, got float32",
         True,
     ),
     "a step for each of two": (
         {"state": lambda state: state.replace(step=jnp.zeros(2, int))},
         "the state",
-        r"state.step must be an integer scalar, got int32\[2\]",
+        r"state.step must be an integer scalar, the number of completed updates, got int32\[2\]",
         True,
     ),
     "an evaluation that never comes, and what waits for it": (

@@ -35,8 +35,7 @@ def look_at_state(given: Any, found: Findings) -> State:
             given = values = checks.adopt(given)
         shapes = jax.tree.map(_shape_of, given)
         step = getattr(shapes, "step", None)
-        if step is not None and (step.shape or step.dtype.kind not in "iu"):
-            raise TypeError(f"state.step must be an integer scalar, got {checks.describe(step)}.")
+        checks.check_counter(step, is_scalar=step is None or not step.shape)
         return State(shapes, values)
     return State(None, values)
 
