@@ -267,7 +267,7 @@ class ActionLoop(StatLoop):
         self._loop_count, self._is_ending = self._count, False
         self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
         if self.run_info is None:
-            self.call_late_actions(state)
+            self.call_actions_that_come_last(state)
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
@@ -288,7 +288,7 @@ class ActionLoop(StatLoop):
         else:
             self._so_far = metrics.LoopOutputs(outputs, self._weights())
 
-    def call_late_actions(self, state: Any) -> bool:
+    def call_actions_that_come_last(self, state: Any) -> bool:
         """Calls the actions of the loop's end that come last; returns whether the run goes on.
 
         An `OuterLoop` calls it after the evaluations of the same step.
@@ -297,7 +297,7 @@ class ActionLoop(StatLoop):
         self._call_actions(self._due(now, at_end=True), state, now, comes_last=True)
         return not self._stop_asked
 
-    def call_last_actions(self, state: Any, *, comes_last: bool) -> None:
+    def call_actions_of_the_last_step(self, state: Any, *, comes_last: bool) -> None:
         """Calls the actions whose schedule waits for the last step of a run, which has ended.
 
         An `OuterLoop` calls it twice: for those that come last after the evaluations, and before for the others.
@@ -388,7 +388,7 @@ class ActionLoop(StatLoop):
         self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
         self._loop_count, self._is_ending = self._count, False
         self._looked = now
-        return self.call_late_actions(state)
+        return self.call_actions_that_come_last(state)
 
     def _other_actions(self) -> list[Action]:
         return [action for each in self.action_lists if each is not self._end_actions for action in each.actions]

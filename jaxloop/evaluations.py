@@ -50,8 +50,8 @@ class Evaluations:
         job: agreement.Job,
         requests: interrupt.Interruptible,
     ):
-        self.names = names_of(specs)
-        self.sources = {
+        self.names: list[str] = names_of(specs)
+        self.sources: dict[str, PositionedIterator] = {
             name: source_of(spec.dataset_iterator)
             for name, spec in zip(self.names, specs, strict=True)
             if spec.dataset_iterator is not None
@@ -114,12 +114,12 @@ class Evaluations:
         missed = [each for each in self._all if each[0] not in measured and (each[2].schedule or loop_has_ended)]
         return _goes_on(self._run_due(state, missed, _context(elapsed), elapsed)) and goes_on
 
-    def call_last_actions(self, state: Any) -> None:
+    def call_actions_of_the_last_step(self, state: Any) -> None:
         """Calls their actions whose schedule waits for the last step of a run, which has ended."""
         for _, loop, _ in self._all:
             if loop.run_info is not None and loop.run_info.elapsed is not None:
-                loop.call_last_actions(state, comes_last=False)
-                loop.call_last_actions(state, comes_last=True)
+                loop.call_actions_of_the_last_step(state, comes_last=False)
+                loop.call_actions_of_the_last_step(state, comes_last=True)
 
     # Of a state that nobody trains ---------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Evaluations:
                 last = self._run(name, loop, spec, state, elapsed)
                 if loop.was_interrupted:
                     break
-                stops = not loop.call_late_actions(state) or stops or last.asks_to_stop
+                stops = not loop.call_actions_that_come_last(state) or stops or last.asks_to_stop
         else:
             stops = self._job.any_stops(stops) if last is not None else stops
         if last is not None and stops:
@@ -208,6 +208,8 @@ class Evaluations:
         loop.run_info.elapsed = elapsed
         dataset = self.sources.get(name, spec.dataset)
         _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
+        if not hasattr(dataset, "__next__"):  # The next time it begins anew: what draws ahead may end.
+            loop.forget_batches()
         steps_run = self._tally.count(loop)
         if not self._interrupt.requested:
             self._check_length(name, spec, steps_run)

@@ -229,6 +229,8 @@ class Loop:
             raise
         finally:
             self._newest_state = None  # It is the caller's.
+            if not hasattr(dataset_iterator, "__next__"):  # Nobody goes on from here: what draws ahead may end.
+                self.forget_batches()
         self._known_step = getattr(state, "step", None)
         outputs = self._with_num_examples(outputs)
         if self._interrupt.requested:
@@ -241,15 +243,13 @@ class Loop:
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
-        outputs, queue = metrics.LoopOutputs(), self._new_queue()
-        feed, stopwatch = self._feed_of(dataset), self._stopwatch
-        feed.begin(num_steps)
-        if self._job.is_shared and not feed.num_ahead:
-            self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
-        self._consumed = self.source.count - feed.num_ahead
-        next_step, next_time = self._next_event() if self._returns_new_state else NEVER
-        take = self._fused_step = None
-        self._place, self._step_name = "the dataset", repr(self._step)
+        outputs, queue, feed, take = (
+            metrics.LoopOutputs(),
+            self._new_queue(),
+            self._begin_drawing(dataset, num_steps),
+            None,
+        )
+        due = self._next_event() if self._returns_new_state else NEVER
         if not self._returns_new_state:
             self._step.begin_evaluation()
         try:
@@ -257,16 +257,8 @@ class Loop:
             take = self._quick_step()
             while len(self._num_examples) != num_steps:
                 left = NEVER[0] if num_steps is None else num_steps - len(self._num_examples)
-                room, deadline = min(left, next_step - self._step_num), next_time
-                if (
-                    self._job.is_shared and next_time < math.inf
-                ):  # All have one clock, which goes on from batch to batch.
-                    room, deadline = 1, math.inf
-                if take is None:
-                    state, arrived = self._take_some(self._take_careful, state, feed, queue, 1, deadline)
-                    take = self._quick_step()
-                else:
-                    state, arrived = self._take_quickly(take, state, feed, queue, room, deadline)
+                state, arrived = self._take_up_to(due, left, take, state, feed, queue)
+                take = take or self._quick_step()
                 if arrived:
                     outputs = self._take(outputs, arrived)
                 if feed.has_ended:
@@ -274,18 +266,11 @@ class Loop:
                 if self._interrupt.requested:
                     self._was_interrupted = len(self._num_examples) != num_steps
                     break
-                is_time = next_time < math.inf and self._clock_secs() >= next_time
-                if (is_time or self._step_num >= next_step) and len(self._num_examples) != num_steps:
+                if len(self._num_examples) != num_steps and self._has_come(due):
                     now = self._now(self._loops_ended())
-                    if now.is_last:
-                        break
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
-                    self._place = "the dataset"
-                    if not feed.ahead:
-                        self._before_drawing_ahead(now)
-                    with stopwatch.counting("data"):
-                        if not feed.has_more():
-                            break
+                    if now.is_last or not self._has_more(feed, now):
+                        break
                     self._place = "the actions"
                     if take is not None:  # Somebody may keep this state, which the next step takes.
                         checks.mark_taken(state, repr(self))
@@ -293,7 +278,7 @@ class Loop:
                     if not goes_on:
                         self._was_interrupted = self._interrupt.requested
                         break
-                    next_step, next_time = self._next_event()
+                    due = self._next_event()
                 self._place = "the dataset"
             self._place = self._step_name
             outputs = self._drain(queue, outputs)
@@ -307,7 +292,40 @@ class Loop:
                 self._step.remember(self._newest_state)
         return state, outputs
 
+    def _begin_drawing(self, dataset: Iterator[types.Batch], num_steps: int | None) -> Feed:
+        feed, self._fused_step = self._feed_of(dataset), None
+        feed.begin(num_steps)
+        if self._job.is_shared and not feed.num_ahead:
+            self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
+        self._consumed = self.source.count - feed.num_ahead
+        self._place, self._step_name = "the dataset", repr(self._step)
+        return feed
+
+    def _has_come(self, due: tuple[int, float]) -> bool:
+        """Whether a step, or a time by the stopwatch, has come."""
+        step, time = due
+        return self._step_num >= step or (time < math.inf and self._clock_secs() >= time)
+
+    def _has_more(self, feed: Feed, now: Elapsed) -> bool:
+        """Whether there is another batch, which is drawn ahead."""
+        self._place = "the dataset"
+        if not feed.ahead:
+            self._before_drawing_ahead(now)
+        with self._stopwatch.counting("data"):
+            return feed.has_more()
+
     # The steps between two moments at which something else happens ---------------------------------------
+
+    def _take_up_to(
+        self, due: tuple[int, float], left: int, take: _Take | None, state: Any, feed: Feed, queue: OutputQueue
+    ) -> tuple[Any, Arrived]:
+        """Takes some of the steps that are left, up to where something is due."""
+        next_step, next_time = due
+        if take is None:
+            return self._take_some(self._take_careful, state, feed, queue, 1, next_time)
+        if self._job.is_shared and next_time < math.inf:  # All have one clock, which goes on from batch to batch.
+            return self._take_quickly(take, state, feed, queue, 1, math.inf)
+        return self._take_quickly(take, state, feed, queue, min(left, next_step - self._step_num), next_time)
 
     def _take_quickly(
         self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float

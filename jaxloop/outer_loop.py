@@ -214,7 +214,9 @@ class OuterLoop:
                 self._record_failure(error)
                 raise
             finally:
-                self._passes = 0 if training is None else training.run.passes
+                if training is not None:
+                    training.close()
+                    self._passes = training.run.passes
             self._close_actions(raise_errors=True)
             self._spent = self._loops[0].spent - spent_before
             logging.info("%s", self._spent)

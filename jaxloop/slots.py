@@ -22,17 +22,18 @@ class Slot:
     """
 
     def __init__(self, actions: ActionList, index: int):
-        self.actions, self.index = actions, index
-        self.action = actions.actions[index]
-        self.is_scheduled = isinstance(self.action.interval, Schedule)
-        self.reads_outputs = self.action.uses_outputs and self.action.waits_for_outputs
-        self.takes_pieces = self.is_scheduled and self.reads_outputs
-        self.takes_whole_loops = self.reads_outputs and not self.is_scheduled
-        self.saves = self.action.time_goes_to == "checkpoints"
+        self.actions: ActionList = actions
+        self.index: int = index
+        self.action: Action = actions.actions[index]
+        self.is_scheduled: bool = isinstance(self.action.interval, Schedule)
+        self.reads_outputs: bool = self.action.uses_outputs and self.action.waits_for_outputs
+        self.takes_pieces: bool = self.is_scheduled and self.reads_outputs
+        self.takes_whole_loops: bool = self.reads_outputs and not self.is_scheduled
+        self.saves: bool = self.action.time_goes_to == "checkpoints"
         self.called_at: int | None = None
-        self.spent_before = timing.Spent()
-        self.unseen = metrics.LoopOutputs()
-        self.unseen_without = metrics.LoopOutputs()
+        self.spent_before: timing.Spent = timing.Spent()
+        self.unseen: metrics.LoopOutputs = metrics.LoopOutputs()
+        self.unseen_without: metrics.LoopOutputs = metrics.LoopOutputs()
 
     def forget(self, spent: timing.Spent) -> None:
         """Begins anew."""

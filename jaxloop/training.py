@@ -56,9 +56,9 @@ class Training:
         self._loop, self._spec, self._evaluations = loop, spec, evaluations
         self._checkpoint_spec, self._source_of, self._tally = checkpoint_spec, source_of, tally
         self._job, self._interrupt = job, requests
-        self.run = run
+        self.run: WholeRun = run
         self._joins = False  # Whether several loops may be run in one call, as of the outputs of the last one.
-        self.has_begun = False
+        self.has_begun: bool = False
         self.newest: tuple[Any, int] | None = None
 
     def __call__(self, state: Any, *, says_so: bool) -> tuple[Any, metrics.LoopOutputs | None]:
@@ -98,6 +98,12 @@ class Training:
                         logging.info("%r saves the state of step %d.", action, step_num)
             except Exception:
                 logging.exception("%r could not save the state of step %d.", action, step_num)
+
+    def close(self) -> None:
+        """Lets go of train data with which no later call goes on: what draws them ahead ends."""
+        if self.run.source is not None and not self._spec.has_iterator:
+            self.run.source.close()
+            self._loop.forget_batches()
 
     # Loop after loop -----------------------------------------------------------------------------
 
@@ -168,7 +174,7 @@ class Training:
         goes_on = self._evaluations.after_loop(state, self._loop.elapsed)
         if not goes_on:
             self._loop.ask_to_stop()
-        return (self._interrupt.requested or self._loop.call_late_actions(state)) and goes_on
+        return (self._interrupt.requested or self._loop.call_actions_that_come_last(state)) and goes_on
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
         saves = " and saved" if checkpoint_actions(self._loop) else ""
@@ -227,10 +233,10 @@ class Training:
 
     def _call_what_waits_for_the_last_step(self, state: Any) -> None:
         """Calls the actions and evaluations whose schedule fires only now that the run is known to have ended."""
-        self._loop.call_last_actions(state, comes_last=False)
+        self._loop.call_actions_of_the_last_step(state, comes_last=False)
         self._evaluations.inside_loop(state, dataclasses.replace(self._loop.elapsed, is_last=True))
-        self._evaluations.call_last_actions(state)
-        self._loop.call_last_actions(state, comes_last=True)
+        self._evaluations.call_actions_of_the_last_step(state)
+        self._loop.call_actions_of_the_last_step(state, comes_last=True)
 
     # Going on ------------------------------------------------------------------------------------
 

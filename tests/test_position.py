@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import itertools
 import json
@@ -9,7 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxloop import data, position
+import jaxloop
+from jaxloop import data, examples, position
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError, skippable
 
 LENGTH = 12
@@ -428,8 +430,18 @@ def test_another_process_finds_the_same_fingerprints():
 # Drawing ahead ---------------------------------------------------------------------------------------
 
 
+THREADS_BEFORE = set()  # Of other tests in the same process.
+
+
+@pytest.fixture(autouse=True)
+def note_threads_before():
+    THREADS_BEFORE.clear()
+    THREADS_BEFORE.update(threading.enumerate())
+
+
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "jaxloop-prefetch" and thread.is_alive()]
+    threads = set(threading.enumerate()) - THREADS_BEFORE
+    return [thread for thread in threads if thread.name == "jaxloop-prefetch" and thread.is_alive()]
 
 
 def eventually(condition):
@@ -477,6 +489,26 @@ def test_the_thread_ends_when_nobody_needs_it():
             break
     gc.collect()
     assert eventually(lambda: not prefetch_threads())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_with_a_run_the_threads_of_its_data_end(fails):
+    def make_batch(number):
+        if fails and number > 25:
+            raise RuntimeError("the disk is gone")
+        return batches[number % 100]
+
+    step, state, batches = examples.tiny_regression()
+    endless = data.prefetch(data.from_index(make_batch), 2)
+    train_loop, eval_loop = jaxloop.TrainLoop(step), jaxloop.EvalLoop(type(step)(step.base_prng, step.model))
+    for loop in (train_loop, jaxloop.OuterLoop(train_loop, [eval_loop])):
+        specs = {} if loop is train_loop else {"eval_specs": [jaxloop.EvalSpec(endless, num_steps=3)]}
+        with pytest.raises(RuntimeError, match="the disk is gone") if fails else contextlib.nullcontext():
+            state, _ = loop(state, endless, 100, **specs)
+        if fails:
+            state = loop.rescued_state
+        gc.collect()
+        assert eventually(lambda: not prefetch_threads())
 
 
 # Bad inputs ------------------------------------------------------------------------------------------
