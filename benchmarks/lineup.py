@@ -9,6 +9,7 @@ from benchmarks.contestants import (
     fsdp,
     functional_loop,
     hand_written_loop,
+    hand_written_loop_that_keeps_losses,
     hand_written_scan,
     train_loop,
     train_loop_with_all,
@@ -17,6 +18,7 @@ from benchmarks.keras_contestant import keras_fit
 from benchmarks.workloads import Workload
 
 REFERENCE = "hand-written loop"
+KEEPING = "hand-written loop that keeps its losses"
 SCAN = "hand-written scan of 32"
 DEFAULTS = "TrainLoop"
 FUSED = "TrainLoop, steps_per_dispatch=32"
@@ -45,6 +47,7 @@ def contestants_for(workload: Workload) -> dict[str, Contestant]:
     }
     if is_parallel:
         return lineup | {FSDP: train_loop(fsdp)}
+    lineup[KEEPING] = hand_written_loop_that_keeps_losses
     if workload.name == "W0":
         lineup[ON_ONE_DEVICE] = train_loop(data_parallel)
     if workload.name in ("W0", "W2", "W3"):

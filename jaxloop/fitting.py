@@ -1,5 +1,6 @@
 """Training in one call, and the learning rates for it."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -175,11 +176,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
     progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if train_step is None:
-        if loss is None or optimizer is None or eval_step is not None:
-            raise ValueError(
-                "fit takes a model with a loss and an optimizer, or a state with a train_step (and an eval_step), got "
-                f"loss={loss!r}, optimizer={optimizer!r}, eval_step={eval_step!r}."
-            )
+        _check_loss(loss, optimizer, eval_step)
         options = {"loss": loss, "metrics": metrics, "inputs": inputs}
         step, step_for_eval = _steps_by_loss(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
@@ -187,10 +184,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         monitor = "eval/loss" if monitor is None and eval_data is not None else monitor
     else:
         _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data)
-        if partitioner == "auto":
-            partitioner = partition.choose(model, checks.num_examples(passes.first()))
-        step = FunctionStep(train_step, partitioner, train=True)
-        step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
+        step, step_for_eval = _own_steps(train_step, eval_step, model, partitioner, passes.first())
         state = model
 
     log_points, saves = every(loops=1) | last(), every(loops=1) | last()
@@ -201,36 +195,28 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         train_actions.append(ProgressAction(_total_steps(train_data, num_epochs, num_steps), bar=progress))
     if hparams or log_name:
         logging.info("Run %s: %s", log_name or "", dict(hparams or {}))
-    writer, checkpoint_spec = None, None
-    if workdir is not None:
-        workdir = epath.Path(workdir) / (log_name or "")
-        checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
-        saves = saves if monitor is None else saves | eval_schedule  # The best must have been saved.
-        writer = default_writer(workdir)
-        if hparams and not dry_run:
-            writer.write_hparams(dict(hparams))
-        if learning_rate(getattr(state, "opt_state", None)) is not None:
-            train_actions.append(LearningRateAction(writer, log_points))
-        train_actions += [
-            SummaryAction(writer, log_points, prefix="train/"),
-            CheckpointAction(workdir / "checkpoints", saves, keep=1, best=monitor),
-        ]
-        eval_actions.append(SummaryAction(writer, prefix="eval/"))
+    with contextlib.ExitStack() as files:
+        checkpoint_spec = None
+        if workdir is not None:
+            workdir = epath.Path(workdir) / (log_name or "")
+            checkpoint_spec = CheckpointSpec(workdir / "checkpoints")
+            writer = files.enter_context(contextlib.closing(default_writer(workdir)))
+            if hparams and not dry_run:
+                writer.write_hparams(dict(hparams))
+            saves = saves if monitor is None else saves | eval_schedule  # The best must have been saved.
+            train_actions += _summaries(writer, log_points, state)
+            train_actions.append(CheckpointAction(workdir / "checkpoints", saves, keep=1, best=monitor))
+            eval_actions.append(SummaryAction(writer, prefix="eval/"))
 
-    train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
-    eval_loops, eval_specs = [], []
-    if eval_data is not None:
-        eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
-        eval_specs.append(EvalSpec(eval_passes, schedule=eval_schedule))
-    outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
-    try:
-        if dry_run:
-            return outer_loop.check(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
-        state, _ = outer_loop(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
-    finally:
-        if writer is not None:
-            writer.close()
-    return state, outer_loop.history
+        train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
+        eval_loops, eval_specs = [], []
+        if eval_data is not None:
+            eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
+            eval_specs.append(EvalSpec(eval_passes, schedule=eval_schedule))
+        outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
+        run = outer_loop.check if dry_run else outer_loop
+        result = run(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
+        return result if isinstance(result, Report) else (result[0], outer_loop.history)
 
 
 def _eval_schedule(eval_every: int | Schedule | None, eval_freq: int | Schedule | None, eval_data: Any) -> Schedule:
@@ -271,7 +257,7 @@ def _data(
 
 def _steps_by_loss(
     model: Any,
-    optimizer: optax.GradientTransformation,
+    optimizer: Any,
     partitioner: partition.Partitioner | Literal["auto"],
     seed: int,
     first_batch: types.Batch,
@@ -286,6 +272,14 @@ def _steps_by_loss(
     return step, LossStep(key, model, optimizer, partitioner, **options)
 
 
+def _check_loss(loss: Any, optimizer: Any, eval_step: Any) -> None:
+    if loss is None or optimizer is None or eval_step is not None:
+        raise ValueError(
+            "fit takes a model with a loss and an optimizer, or a state with a train_step (and an eval_step), got "
+            f"loss={loss!r}, optimizer={optimizer!r}, eval_step={eval_step!r}."
+        )
+
+
 def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data) -> None:
     options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
     for name, value in options.items():
@@ -296,6 +290,27 @@ def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data) -> 
     if (eval_step is None) != (eval_data is None):
         got, missing = ("eval_data", "eval_step") if eval_step is None else ("eval_step", "eval_data")
         raise ValueError(f"fit got a train_step and {got} without {missing}: give both, or neither.")
+
+
+def _own_steps(
+    train_step: Any,
+    eval_step: Any,
+    state: Any,
+    partitioner: partition.Partitioner | Literal["auto"],
+    first_batch: types.Batch,
+) -> tuple[FunctionStep, FunctionStep]:
+    """The steps that train and that evaluate, by functions of the user's."""
+    if partitioner == "auto":
+        partitioner = partition.choose(state, checks.num_examples(first_batch))
+    step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
+    return FunctionStep(train_step, partitioner, train=True), step_for_eval
+
+
+def _summaries(writer: Any, log_points: Schedule, state: Any) -> list[Action]:
+    """What writes the train metrics, and the learning rate where there is one to be seen."""
+    has_rate = learning_rate(getattr(state, "opt_state", None)) is not None
+    rate = [LearningRateAction(writer, log_points)] if has_rate else []
+    return [*rate, SummaryAction(writer, log_points, prefix="train/")]
 
 
 def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
