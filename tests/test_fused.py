@@ -209,6 +209,7 @@ def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(source, 
         assert_goes_on_as_if_nothing_had_happened(resumed, whole, step)
 
 
+@pytest.mark.xfail(jax.__version_info__ < (0, 10), reason="XLA rounded otherwise inside a scan.")
 def test_ctrl_c_ends_a_run_after_the_dispatch_and_it_goes_on_to_the_same_bits(tmp_path):
     options = {"source": "index", "program": whole_run.make_program(), "steps_per_dispatch": 3, "save": 100}
     options |= {"loop_steps": None, "total": 20}

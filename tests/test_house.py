@@ -88,7 +88,8 @@ def test_each_thing_has_its_one_place(what, where):
 
 def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
     program = (
-        "import jax; before = dict(jax.config.values); import jaxloop, sys; assert dict(jax.config.values) == before;"
+        "import jax; before = dict(jax.config.values); import jaxloop, sys;"
+        "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
         "'tqdm', 'equinox', 'haiku', 'pandas'};"
