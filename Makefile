@@ -19,8 +19,9 @@ test: .venv/test.installed
 # The wheel as it is installed: first alone, with none of the optional packages, then with all of the tests, which are
 # copied to where the sources are not. TESTS=tests/test_loop.py runs some of them.
 TESTS ?= tests --pyargs jaxloop
-# This one looks at files of the sources.
-NOT_OF_THE_WHEEL := --deselect tests/test_docs.py::test_files_and_flags_that_a_page_names_are_there
+# These look at files of the sources.
+NOT_OF_THE_WHEEL := --deselect tests/test_docs.py::test_files_and_flags_that_a_page_names_are_there \
+  --deselect tests/test_readme.py::test_what_the_readme_points_to_is_there
 
 test-wheel:
 	set -e; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
