@@ -18,6 +18,9 @@ from jaxloop.slots import Slot, class_name, remembered
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 
+# Of a subclass: with one of them, each loop is a call.
+_HOOKS = ("__call__", "begin", "run", "end", "update_outputs", "_get_next_batch", "_run_one_step")
+
 
 @final
 @dataclasses.dataclass
@@ -458,13 +461,8 @@ class ActionLoop(StatLoop):
         To be asked between two calls. Where a clock or a hook of a subclass is to be asked at each end, it is the next.
         """
         next_step, next_time = self._next_event()
-        has_hooks = any(_is_of_user(self, name) for name in ("__call__", "begin", "run", "end", "update_outputs"))
-        if (
-            has_hooks
-            or next_time < NEVER[1]
-            or self.begin_actions
-            or any(each.actions for each in self.step.action_lists)
-        ):
+        has_hooks = any(_is_of_user(self, name) for name in _HOOKS) or self._quick_step() is None
+        if has_hooks or next_time < NEVER[1] or self.begin_actions:
             return self._step_num + 1, self._loop_count + 1
         now, stop = self._looked, self.run_info and self.run_info.stop
         lists = [self._end_actions, *(slot.actions for slot in self._attached), *([] if stop is None else [stop])]
@@ -483,7 +481,12 @@ class ActionLoop(StatLoop):
             slot.take_loop(ended)
         self._loop_count += passed
         self._count = self._loop_count + 1
-        self._looked = dataclasses.replace(self._looked, loops=self._loop_count)
+        if ends[passed - 1] < self._step_num:
+            self._looked = dataclasses.replace(self._looked, loops=self._loop_count)
+        else:  # This very step has ended one.
+            now = self._look(self._loop_count)
+            before = dataclasses.replace(now.previous or now, loops=self._loop_count - 1)
+            self._looked = dataclasses.replace(now, previous=before)
 
     def _next_event(self) -> tuple[int, float]:
         now, run = self._looked, self.run_info

@@ -97,21 +97,24 @@ class Evaluations:
         scheduled = [each for each in self._all if each[2].schedule is not None]
         return _goes_on(self._run_due(state, scheduled, _context(elapsed), elapsed))
 
-    def after_resume(self, state: Any, elapsed: Elapsed, *, loop_has_ended: bool, measured: set[str]) -> bool:
+    def after_resume(
+        self, state: Any, elapsed: Elapsed, *, loop_has_ended: bool, measured: Callable[[], set[str]]
+    ) -> bool:
         """Runs what was due at the step of a checkpoint, and did not come to its end; returns whether training goes on.
 
         Args:
           state: as it was restored.
           elapsed: how far the training was.
           loop_has_ended: whether a train loop had ended there.
-          measured: the names of those that had come to their end.
+          measured: tells the names of those that have come to their end.
         """
         goes_on = True
         for _, loop, _ in self._all:
             if loop.is_ending and loop.run_info is not None:
                 loop.run_info.elapsed = elapsed
                 goes_on &= loop.end_again(state)
-        missed = [each for each in self._all if each[0] not in measured and (each[2].schedule or loop_has_ended)]
+        done = measured()
+        missed = [each for each in self._all if each[0] not in done and (each[2].schedule or loop_has_ended)]
         return _goes_on(self._run_due(state, missed, _context(elapsed), elapsed)) and goes_on
 
     def call_actions_of_the_last_step(self, state: Any) -> None:

@@ -78,7 +78,7 @@ class Loop:
         self._agreed_secs = 0.0  # With other processes: what the stopwatch of the first has counted.
         self._interrupt = interrupt.Interruptible(defers=is_shared)
         self._job = agreement.Job(is_shared, self._interrupt)
-        self._was_interrupted = False
+        self._was_interrupted = self._made_iterator = False
         self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
         self._evaluates = False  # Whether no call of it changes the state.
@@ -205,7 +205,7 @@ class Loop:
         self._returns_new_state = return_state_from_step
         self._num_examples, self._counted = [], 0
         self._rescued_state = None
-        self._was_interrupted = False
+        self._was_interrupted = self._made_iterator = False
         self._consumed = self.source.count
         self._newest_state = self._step.prepare_state(state)
         step_num = self._read_step_num(self._newest_state)
@@ -229,7 +229,7 @@ class Loop:
             raise
         finally:
             self._newest_state = None  # It is the caller's.
-            if not hasattr(dataset_iterator, "__next__"):  # Nobody goes on from here: what draws ahead may end.
+            if self._made_iterator:  # Nobody goes on from here: what draws ahead may end.
                 self.forget_batches()
         self._known_step = getattr(state, "step", None)
         outputs = self._with_num_examples(outputs)
@@ -239,7 +239,9 @@ class Loop:
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Runs before the first step; returns the state and the iterator to draw batches from."""
-        return state, as_iterator(dataset)
+        iterator = as_iterator(dataset)
+        self._made_iterator = iterator is not dataset
+        return state, iterator
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
@@ -527,8 +529,8 @@ class Loop:
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
-        """Drops what was drawn ahead from an iterator, which somebody has moved to another place since."""
-        self._feed = Feed(iter(()))
+        """Drops what was drawn ahead, and what it was drawn from, which is at another place since, or at its end."""
+        self._feed, self.source = Feed(iter(())), _Uncounted()
 
     def _new_queue(self) -> OutputQueue:
         # An `update_outputs` of somebody's own may want to see them soon.

@@ -124,8 +124,7 @@ class LoopOutputs(dict[str, Any]):
     def can_be_split(self) -> bool:
         """Whether there is a number for each step under each name: no images, and no sum of `clu.metrics` states."""
         lists = [value for value in self.values() if isinstance(value, list)]
-        is_number = lambda value: not is_metric(value) and np.ndim(value) == 0
-        return all(len(value) == len(self.num_examples) and is_number(value[-1]) for value in lists if value)
+        return all(len(value) == len(self.num_examples) and _is_number(value[-1]) for value in lists if value)
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
         """What a checkpoint keeps, as JSON can hold it, and the names of the values of which it can't hold any."""

@@ -285,8 +285,6 @@ class PositionedIterator(Iterator[types.Batch]):
         """Ends the thread that draws ahead, if there is one: then the data have ended."""
         if self._ahead is not None:
             self._ahead.close()
-        if isinstance(self._dataset, PositionedIterator):
-            self._dataset.close()
 
     def _first(self) -> types.Batch:
         """Draws the first batch since the start or a `seek`."""

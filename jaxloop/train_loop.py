@@ -181,6 +181,10 @@ class TrainLoop(ActionLoop):
     def _note_failed_step(self) -> None:
         self._failed_step = self._step_num + 1
 
+    def next_due(self) -> tuple[int, int]:
+        # What was found is told, and left out of means, loop by loop.
+        return super().next_due() if self._watch is None else (self._step_num + 1, self._loop_count + 1)
+
     # Bad numbers -------------------------------------------------------------------------------------
 
     def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:

@@ -101,8 +101,8 @@ class Training:
 
     def close(self) -> None:
         """Lets go of train data with which no later call goes on: what draws them ahead ends."""
-        if self.run.source is not None and not self._spec.has_iterator:
-            self.run.source.close()
+        if not self._spec.has_iterator:  # Nobody holds them then; to close them is for whoever made them.
+            self.run.source = None
             self._loop.forget_batches()
 
     # Loop after loop -----------------------------------------------------------------------------
@@ -154,8 +154,11 @@ class Training:
         state, outputs = self._loop(state, iter(()) if only_ends or source is None else source, num_steps)
         is_short = num_steps is None or len(self._loop.num_examples) < num_steps
         if self._loop.steps_passed:
+            stops = outputs.asks_to_stop
             _, outputs = outputs.split(self._loop.steps_passed)
-        self._joins = outputs.can_be_split and types.STOP_LOOP not in outputs
+            if stops:
+                outputs[types.STOP_LOOP] = True
+        self._joins = bool(self._loop.num_examples) and outputs.can_be_split and types.STOP_LOOP not in outputs
         return state, outputs, is_short and not only_ends and not self._loop.elapsed.is_last
 
     def _quiet_ends(self, step_num: int) -> range:
@@ -338,7 +341,7 @@ class Training:
             state,
             dataclasses.replace(elapsed, is_last=elapsed.steps == self._spec.total_steps),
             loop_has_ended=loop_has_ended,
-            measured=self.run.measured_at(elapsed.steps),
+            measured=lambda: self.run.measured_at(elapsed.steps),
         )
         return goes_on and (not resumed.knows_position or loop.call_missed_actions(state, comes_last=True))
 

@@ -64,7 +64,7 @@ def what_is_kept(directory):
 
     def without_time(value):
         if isinstance(value, dict):
-            timed = ("time", "life_time", "previous", "last_beginning", "spent", "jaxloop/")
+            timed = ("time", "life_time", "last_beginning", "spent", "jaxloop/")
             return {
                 name: without_time(each)
                 for name, each in value.items()
@@ -139,6 +139,60 @@ plans = st.fixed_dictionaries(
 def test_nobody_can_tell(plan, tmp_path_factory):
     one, other = (tmp_path_factory.mktemp("run") for _ in range(2))
     assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
+
+
+def stops_at(step_num):
+    class Stopping(type(STEP)):
+        def end(self, state, outputs):
+            stops = {jaxloop.STOP_LOOP: True} if int(state.step) == step_num else {}
+            return state, {**outputs, **stops}
+
+    return Stopping
+
+
+def with_image(state, outputs):
+    return state, {**outputs, "image": jaxloop.MetricWithMetadata(np.zeros([1, 2, 2, 1]), jaxloop.MetricType.IMAGE)}
+
+
+@pytest.mark.parametrize(
+    ("make_step", "options"),
+    [
+        (lambda: stops_at(12)(STEP.base_prng, STEP.model, STEP.optimizer, train=True), {}),
+        (
+            lambda: type("Imaging", (type(STEP),), {"end": lambda self, *given: with_image(*given)})(
+                STEP.base_prng, STEP.model, STEP.optimizer, train=True
+            ),
+            {},
+        ),
+        (lambda: STEP, {"nan_policy": "raise"}),
+        (lambda: STEP, {"nan_policy": "skip"}),
+    ],
+    ids=["a step that stops the run", "images", "raise", "skip"],
+)
+def test_what_is_of_each_loop_is_heard_of_at_its_end(make_step, options):
+    data = [{name: leaf.copy() for name, leaf in batch.items()} for batch in BATCHES]
+    if options:
+        data[46]["x"][0, 0] = np.nan
+    seen = []
+    for loop_class in (jaxloop.TrainLoop, OneByOne):
+        action = Seen(10)
+        train_loop = loop_class(make_step(), end_actions=[action], stat_names=[], **options)
+        outer_loop = jaxloop.OuterLoop(train_loop, log_interval=never())
+        outputs, name = None, None
+        try:
+            _, outputs = outer_loop(STATE, data, 500, 10)
+        except FloatingPointError as error:
+            name = (error.step_num, error.names)
+        seen.append([train_loop.step_num, train_loop.loop_count, action.calls, name, outputs and sorted(outputs)])
+    assert repr(seen[0]) == repr(seen[1])  # Where there are NaNs, too.
+
+
+def test_data_that_others_hold_go_on_in_another_run():
+    iterator = jaxloop.prefetch(batch for batch in itertools.cycle(BATCHES))
+    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
+    for _ in range(2):
+        state, _ = jaxloop.fit(STEP.model, iterator, loss=loss, optimizer=STEP.optimizer, num_steps=7, progress=None)
+        assert int(state.step) == 7
 
 
 @pytest.mark.parametrize(
