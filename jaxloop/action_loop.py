@@ -8,7 +8,7 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop import agreement, encoding, metrics, types
+from jaxloop import agreement, checks, encoding, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.history import History
@@ -19,7 +19,7 @@ from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 
 # Of a subclass: with one of them, each loop is a call.
-_HOOKS = ("__call__", "begin", "run", "end", "update_outputs", "_get_next_batch", "_run_one_step")
+_HOOKS = ("__call__", "begin", "run", "end", "update_outputs", "_get_next_batch")
 
 
 @final
@@ -461,7 +461,7 @@ class ActionLoop(StatLoop):
         To be asked between two calls. Where a clock or a hook of a subclass is to be asked at each end, it is the next.
         """
         next_step, next_time = self._next_event()
-        has_hooks = any(_is_of_user(self, name) for name in _HOOKS) or self._quick_step() is None
+        has_hooks = any(checks.is_of_user(self, name) for name in _HOOKS) or self._quick_step() is None
         if has_hooks or next_time < NEVER[1] or self.begin_actions:
             return self._step_num + 1, self._loop_count + 1
         now, stop = self._looked, self.run_info and self.run_info.stop
@@ -656,11 +656,6 @@ class _OpenSums:
     sums: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
     outputs_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
     so_far_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
-
-
-def _is_of_user(loop: ActionLoop, name: str) -> bool:
-    """Whether a method is that of a user's subclass, or set on this object."""
-    return name in vars(loop) or not getattr(type(loop), name).__module__.startswith("jaxloop.")
 
 
 def _put(place: metrics.LoopOutputs, other: metrics.LoopOutputs, name: str) -> None:

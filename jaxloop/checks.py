@@ -59,6 +59,12 @@ def is_installed(package: str) -> bool:
         return False
 
 
+def is_of_user(thing: Any, name: str) -> bool:
+    """Whether a method is that of a user's subclass, or set on this object, and none of jaxloop's own."""
+    module = getattr(getattr(type(thing), name), "__module__", "")
+    return name in vars(thing) or not module.startswith("jaxloop.")
+
+
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
     """Raises unless `value` is a positive int (or None, where `optional`); the error says what it may be `instead`."""
     if optional and value is None:

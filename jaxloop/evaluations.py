@@ -13,7 +13,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.feed import as_iterator
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Elapsed, Schedule, earliest
+from jaxloop.schedules import Elapsed, Schedule, earliest, next_loop_of
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of
 from jaxloop.tally import Tally
 from jaxloop.whole_run import elapsed_at
@@ -79,12 +79,7 @@ class Evaluations:
 
     def next_loop(self, now: Elapsed) -> int | None:
         """The number of the first train loop after `now` at whose end one may be due."""
-        return earliest(
-            (now.loops // (spec.eval_loop_interval or 1) + 1) * (spec.eval_loop_interval or 1)
-            if spec.schedule is None
-            else spec.schedule.next_loop(now)
-            for _, _, spec in self._all
-        )
+        return earliest(next_loop_of(spec.schedule or spec.eval_loop_interval or 1, now) for _, _, spec in self._all)
 
     # Of the state in training --------------------------------------------------------------------
 

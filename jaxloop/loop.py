@@ -537,14 +537,13 @@ class Loop:
         most_held = None if _is_overridden(self, "update_outputs") else _MOST_STEPS_HELD
         return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._sums_to_go_on_with())
 
-    def _has_own_step(self) -> bool:
-        """Whether a subclass, or somebody else, has set another `_run_one_step`."""
-        module = getattr(type(self)._run_one_step, "__module__", "")
-        return "_run_one_step" in vars(self) or not module.startswith("jaxloop.")
-
     def _quick_step(self) -> _Take | None:
         """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own."""
-        return None if self._has_own_step() else self._step.quick_step(evaluates=not self._returns_new_state)
+        return (
+            None
+            if checks.is_of_user(self, "_run_one_step")
+            else self._step.quick_step(evaluates=not self._returns_new_state)
+        )
 
     def _set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
         """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
@@ -553,7 +552,7 @@ class Loop:
             self._steps_at_once = 1 if self._job.is_shared else None
             return
         checks.check_positive(f"{type(self).__name__}.steps_per_dispatch", value)
-        if value > 1 and self._has_own_step():
+        if value > 1 and checks.is_of_user(self, "_run_one_step"):
             raise ValueError(
                 f"{type(self).__name__} has a _run_one_step of its own, which is called for each step: leave "
                 "steps_per_dispatch at 1."

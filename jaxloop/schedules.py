@@ -253,6 +253,11 @@ def is_never(schedule: Any) -> bool:
     return isinstance(schedule, _Never)
 
 
+def next_loop_of(interval: int | Schedule, now: Elapsed) -> int | None:
+    """`Schedule.next_loop` of an interval, whose int counts loops."""
+    return (interval if isinstance(interval, Schedule) else every(loops=interval)).next_loop(now)
+
+
 def earliest(found: Iterable[Any]) -> Any:
     """The least of several steps or times, where None is never."""
     return min((each for each in found if each is not None), default=None)

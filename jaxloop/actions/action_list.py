@@ -6,7 +6,7 @@ from typing import Any, final
 from jaxloop import types
 from jaxloop.actions.action import Action
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
-from jaxloop.schedules import Elapsed, Schedule, earliest
+from jaxloop.schedules import Elapsed, Schedule, earliest, next_loop_of
 
 
 @final
@@ -44,11 +44,7 @@ class ActionList:
 
     def next_loop(self, now: Elapsed) -> int | None:
         """The number of the first loop after `now` at whose end an interval comes that `next_step` does not tell of."""
-        intervals = [action.interval for action in self.actions]
-        return earliest(
-            interval.next_loop(now) if isinstance(interval, Schedule) else (now.loops // interval + 1) * interval
-            for interval in intervals
-        )
+        return earliest(next_loop_of(action.interval, now) for action in self.actions)
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
         """Calls an action; an exception in it goes on with a note of which and when."""

@@ -63,7 +63,8 @@ def look_at_step(
         traced = step.trace(state.shapes, ready, evaluates=evaluates)
         if not evaluates:
             look_at_new_state(where, step, state.shapes, traced, found)
-        if not (_is_ours(step, "end") and _is_ours(loop, "end") and _is_ours(loop, "update_outputs")):
+        hooks = ((step, "end"), (loop, "end"), (loop, "update_outputs"))
+        if any(checks.is_of_user(thing, name) for thing, name in hooks):
             return Foreseen()
         _look_at_size(where, traced.outputs, longest_loop, found)
         return Foreseen(_like_those_of_a_loop(traced.outputs))
@@ -72,7 +73,7 @@ def look_at_step(
 
 def state_for_begin(state: State, step: Step) -> Any:
     """The state for a step's `begin`: a `begin` of the user may want its values."""
-    return state.shapes if state.values is None or _is_ours(step, "begin") else state.values
+    return state.shapes if state.values is None or not checks.is_of_user(step, "begin") else state.values
 
 
 def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.Batch | None:
@@ -83,10 +84,10 @@ def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.
     """
     step = loop.step
     ways = {step: ("step", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
-    if not all(_is_ours(thing, name) for thing, names in ways.items() for name in names):
+    if any(checks.is_of_user(thing, name) for thing, names in ways.items() for name in names):
         return None
     given = state_for_begin(state, step)
-    if _is_ours(step, "begin"):
+    if not checks.is_of_user(step, "begin"):
         return step.before_run(given, batch)[1]
     try:
         result = step.begin(given, step.preprocess_batch(batch))
@@ -108,7 +109,7 @@ def _can_be_traced(where: str, step: Step, batch: types.Batch, ready: types.Batc
     with found.finding(where):
         if changed := checks.problem_of_dtypes(ready):
             found.warn(where, changed)
-    if checks.num_examples(batch) is None and _is_ours(step, "num_examples"):
+    if checks.num_examples(batch) is None and not checks.is_of_user(step, "num_examples"):
         found.warn(
             where,
             "Each batch counts as one example, because its leaves don't share a leading axis: "
@@ -135,8 +136,3 @@ def _like_those_of_a_loop(outputs: types.Output) -> metrics.LoopOutputs:
     # Not zeros, by which a metric may divide.
     ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs or {})
     return metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
-
-
-def _is_ours(thing: Any, name: str) -> bool:
-    """Whether a method is one of jaxloop's own, and none of a user's subclass or object."""
-    return name not in vars(thing) and getattr(type(thing), name).__module__.startswith("jaxloop.")
