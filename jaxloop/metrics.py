@@ -22,9 +22,14 @@ from jaxloop import encoding, types
 
 def fetch(tree: Any) -> Any:
     """Reads a tree from the devices, waiting for it; scalars come as NumPy scalars."""
-    leaves, structure = jax.tree.flatten(tree)
     if jax.default_backend() != "cpu":
-        leaves = jax.device_get(leaves)  # Which begins to copy them all before it waits for the first.
+        tree = jax.device_get(tree)  # Which begins to copy all before it waits for the first.
+    return view(tree)
+
+
+def view(tree: Any) -> Any:
+    """As `fetch`, of values that are computed, and in the memory of the host: it waits for nothing."""
+    leaves, structure = jax.tree.flatten(tree)
     read = {kind: _reader_of(kind) for kind in set(map(type, leaves))}
     return jax.tree.unflatten(structure, [read[type(leaf)](leaf) for leaf in leaves])
 

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -117,6 +117,10 @@ class _Chunk:
         axes = 1 if isinstance(newest, Block) else 0
         return all(getattr(leaf, "ndim", 0) <= axes for leaf in jax.tree.leaves(_outputs_of(newest)))
 
+    def is_computed(self) -> bool:
+        """Whether the devices are done with its steps."""
+        return all(map(metrics.is_ready, jax.tree.leaves(_outputs_of(self.outputs[-1]))))
+
     def send(self) -> None:
         """Begins to copy all from an accelerator, without waiting for it: scalars that all steps have as one array."""
         if len(self.outputs) == CHUNK_SIZE and not any(isinstance(outputs, Block) for outputs in self.outputs):
@@ -207,9 +211,11 @@ _stack = jax.jit(lambda columns: {name: jnp.stack(values) for name, values in co
 class OutputQueue:
     """Takes the outputs of a loop's steps, and hands them back when they are on the host.
 
-    The host reads no value before it has to: only when it is asked to, with `drain`, or when the devices hold those of
-    more than `most_steps_held` steps, so that their memory does not grow. It waits for them only when it is more than
-    `max_steps_in_flight` ahead, so that their queue of pending steps does not grow either.
+    The host reads no value from a device before it has to: only when it is asked to, with `drain`, or when the devices
+    hold those of more than `most_steps_held` steps, so that their memory does not grow. Where their memory is the
+    host's, there is nothing to be read: values are taken as soon as they are computed, while they are in its caches. It
+    waits for them only when it is more than `max_steps_in_flight` ahead, so that their queue of pending steps does not
+    grow either.
 
     States of `clu.metrics` are merged one after the other, from the first to the last. So it does not matter to a bit
     of them where a chunk ends, nor whether another queue had begun.
@@ -270,10 +276,11 @@ class OutputQueue:
         chunk = _Chunk(self.newest, self._steps)
         if not self._is_on_host:
             chunk.send()
+        elif self._chunks and self._chunks[-1].is_computed():
+            self._take_chunks(arrived, metrics.view)
         most_held = self._most_held if chunk.is_light() else self._max_in_flight
         if self._held + self._steps >= most_held:
-            self._read(self._chunks, arrived)
-            self._chunks, self._held = [], 0
+            self._take_chunks(arrived, metrics.fetch)
         self._chunks.append(chunk)
         self._held += chunk.num_steps
         self.newest, self._steps = [], 0
@@ -297,9 +304,13 @@ class OutputQueue:
                 self._in_flight.clear()
                 self._num_in_flight = 0
 
-    def _read(self, chunks: Sequence[_Chunk], arrived: Arrived, others: Any = None) -> Any:
+    def _take_chunks(self, arrived: Arrived, read: Callable[[Any], Any]) -> None:
+        self._read(self._chunks, arrived, read)
+        self._chunks, self._held = [], 0
+
+    def _read(self, chunks: Sequence[_Chunk], arrived: Arrived, read: Callable[[Any], Any], others: Any = None) -> Any:
         with self._stopwatch.counting("device"):
-            *on_host, others = metrics.fetch([*(chunk.on_devices() for chunk in chunks), others])
+            *on_host, others = read([*(chunk.on_devices() for chunk in chunks), others])
         for chunk, each in zip(chunks, on_host, strict=True):
             chunk.arrive(each, arrived)
         return others
@@ -311,7 +322,7 @@ class OutputQueue:
         """
         # Emptied only once all is there: an interrupted read loses nothing.
         self.newest, arrived = self._set_metrics_aside(self.newest), Arrived()
-        merged = self._read([*self._chunks, _Chunk(self.newest, self._steps)], arrived, self._merged)
+        merged = self._read([*self._chunks, _Chunk(self.newest, self._steps)], arrived, metrics.fetch, self._merged)
         if keep_sums:
             self._sums_before.update(self._merged)
         else:

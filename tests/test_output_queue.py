@@ -32,9 +32,11 @@ def test_a_queue_loses_nothing_and_keeps_the_order(num_steps, is_on_host):
     assert merged == {}
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
 @pytest.mark.parametrize(("options", "shape", "most"), [((8,), (), 8), ((8, 40), (), 40), ((8, 40), (2,), 8)])
-def test_a_queue_holds_a_bounded_number_of_steps(options, shape, most):
-    queue, waiting, held = OutputQueue(*options), 0, []
+def test_a_queue_holds_a_bounded_number_of_steps(options, shape, most, is_on_host):
+    queue, waiting, held = OutputQueue(*options, is_on_host=is_on_host), 0, []
+    most = 8 if is_on_host else most
     for _ in range(200):
         queue.newest.append({"x": jnp.zeros(shape)})
         waiting += 1 - len(queue.push(1, state=None).rows())
@@ -45,6 +47,27 @@ def test_a_queue_holds_a_bounded_number_of_steps(options, shape, most):
 def test_a_queue_takes_steps_without_outputs():
     arrived, _ = push_all(OutputQueue(4), [None, {"a": jnp.ones(())}, None, None, None])
     assert [outputs is None for outputs in arrived] == [True, False, True, True, True]
+
+
+def test_what_is_computed_in_the_memory_of_the_host_is_taken_without_a_read(monkeypatch):
+    taken, view = [], metrics.view
+    monkeypatch.setattr(metrics, "view", lambda tree: taken.append(metrics.is_ready(tree)) or view(tree))
+    monkeypatch.setattr(metrics, "fetch", lambda tree: pytest.fail("The devices were read."))
+    queue, arrived = OutputQueue(8, 1000, is_on_host=True), []
+    for number in range(100):
+        queue.newest.append({"loss": jnp.float32(number)})
+        arrived += queue.push(1, state=None).rows()
+    assert len(taken) == 24 and all(taken)
+    assert [outputs["loss"] for outputs in arrived] == list(range(96))
+
+
+def test_what_is_not_computed_is_not_taken(monkeypatch):
+    monkeypatch.setattr(metrics, "is_ready", lambda value: False)
+    queue = OutputQueue(8, 1000, is_on_host=True)
+    for number in range(100):
+        queue.newest.append({"loss": jnp.float32(number)})
+        assert queue.push(1, state=None).rows() == []
+    assert [outputs["loss"] for outputs in queue.drain()[0].rows()] == list(range(100))
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 4, 9])
