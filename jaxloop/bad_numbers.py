@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxloop import checks, metrics, types
+from jaxloop.flat_state import whole
 
 NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
@@ -213,7 +214,7 @@ class Watch:
         num_steps = len(jax.tree.leaves(batch)[0]) if fused else 1
         if looking is not self._looking:  # Whose flags are in an array of their own.
             self._send()
-            self._looking, self._flags = looking, looking.no_flags(state)
+            self._looking, self._flags = looking, looking.no_flags(whole(state))
         elif self.steps - self._sent + num_steps > _ROWS:
             self._send()
         state, (outputs, self._flags) = compiled(state, (batch, self._flags))

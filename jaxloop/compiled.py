@@ -13,6 +13,7 @@ import numpy as np
 from absl import logging
 
 from jaxloop import agreement, bad_numbers, checks, partition, types
+from jaxloop.flat_state import FlatState, whole
 
 
 class NotCompiled(Exception):
@@ -43,21 +44,27 @@ class Compiled:
     ):
         self._name, self._run, self._evaluate = name, run, evaluate
         self._partitioner, self._jit_kwargs = partitioner, jit_kwargs
+        # With arguments of jit, and layouts leaf by leaf, a state goes in as the tree that these are for.
+        self.takes_flat_states: bool = not jit_kwargs and partitioner.takes_any_tree
         self._made: dict[Any, Any] = {}
         self._only_known: int | None = None  # The thread that is in that context.
 
-    def training(self, watch: bad_numbers.Watch | None = None, *, fused: bool = False) -> Callable[..., Any]:
+    def training(
+        self, watch: bad_numbers.Watch | None = None, *, fused: bool = False, flat: bool = False
+    ) -> Callable[..., Any]:
         """`(state, batch) -> (state, outputs)`, which takes the state over.
 
         Args:
           watch: looks for bad numbers.
           fused: of stacked batches; the outputs are stacked likewise.
+          flat: of a `FlatState`, where `takes_flat_states`.
         """
         if watch is None:
             run = _scan(self._run) if fused else self._run
-            return self._once(("train", fused), lambda: self._compile(run, self._jit_kwargs, refuses=not fused))
+            compiled = self._once(("train", fused), lambda: self._compile_training(run, fused))
+            return compiled.of_flat if flat else compiled
         looking, compiled = self._once(("train", fused, watch.policy), lambda: self._looking(watch.policy, fused))
-        return functools.partial(watch.run, looking, compiled, fused=fused)
+        return functools.partial(watch.run, looking, compiled.of_flat if flat else compiled, fused=fused)
 
     def lower(
         self,
@@ -83,7 +90,18 @@ class Compiled:
     def _looking(self, policy: bad_numbers.NanPolicy, fused: bool) -> tuple[bad_numbers.Looking, Callable[..., Any]]:
         looking = bad_numbers.Looking(self._run, policy, self._partitioner.mesh is not None)
         run = _scan_with_flags(looking.run) if fused else looking.run
-        return looking, self._compile(run, self._jit_kwargs, refuses=not fused)
+        return looking, self._compile_training(run, fused)
+
+    def _compile_training(self, run: Callable[[Any, Any], Any], fused: bool) -> Callable[..., Any]:
+        if not self.takes_flat_states:
+            return self._compile(run, self._jit_kwargs, refuses=not fused)
+
+        @functools.wraps(run)
+        def of_flat(state: FlatState, batch: Any) -> tuple[FlatState, Any]:
+            new_state, outputs = run(state.whole(), batch)
+            return FlatState.of(new_state), outputs
+
+        return _OfWholeStates(self._compile(of_flat, {}, refuses=not fused))
 
     def evaluation(self, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> outputs`: the state is kept, and what `run` makes of it is never computed."""
@@ -123,6 +141,20 @@ class Compiled:
         return self._made[key]
 
 
+class _OfWholeStates:
+    """A compiled function of a `FlatState`, for states as they come."""
+
+    def __init__(self, of_flat: Any):
+        self.of_flat = of_flat
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        new_state, outputs = self.of_flat(FlatState.of(state), batch)
+        return new_state.whole(), outputs
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        return self.of_flat.lower(FlatState.of(state), batch)
+
+
 class _Compared:
     """A compiled function of which all processes make sure, for each form of a batch, that it is the same in all.
 
@@ -149,7 +181,7 @@ class _Compared:
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
     """What a trace depends on: the type of each leaf."""
-    leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
+    leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(whole(state)).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}

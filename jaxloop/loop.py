@@ -9,6 +9,7 @@ from absl import logging
 
 from jaxloop import agreement, checks, interrupt, metrics, partition, timing, types
 from jaxloop.feed import Feed, TimedDraw, as_iterator
+from jaxloop.flat_state import FlatState, whole
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import FusingError, PlainStep, Step
@@ -400,7 +401,8 @@ class Loop:
         Ends sooner too where a batch comes that is not like those before, or with which the step fails: taken the
         other way, it does so with all that belongs to it.
         """
-        run, only_known, name, rows, check = plain
+        run, is_flat, only_known, name, rows, check = plain
+        state = FlatState.of(state) if is_flat else state
         interrupt, add, taken_before = self._interrupt.outermost, queue.newest.append, len(queue.newest)
         timed = TimedDraw(feed.drawer(), self._stopwatch.clock)
         draw = feed.drawer() if feed.is_instant() and next_time == math.inf else timed
@@ -421,6 +423,7 @@ class Loop:
                     if interrupt.signum is not None or timed.newest >= deadline:
                         break
         except BaseException as error:
+            state = whole(state)
             feed.has_ended = isinstance(error, StopIteration) and not undone
             can_go_on = undone and isinstance(error, Exception) and checks.is_alive(state)
             if not (feed.has_ended or can_go_on):
@@ -430,6 +433,7 @@ class Loop:
         self._num_examples += [rows] * (len(queue.newest) - taken_before)
         if undone:
             feed.put_back([batch])
+        state = whole(state)
         if draw is timed:
             self._stopwatch.move(timed.secs, "data")
             feed.was_quick = timed.secs < _QUICK_SECS * room

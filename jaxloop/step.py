@@ -30,6 +30,7 @@ class PlainStep(NamedTuple):
 
     Attributes:
       run: takes `(state, batch)` to `(state, outputs)`.
+      is_flat: whether these are `FlatState`s.
       only_known: a context in which it raises NotCompiled, rather than compile for a batch that nobody has looked at.
       name: under which name, or place, a batch has an array ...
       rows: ... with so many rows, if it is one for this step. So many examples it has.
@@ -37,6 +38,7 @@ class PlainStep(NamedTuple):
     """
 
     run: Callable[[Any, types.Batch], tuple[Any, types.Output]]
+    is_flat: bool
     only_known: Callable[[], contextlib.AbstractContextManager[None]]
     name: str | int
     rows: int
@@ -566,7 +568,9 @@ class Step:
         if like is None or self._places_batches() or self._has_hooks_of_batches(base):
             return None
         check = self._batch_watch.check_range if self._batch_watch.has_wide_integers else None
-        return PlainStep(self._compiled.training(self._watch), self._compiled.only_known, *like, check)
+        is_flat = self._compiled.takes_flat_states
+        run = self._compiled.training(self._watch, flat=is_flat)
+        return PlainStep(run, is_flat, self._compiled.only_known, *like, check)
 
     def fused_step(
         self, *, evaluates: bool = False

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import cost
+from jaxloop.flat_state import FlatState
 from jaxloop.stat_loop import ALL_STATS, STAT_MFU
 
 
@@ -93,6 +94,51 @@ def test_a_run_compiles_once_for_training_and_once_for_evaluating():
     run = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [jaxloop.EvalLoop(eval_step)])
     run(state, batches(100), 100, 10, eval_specs=[jaxloop.EvalSpec(batches(3))])
     assert train_step.traces == eval_step.traces == 1
+
+
+# Flat states ------------------------------------------------------------------------------------------
+
+
+def test_the_leaves_of_a_flat_state_keep_their_names():
+    _, state = make()
+    names = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert names(FlatState.of(state)) == names(state) and ".params['kernel']" in names(state)
+    assert jax.tree.structure(FlatState.of(state).whole()) == jax.tree.structure(state)
+    assert jax.tree.map(lambda leaf: leaf.ndim, FlatState.of(state)).whole() == jax.tree.map(jnp.ndim, state)
+
+
+@pytest.mark.parametrize("devices", [None, 1, 8])
+@pytest.mark.parametrize("options", [{}, {"nan_policy": "skip"}, {"steps_per_dispatch": 4}])
+def test_a_loop_trains_as_its_step_does(options, devices, data_parallel):
+    partitioner = devices and data_parallel(devices)
+    step, state = make(partitioner)
+    for batch in batches(10):
+        state, _ = step.step(state, batch)
+    step, other = make(partitioner)
+    other, _ = jaxloop.TrainLoop(step, **options)(other, batches(10))
+    jax.tree.map(np.testing.assert_array_equal, (state.step, state.params), (other.step, other.params))
+    assert type(other) is type(state) and step.traces == 1 + ("steps_per_dispatch" in options)
+
+
+def test_arguments_of_jit_are_for_the_state_as_it_is():
+    step, state = make()
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    step.compile(in_shardings=(jax.tree.map(lambda _: place, state), None))
+    state, _ = jaxloop.TrainLoop(step)(state, batches(10))
+    assert int(state.step) == 10 and step.traces == 1
+
+
+def test_a_partitioner_of_ones_own_compiles_for_the_state_as_it_is():
+    seen = []
+
+    class Mine(jaxloop.SingleDevicePartitioner):
+        def partition(self, fn, **jit_kwargs):
+            noting = lambda state, batch: seen.append(type(state)) or fn(state, batch)
+            return super().partition(noting, **jit_kwargs)
+
+    step, state = make(Mine())
+    jaxloop.TrainLoop(step)(state, batches(10))
+    assert seen == [jaxloop.TrainState]
 
 
 # What it costs ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ ORDER = """
 types encoding compilation_cache distributed checks interrupt agreement lock schedules timing layout cost
 partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner partition.data_parallel
 partition.laid_out partition.fsdp partition.rules partition.spmd partition.choice partition
-models metrics output_queue bad_numbers history seal checkpoint read_ahead fingerprint sources position data
+models metrics output_queue flat_state bad_numbers history seal checkpoint read_ahead fingerprint sources position data
 actions.action actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.writers actions.action_list actions compiled step loss_step function_step tuning feed

@@ -24,6 +24,11 @@ class DataParallelPartitioner(MeshPartitioner):
     def sharding(self) -> NamedSharding:
         return self._replicated
 
+    @property
+    def takes_any_tree(self) -> bool:
+        cls, base = type(self), DataParallelPartitioner
+        return cls.partition is base.partition and cls.sharding is base.sharding
+
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn, out_shardings=self._replicated)
 

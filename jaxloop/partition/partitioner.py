@@ -30,7 +30,7 @@ class Partitioner(abc.ABC):
       shard_short_batch: likewise, in an evaluation.
       shard_stacked_batches: likewise, where several steps are one dispatch.
       place_state: with each state that the step has not made itself, one of a checkpoint, say.
-      mesh, data_axis, sharding, output_sharding, local_shards, places_batches: asked by all of these.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches, takes_any_tree: asked by all of these.
     """
 
     @property
@@ -67,6 +67,11 @@ class Partitioner(abc.ABC):
     def places_batches(self) -> bool:
         """Whether `shard_batch` does anything: False where the jitted call takes host arrays as they are."""
         return True
+
+    @property
+    def takes_any_tree(self) -> bool:
+        """Whether `partition` compiles a function of a state of any structure, with the same leaves, all the same."""
+        return False
 
     @abc.abstractmethod
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:

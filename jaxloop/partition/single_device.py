@@ -38,6 +38,10 @@ class SingleDevicePartitioner(Partitioner):
     def places_batches(self) -> bool:
         return type(self).shard_batch is not SingleDevicePartitioner.shard_batch
 
+    @property
+    def takes_any_tree(self) -> bool:
+        return type(self).partition is SingleDevicePartitioner.partition
+
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn)
 
