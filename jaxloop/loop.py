@@ -44,8 +44,8 @@ class Loop:
     Args:
       step: what happens to one batch.
       clock: tells the time in seconds, for durations.
-      max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, and
-        for 8 where several devices are one CPU.
+      max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, on a
+        CPU for 8 dispatches where those are more, and for 8 where several devices are one CPU.
 
     Attributes:
       steps_before: how many steps of the next loop an earlier run has done; the next call goes on after them.
@@ -59,7 +59,7 @@ class Loop:
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__} takes a jaxloop Step, got {step!r}.")
         checks.check_positive("max_steps_in_flight", max_steps_in_flight, optional=True)
-        self._max_in_flight = max_steps_in_flight or partition.max_steps_in_flight(step.partitioner.mesh)
+        self._given_max_in_flight = max_steps_in_flight
         self._step = step
         self._returns_new_state = True
         self._step_num = 0
@@ -130,6 +130,11 @@ class Loop:
     def stopwatch(self) -> timing.Stopwatch:
         """What counts `spent`: for time that goes to something else inside, and to evaluations between two calls."""
         return self._stopwatch
+
+    @property
+    def _max_in_flight(self) -> int:
+        mesh, at_once = self._step.partitioner.mesh, self._steps_at_once or 1
+        return self._given_max_in_flight or partition.max_steps_in_flight(mesh, at_once)
 
     def description(self) -> list[str]:
         """What must be the same in all processes of a job, a line each."""
@@ -336,6 +341,7 @@ class Loop:
         """Takes some of the next `room` steps, in the way that costs least."""
         if self._steps_at_once is None and room >= STEPS_TRIED:
             self._find_steps_at_once(state, feed)
+            queue.max_steps_in_flight = self._max_in_flight
         if 1 < (self._steps_at_once or 1) <= room:
             self._fused_step = self._fused_step or self._step.fused_step(evaluates=not self._returns_new_state)
             state, arrived = self._take_group(self._fused_step, state, feed, queue)

@@ -229,6 +229,7 @@ class OutputQueue:
       is_on_host: whether the devices' memory is the host's, so that nothing has to be sent. None to look.
 
     Attributes:
+      max_steps_in_flight: as given; to be changed when it is known what a dispatch is.
       newest: what the newest steps returned; to be appended to before `push`.
     """
 
@@ -240,7 +241,7 @@ class OutputQueue:
         sums: Mapping[str, Any] | None = None,
         is_on_host: bool | None = None,
     ):
-        self._max_in_flight = max_steps_in_flight
+        self.max_steps_in_flight: int = max_steps_in_flight
         self._chunk_size = chunk_size(max_steps_in_flight)
         self._most_held = max(max_steps_in_flight, most_steps_held or 0)
         self._sums_before = dict(sums or {})
@@ -278,7 +279,7 @@ class OutputQueue:
             chunk.send()
         elif self._chunks and self._chunks[-1].is_computed():
             self._take_chunks(arrived, metrics.view)
-        most_held = self._most_held if chunk.is_light() else self._max_in_flight
+        most_held = self._most_held if chunk.is_light() else self.max_steps_in_flight
         if self._held + self._steps >= most_held:
             self._take_chunks(arrived, metrics.fetch)
         self._chunks.append(chunk)
@@ -292,7 +293,7 @@ class OutputQueue:
         marker = next((leaf for leaf in jax.tree.leaves(newest) if isinstance(leaf, jax.Array)), None)
         self._in_flight.append((marker, num_steps))
         self._num_in_flight += num_steps
-        while self._num_in_flight > self._max_in_flight - self._chunk_size and self._in_flight:
+        while self._num_in_flight > self.max_steps_in_flight - self._chunk_size and self._in_flight:
             marker, num_steps = self._in_flight.popleft()
             self._num_in_flight -= num_steps
             before = self._stopwatch.switch("device")

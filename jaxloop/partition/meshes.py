@@ -47,12 +47,15 @@ def is_cpu_mesh(mesh: Mesh | None) -> bool:
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def max_steps_in_flight(mesh: Mesh | None) -> int:
+def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
     """How many steps the devices may have before them: enough for them never to wait for the host.
 
-    Where several devices are one CPU, the collectives of many steps would compete for the same threads.
+    Where several devices are one CPU, the collectives of many steps would compete for the same threads. One CPU is done
+    with a dispatch in less time than it takes to wake who waits for it.
     """
-    return 8 if is_cpu_mesh(mesh) else 64
+    if is_cpu_mesh(mesh):
+        return 8
+    return max(64, 8 * steps_per_dispatch if jax.default_backend() == "cpu" else 0)
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:
