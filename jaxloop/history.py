@@ -112,6 +112,23 @@ def _read_alike(logs: Any, known: dict[str, Any], values: list[jax.Array]) -> bo
     return True
 
 
+def _read_all_alike(rows: Sequence[Any], known: dict[str, Any], columns: list[list[Any]]) -> bool:
+    """As `_read_alike`, of several logs: appends for each value those of all."""
+    if not all(isinstance(logs, dict) for logs in rows) or {len(known)} != set(map(len, rows)):
+        return False
+    for key, kind in known.items():
+        values: list[Any] = [logs.get(key) for logs in rows]
+        if type(kind) is dict:
+            if not _read_all_alike(values, kind, columns):
+                return False
+            continue
+        cls, aval = kind
+        if any(type(value) is not cls or value.aval is not aval or value.is_deleted() for value in values):
+            return False
+        columns.append(values)
+    return True
+
+
 def _kind(value: jax.Array) -> tuple[type, Any]:
     # The second is the same object for all arrays that one compiled function returns in this place.
     return type(value), value.aval
@@ -169,11 +186,12 @@ class History:
         self._paths_by_end: dict[str, list[str]] = {}
         # The newest rows, which are like the one before them, whose values have these types, all on the devices. They
         # come to the others together, which costs less.
-        self._newest: list[tuple[Elapsed, list[jax.Array]]] = []
+        self._newest: list[tuple[Elapsed, Sequence[jax.Array]]] = []
         self._kinds: dict[str, Any] | None = None
         # The rows of which not all values have arrived, by number, whether or not the queue still has them.
         self._waiting: dict[int, None] = {}
         self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
+        self._queued: list[int] = []  # Those of which it still has the values, oldest first.
 
     @property
     def path(self) -> epath.Path | None:
@@ -217,6 +235,38 @@ class History:
         if error is not None:
             raise error
 
+    def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
+        """Appends several rows, as `commit` does, for less where they are alike: values of one compiled function, say.
+
+        >>> history = History()
+        >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
+        >>> history.collect("steps", "loss")
+        ([1, 2], [0.5, 0.4])
+
+        Args:
+          elapsed: of each row how far the run is.
+          logs: likewise what was measured.
+
+        Raises:
+          ValueError: there are not as many of the one as of the other.
+          What `commit` does, with a note of how far the run was. The rows before that one are in the history.
+        """
+        if len(elapsed) != len(logs):
+            raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
+        columns: list[list[Any]] = []
+        are_elapsed = {Elapsed} == set(map(type, elapsed))
+        if self._kinds is not None and are_elapsed and _read_all_alike(logs, self._kinds, columns):
+            self._newest += zip(elapsed, zip(*columns, strict=True), strict=True)
+            if len(self._newest) >= CHUNK_SIZE:
+                self._settle()
+            return
+        for now, row in zip(elapsed, logs, strict=True):
+            try:
+                self.commit(now, row)
+            except Exception as error:
+                error.add_note(f"in the logs of {now!r}")
+                raise
+
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Keeps what is no scalar, images say, as it is: in memory, not in the file, and not copied to the host."""
         _check_elapsed("add_outputs", elapsed)
@@ -231,7 +281,7 @@ class History:
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
             arrived = self._explain_donated(lambda: metrics.fetch(waiting))
-            self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
+            self._forget_queue()
             numbers = list(self._waiting)
             for number, values in zip(numbers, arrived, strict=True):
                 self._put([number], {path: [value] for path, value in values.items()})
@@ -540,16 +590,19 @@ class History:
         """Has the values of the newest rows that are on the devices arrive some time."""
         numbers = range(len(self._elapsed) - len(rows), len(self._elapsed))
         self._waiting.update(dict.fromkeys(numbers))
-        for number, values in zip(numbers, rows, strict=True):
-            values["/row"] = number  # No path has a slash.  # pyright: ignore[reportArgumentType]
         while rows:
             some, rows = rows[: self._queue.room], rows[self._queue.room :]
             self._queue.newest += some
+            self._queued += numbers[: len(some)]
+            numbers = numbers[len(some) :]
             arrived = self._explain_donated(functools.partial(self._queue.push, len(some), state=None))
-            for columns, _ in arrived.blocks:
-                of_rows = [int(number) for number in columns.pop("/row")]
-                self._put(of_rows, columns)
+            for columns, num_rows in arrived.blocks:
+                of_rows, self._queued = self._queued[:num_rows], self._queued[num_rows:]
+                self._put(of_rows, columns or {})
                 self._append_to_file(of_rows)
+
+    def _forget_queue(self) -> None:
+        self._queue, self._queued = OutputQueue(_MOST_ROWS_UNDER_WAY), []
 
     def _on_their_way(self, number: int) -> dict[str, Any]:
         """The values of a row that were on the devices."""
@@ -589,8 +642,7 @@ class History:
                         lost.append(f"{path} at step {self._elapsed[number].steps}")
             if not lost:
                 raise
-            # The rest still waits, for the next to read.
-            self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
+            self._forget_queue()  # The rest still waits, for the next to read.
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "

@@ -44,8 +44,8 @@ class Loop:
     Args:
       step: what happens to one batch.
       clock: tells the time in seconds, for durations.
-      max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, on a
-        CPU for 8 dispatches where those are more, and for 8 where several devices are one CPU.
+      max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, on
+        a CPU for 8 dispatches where those are more, and for 8 where several devices are one CPU.
 
     Attributes:
       steps_before: how many steps of the next loop an earlier run has done; the next call goes on after them.

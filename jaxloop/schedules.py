@@ -24,7 +24,7 @@ NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
     """How far a run is.
 
@@ -49,6 +49,19 @@ class Elapsed:
     loops: int = 0
     is_last: bool = dataclasses.field(default=False, repr=False, compare=False)
     previous: "Elapsed | None" = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __init__(
+        self,
+        steps: int = 0,
+        samples: int = 0,
+        time: float = 0.0,
+        loops: int = 0,
+        is_last: bool = False,
+        previous: "Elapsed | None" = None,
+    ):
+        own = vars(self)  # There may be one for each step, and this takes less than half of what a frozen class does.
+        own["steps"], own["samples"], own["time"], own["loops"] = steps, samples, time, loops
+        own["is_last"], own["previous"] = is_last, previous
 
     def __ge__(self, point: "Schedule") -> bool:
         return point.reached(self) if isinstance(point, Schedule) else NotImplemented

@@ -574,6 +574,13 @@ def test_logs_are_a_nested_dictionary():
         logs.loss = 3
 
 
+def test_what_is_added_to_a_collection_of_logs_is_in_the_logs():
+    for logs in (jf.logs().add_loss("loss", 0.3), jax.jit(lambda: jf.logs().add_loss("loss", 0.3))()):
+        logs.losses["other"] = 0.5
+        logs["losses"]["third"] = logs.losses.add_metric("x", 1).metrics.x
+        assert list(logs["losses"]) == ["loss", "other", "metrics", "third"] and logs.other == 0.5
+
+
 def test_merging_logs_takes_over_all_entries():
     one, other = jf.logs().add_metric("a", 1).add_metric("b", 2), jf.logs().add_metric("b", 3).add_loss("c", 4)
     assert one.merge(other) == {"metrics": {"a": 1, "b": 3}, "losses": {"c": 4}}

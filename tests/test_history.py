@@ -250,6 +250,47 @@ def test_a_commit_does_not_wait_and_a_reader_gets_everything(reads):
     assert len(reads) == 20  # Nothing is read twice.
 
 
+_SOME_LOGS = (
+    lambda i: {"losses": {"loss": jnp.float32(i)}},
+    lambda i: {"losses": {"loss": jnp.float32(i)}, "other": {"x": jnp.int32(i)}},
+    lambda i: {"losses": {"loss": jnp.float16(i)}},
+    lambda i: {"losses": {"loss": float(i)}},
+    lambda i: {"loss": jnp.float32(i)},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=8), st.integers(1, 70))
+def test_several_rows_at_once_are_as_one_by_one(kinds, at_once):
+    rows = [_SOME_LOGS[kind] for kind, number in kinds for _ in range(number)]
+    rows = [(Elapsed(i, 8 * i, i / 2), logs(i)) for i, logs in enumerate(rows)]
+    one_by_one, together = History(), History()
+    for row in rows:
+        one_by_one.commit(*row)
+    for first in range(0, len(rows), at_once):
+        together.commit_all(*zip(*rows[first : first + at_once], strict=True))
+    assert together.rows == one_by_one.rows and len(together) == len(rows)
+
+
+def test_of_several_rows_at_once_an_error_says_which():
+    history, loss = History(), jnp.float32(1)
+    with pytest.raises(TypeError, match=r"hold scalars, got float32\[2\] under loss") as caught:
+        history.commit_all(
+            [Elapsed(1), Elapsed(2), Elapsed(3)], [{"loss": loss}, {"loss": jnp.ones(2)}, {"loss": loss}]
+        )
+    assert caught.value.__notes__ == ["in the logs of Elapsed(steps=2, samples=0, time=0.0, loops=0)"]
+    assert history.collect("steps", "loss") == ([1], [1.0])
+    with pytest.raises(ValueError, match="takes as many elapsed as logs, got 2 and 1"):
+        history.commit_all([Elapsed(2), Elapsed(3)], [{"loss": loss}])
+    with pytest.raises(TypeError, match="takes how far the run is, an Elapsed, got 2"):
+        history.commit_all([2, 3], [{"loss": loss}] * 2)
+    gone = jnp.float32(2)
+    gone.delete()
+    with pytest.raises(ValueError, match="was donated"):
+        history.commit_all([Elapsed(2), Elapsed(3)], [{"loss": loss}, {"loss": gone}])
+    assert history.collect("steps", "loss") == ([1, 2], [1.0, 1.0])
+
+
 def test_only_a_bounded_number_of_rows_is_on_its_way():
     history, values = History(), []
     for i in range(300):

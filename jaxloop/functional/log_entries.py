@@ -12,7 +12,6 @@ from jaxloop.schedules import Elapsed
 
 
 @final
-@jax.tree_util.register_pytree_with_keys_class
 class Logs(dict[str, Any]):
     """What a step reports: values by collection and name. A nested dictionary, and a pytree, so that jit returns it.
 
@@ -23,12 +22,14 @@ class Logs(dict[str, Any]):
     (0.9, 0.9, 0.3)
     """
 
+    __slots__ = ()
+
     def add(self, collection: str, name: str, value: Any) -> Self:
         """Adds a value to a collection; returns the logs."""
         for each in (collection, name):
             if not isinstance(each, str):
                 raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
-        self.setdefault(collection, Logs())[name] = value
+        self.setdefault(collection, {})[name] = value
         return self
 
     def add_metric(self, name: str, value: Any) -> Self:
@@ -52,7 +53,7 @@ class Logs(dict[str, Any]):
         for name, value in other.items():
             if isinstance(value, (dict, Mapping)):  # The first costs less.
                 own = self.get(name)
-                value = Logs(value) if own is None else Logs({**own, **value} if isinstance(own, Mapping) else value)
+                value = {**own, **value} if isinstance(own, Mapping) else dict(value)
             self[name] = value
         return self
 
@@ -73,7 +74,9 @@ class Logs(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             value = self[name]
-            return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
+            if isinstance(value, Mapping) and not isinstance(value, Logs):
+                value = self[name] = Logs(value)  # A dictionary until then: that costs jit less to put together.
+            return value
         if name.startswith("__"):
             raise AttributeError(name)
         try:
@@ -84,17 +87,20 @@ class Logs(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"Attributes of logs are for reading. Write logs.add_metric({name!r}, value).")
 
-    def tree_flatten(self):
-        names = tuple(sorted(self))
-        return [self[name] for name in names], names
 
-    def tree_flatten_with_keys(self):
-        values, names = self.tree_flatten()
-        return [(jax.tree_util.DictKey(name), value) for name, value in zip(names, values, strict=True)], names
+def _flatten(logs: Logs) -> tuple[list[Any], tuple[str, ...]]:
+    names = tuple(sorted(logs))
+    return [logs[name] for name in names], names
 
-    @classmethod
-    def tree_unflatten(cls, names: Any, values: Any) -> Self:
-        return cls(zip(names, values, strict=True))
+
+def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    names = tuple(sorted(logs))
+    return [(jax.tree_util.DictKey(name), logs[name]) for name in names], names
+
+
+# What a compiled function logs is put together at each of its calls, so that counts.
+_unflatten = lambda names, values: Logs(zip(names, values, strict=False))
+jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
 
 
 def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -113,7 +119,7 @@ def nested(entries: Mapping[str, Any]) -> Logs:
         *collections_, name = path.split(".")
         inner = logs
         for collection in collections_:
-            inner = inner.setdefault(collection, Logs())
+            inner = inner.setdefault(collection, {})
         inner[name] = value
     return logs
 

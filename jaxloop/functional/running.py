@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from absl import logging
@@ -15,7 +16,7 @@ from jaxloop.counting import Counting, as_stop
 from jaxloop.feed import as_iterator
 from jaxloop.function_step import PlainCall, name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
-from jaxloop.functional.loop_state import LoopState, Moment, Tasks, commit, end_row, on_end, on_start, write
+from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
@@ -260,8 +261,12 @@ class _Due:
         plain = self._callbacks[0].plain_call()
         if plain is None or any(type(getattr(leaf, "shape", None)) is not tuple for leaf in batch.values()):
             return None
-        like = [(name, leaf.shape, leaf.dtype) for name, leaf in batch.items()]
-        return _OnlyCompiled(self._callbacks[0], plain, like, checks.num_examples(batch) or 1)
+        return _OnlyCompiled(
+            self._callbacks[0], plain, batch.keys(), [*map(_form, batch.values())], checks.num_examples(batch) or 1
+        )
+
+
+_form = operator.attrgetter("shape", "dtype")
 
 
 class _Plan:
@@ -317,7 +322,8 @@ class _OnlyCompiled:
 
     callback: "CallbackOf"
     plain: PlainCall
-    like: list[tuple[str, Any, Any]]
+    names: Set[str]
+    forms: list[tuple[Any, Any]]
     samples: int
 
 
@@ -334,7 +340,7 @@ def _take_some(
       A batch that was drawn, and is not like those before, or with which the call fails: to be taken with all that
       belongs to it. And whether there is none, and more steps can be taken here.
     """
-    call, like = known.plain.call, known.like
+    call, names, forms = known.plain.call, known.names, known.forms
     draw, clock, state = counting.iterator.__next__, counting.stopwatch.clock, loop_state.state
     reported: list[Any] = []
     came_at: list[float] = []
@@ -346,7 +352,7 @@ def _take_some(
                 batch = draw()
                 came, is_ahead = clock(), True
                 in_data += came - began
-                if [(name, leaf.shape, leaf.dtype) for name, leaf in batch.items()] != like:
+                if [*map(_form, batch.values())] != forms or batch.keys() != names:
                     break
                 logs, state = call(state, batch)
                 reported.append(logs)
@@ -361,11 +367,9 @@ def _take_some(
     if reported:
         known.plain.remember(state)
         end_row(loop_state)
-        *others, newest = zip(counting.count_all(known.samples, came_at), reported, strict=True)
-        for loop_state.elapsed, logs in others:
-            commit(loop_state, logs)
-        loop_state.elapsed, logs = newest
-        loop_state.logs.merge(logs)
+        *before, loop_state.elapsed = counting.count_all(known.samples, came_at)
+        loop_state.history.commit_all(before, reported[:-1])
+        loop_state.logs.merge(reported[-1])
     if error is not None and not is_ahead:
         return counting.end_by(error), False
     if is_ahead:
