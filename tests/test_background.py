@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -63,6 +64,27 @@ def tell(action, steps, **outputs):
 
 
 # The loop does not wait -------------------------------------------------------------------------------
+
+
+def test_calls_come_together_until_somebody_waits_for_them(monkeypatch):
+    monkeypatch.setattr(background, "_PAUSE_SECS", 60.0)
+    began, writer, steps = time.monotonic(), GatedWriter(), lambda: [step for step, _ in writer.rows]
+    action = actions.SummaryAction(writer, every(1))
+    tell(action, [1])
+    assert writer.has_begun.wait(10) and action.state_dict() == {} and steps() == [1]
+    tell(action, range(2, 6))
+    time.sleep(0.05)
+    assert steps() == [1]
+    assert action.state_dict() == {} and steps() == list(range(1, 6))
+    tell(action, range(6, 7 + background.MOST_PENDING))  # More than may be left.
+    assert len(steps()) > 5
+    action.flush()
+    assert steps() == list(range(1, 7 + background.MOST_PENDING))
+    tell(action, [90])
+    assert action.state_dict() == {}
+    tell(action, [91])
+    action.flush()
+    assert steps()[-2:] == [90, 91] and time.monotonic() - began < 30
 
 
 def test_a_loop_goes_on_while_the_writer_is_at_its_first_row():

@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -21,6 +21,10 @@ MOST_PENDING = 64
 
 _IDLE_SECS = 1.0
 """How long a thread waits for more before it ends. The next call begins another."""
+
+_PAUSE_SECS = 0.1
+"""How long a thread lets calls come together, unless somebody waits for them: to wake it up costs the loop more than a
+call does."""
 
 _METHODS = frozenset(
     f"write_{what}" for what in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams")
@@ -141,6 +145,8 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._is_working = False  # Whether the thread will make what is pending.
         self._ends = False  # Whether it ends once nothing is.
+        self._pauses = False  # Whether it lets calls come together.
+        self._waiting = 0  # How many wait for it.
         self._error: BaseException | None = None  # To be raised.
         self._is_halted = False  # After an error, until an action asks for more.
         self._process = os.getpid()
@@ -169,11 +175,12 @@ class BackgroundWriter:
             self._is_halted = False
             self._begin()
             has_room = lambda: not self._pending or len(self._pending) + len(calls) <= MOST_PENDING
-            self._changed.wait_for(lambda: has_room() or not self._is_working)
+            self._wait_for(has_room)
             self._raise_error()
             self._insert(_Write(self._count + 1, action, step, call) for call in copies)
             self._begin()
-            self._changed.notify_all()
+            if not self._pauses:
+                self._changed.notify_all()
             if waits:
                 self._wait()
 
@@ -231,7 +238,18 @@ class BackgroundWriter:
             self._thread.start()
 
     def _wait(self) -> None:
-        self._changed.wait_for(lambda: not self._pending or not self._is_working)
+        self._wait_for(lambda: not self._pending)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits for the thread, as long as it works."""
+        if condition() or not self._is_working:
+            return
+        self._waiting += 1
+        self._changed.notify_all()
+        try:
+            self._changed.wait_for(lambda: condition() or not self._is_working)
+        finally:
+            self._waiting -= 1
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -255,6 +273,10 @@ class BackgroundWriter:
 
     def _next(self) -> _Write | None:
         with self._changed:
+            if not self._pending:
+                self._pauses = True
+                self._changed.wait_for(lambda: self._ends or self._waiting, timeout=_PAUSE_SECS)
+                self._pauses = False
             self._changed.wait_for(lambda: self._pending or self._ends, timeout=_IDLE_SECS)
             self._is_working = bool(self._pending)
             return self._pending[0] if self._pending else None
