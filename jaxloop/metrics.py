@@ -320,6 +320,11 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
     return scalars
 
 
+def _are_read(value: Any) -> bool:
+    """Whether a value is on the host for sure: a list of a loop's, or a statistic."""
+    return _numbers_alike(value) if isinstance(value, list) else isinstance(value, int | float)
+
+
 def _numbers_alike(values: Sequence[Any]) -> bool:
     """Whether all are NumPy numbers of one type, as those of a loop's steps are; to look at each takes longer."""
     kinds = {*map(type, values)}
@@ -333,7 +338,8 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
         if not pairs:
             return float("nan")
         values, weights = zip(*pairs, strict=True)
-    return float(np.average(np.array(values, np.float64), weights=weights))
+    numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
+    return float((numbers * counts).sum() / counts.sum())  # As `np.average` does, in a third of the time.
 
 
 def _is_number(value: Any) -> bool:
@@ -380,8 +386,10 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
     """The outputs on the host, with `clu.metrics` states merged and computed."""
-    reduced = {}
-    for name, value in fetch(dict(outputs or {})).items():
+    reduced, given = {}, dict(outputs or {})
+    given.update(fetch({name: value for name, value in given.items() if not _are_read(value)}))
+    for name in sorted(given):
+        value = given[name]
         values = value if isinstance(value, list) else [value]
         if name == types.STOP_LOOP:
             continue
