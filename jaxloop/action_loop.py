@@ -564,9 +564,9 @@ class ActionLoop(StatLoop):
 
     def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
         spent, run = self._spent_at_look, self.run_info or Run()
-        outputs = slot.hand_over(newest)
+        outputs, since = slot.hand_over(newest), spent - slot.spent_before
         if slot.reads_outputs:
-            outputs.update(self._stats(state, spent - slot.spent_before))
+            outputs.update(self._stats(state, since))
         counting = self._stopwatch.counting(slot.action.time_goes_to)
         with counting, slot.keeping(outputs), self._telling_failure(slot):
             slot.actions.call(
@@ -576,7 +576,7 @@ class ActionLoop(StatLoop):
                 now,
                 history=run.history,
                 total_steps=run.total_steps,
-                spent=spent - slot.spent_before,
+                spent=since,
                 snapshot=run.snapshot,
             )
         slot.called_at, slot.spent_before = now.steps, spent

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import final
 
@@ -61,8 +62,7 @@ class Spent:
         return self.steps / max(self.training, 1e-9)
 
     def __sub__(self, earlier: "Spent") -> "Spent":
-        names = [field.name for field in dataclasses.fields(self)]
-        return Spent(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+        return Spent(*map(operator.sub, _values_of(self), _values_of(earlier)))
 
     def __str__(self) -> str:
         total = max(self.total, 1e-9)
@@ -74,6 +74,9 @@ class Spent:
         first, *others = told
         share, _, name = first.partition(" ")
         return ", ".join([f"{head}: {share} of the time was spent {name}", *others]) + "."
+
+
+_values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Spent)))
 
 
 def _readable(seconds: float) -> str:
