@@ -43,6 +43,13 @@ Train = Callable[[int], Trained]
 Contestant = Callable[[Workload], Train]
 
 
+class Terminal(io.StringIO):
+    """Where a bar is drawn as on a terminal."""
+
+    def isatty(self):
+        return True
+
+
 # By hand ---------------------------------------------------------------------------------------------
 
 
@@ -83,6 +90,34 @@ def hand_written_loop_that_keeps_losses(workload: Workload) -> Train:
         losses = jax.device_get(losses)
         jax.block_until_ready(state)
         return Trained((time.perf_counter() - start) / num_steps, state.params)
+
+    return train
+
+
+def hand_written_loop_with_all(workload: Workload) -> Train:
+    """The same with what an experiment has: every 100 steps a line as of a bar, a TensorBoard event, and a row."""
+    import tensorboardX
+
+    step = jax.jit(workload.train_step, donate_argnums=0)
+
+    def train(num_steps):
+        state, batches, losses, history, bar = flax_state(workload), workload.batches(), [], [], Terminal()
+        with tempfile.TemporaryDirectory() as workdir, tensorboardX.SummaryWriter(workdir) as writer:
+            start = last = time.perf_counter()
+            for number, batch in enumerate(itertools.islice(batches, num_steps), start=1):
+                state, outputs = step(state, batch)
+                losses.append(outputs["loss"])
+                if number % LOG_EVERY == 0:
+                    loss, losses = float(np.mean(jax.device_get(losses))), []
+                    now = time.perf_counter()
+                    speed, last = LOG_EVERY / (now - last), now
+                    bar.write(f"\r{number}/{num_steps} loss {loss:.3f}, {speed:.0f} steps/s")
+                    writer.add_scalar("loss", loss, number)
+                    writer.add_scalar("steps_per_sec", speed, number)
+                    history.append((number, now - start, loss))
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - start
+        return Trained(seconds / num_steps, state.params)
 
     return train
 
@@ -203,13 +238,6 @@ def train_loop(layout: Callable[[Any], jaxloop.Partitioner] | None = None, **opt
         return train
 
     return contestant
-
-
-class Terminal(io.StringIO):
-    """Where a bar is drawn as on a terminal."""
-
-    def isatty(self):
-        return True
 
 
 def train_loop_with_all(workload: Workload) -> Train:

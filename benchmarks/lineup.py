@@ -10,6 +10,7 @@ from benchmarks.contestants import (
     functional_loop,
     hand_written_loop,
     hand_written_loop_that_keeps_losses,
+    hand_written_loop_with_all,
     hand_written_scan,
     train_loop,
     train_loop_with_all,
@@ -19,6 +20,7 @@ from benchmarks.workloads import Workload
 
 REFERENCE = "hand-written loop"
 KEEPING = "hand-written loop that keeps its losses"
+BY_HAND_WITH_ALL = "hand-written loop with summaries, read every 100 steps"
 SCAN = "hand-written scan of 32"
 DEFAULTS = "TrainLoop"
 FUSED = "TrainLoop, steps_per_dispatch=32"
@@ -53,6 +55,6 @@ def contestants_for(workload: Workload) -> dict[str, Contestant]:
     if workload.name in ("W0", "W2", "W3"):
         lineup[NAN_POLICY] = train_loop(nan_policy="raise")
     if workload.name == "W1":
-        lineup[WITH_ALL] = train_loop_with_all
+        lineup |= {WITH_ALL: train_loop_with_all, BY_HAND_WITH_ALL: hand_written_loop_with_all}
     lineup |= {FUNCTIONAL: functional_loop, FIT: fit, CLU: clu_style_loop}
     return {**lineup, KERAS: keras_fit(1), KERAS_32: keras_fit(SCAN_LENGTH)}

@@ -8,7 +8,20 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from benchmarks.lineup import AUTO, CLU, FIT, FUSED, KEEPING, KERAS, KERAS_32, NAN_POLICY, REFERENCE, SCAN, WITH_ALL
+from benchmarks.lineup import (
+    AUTO,
+    BY_HAND_WITH_ALL,
+    CLU,
+    FIT,
+    FUSED,
+    KEEPING,
+    KERAS,
+    KERAS_32,
+    NAN_POLICY,
+    REFERENCE,
+    SCAN,
+    WITH_ALL,
+)
 from benchmarks.rounds import UNITS, Comparison, Spread
 from benchmarks.targets import REASONS, TARGETS, Target
 
@@ -18,6 +31,8 @@ NOTES = {
     REFERENCE: "`jax.jit(step, donate_argnums=0)` in a `for` loop, which keeps no outputs and reads nothing before the "
     "end. NumPy batches go straight into the jitted call; over several devices, through one `jax.device_put`.",
     KEEPING: "the same, with the loss of each step in a list, which `jax.device_get` reads at the end.",
+    BY_HAND_WITH_ALL: "the same, but every 100 steps it reads the losses, writes their mean with tensorboardX and in a "
+    "line on a terminal, and keeps it in a list.",
     SCAN: "32 batches are stacked on the host, and one dispatch scans over them.",
     FUSED: "the same in jaxloop, and the losses of all steps are on the host at the end.",
     AUTO: "jaxloop chooses how many.",

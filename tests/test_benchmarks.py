@@ -38,13 +38,21 @@ def test_all_train_the_same_and_are_timed_in_each_round(w0):
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in comparison.seconds.values())
 
 
-@pytest.mark.parametrize("contestant", [contestants.fit, contestants.clu_style_loop, contestants.train_loop_with_all])
+@pytest.mark.parametrize(
+    "contestant",
+    [
+        contestants.fit,
+        contestants.clu_style_loop,
+        contestants.train_loop_with_all,
+        contestants.hand_written_loop_with_all,
+    ],
+)
 def test_so_do_those_that_take_long_to_start(w0, contestant, writer, monkeypatch):
     writer.close = lambda: None
     monkeypatch.setattr(jaxloop, "default_writer", lambda workdir: writer)
     with jax.numpy_dtype_promotion("standard"):  # As clu needs it.
-        trained = contestant(w0)(64)
-    expected = contestants.hand_written_loop(w0)(64)
+        trained = contestant(w0)(128)
+    expected = contestants.hand_written_loop(w0)(128)
     assert trained.secs_per_step > 0
     assert w0.final_loss(trained.params) == pytest.approx(w0.final_loss(expected.params), rel=1e-4)
 
