@@ -26,7 +26,8 @@ class FlatState:
     __slots__ = ("leaves", "structure")
 
     def __init__(self, structure: Any, leaves: Any):
-        self.structure, self.leaves = structure, leaves
+        self.structure: Any = structure
+        self.leaves: Any = leaves
 
     @classmethod
     def of(cls, state: Any) -> Self:
