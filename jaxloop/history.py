@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Of how many rows the values may be on their way from the devices.
 _MOST_ROWS_UNDER_WAY = 64
-_UNITS = ("steps", "samples", "time", "loops")
+_UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")
 # A curve of at most so many points shows each of them.
 _FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
@@ -179,7 +179,8 @@ class History:
         self._clear()
 
     def _clear(self) -> None:
-        self._elapsed: list[Elapsed] = []  # Of each row.
+        # Of each row the numbers of its elapsed: the garbage collector has nothing to look for in these.
+        self._elapsed: list[tuple[Any, ...]] = []
         self._forms: list[_Form] = []  # Likewise.
         self._known_forms: dict[Any, _Form] = {}
         self._columns: dict[str, _Column] = {}
@@ -348,8 +349,8 @@ class History:
         self.flush()
         values = {path: iter(column.values) for path, column in self._columns.items()}
         return [
-            Row(elapsed, form.logs_of(next(values[path]) for path in form.paths))
-            for elapsed, form in zip(self._elapsed, self._forms, strict=True)
+            Row(Elapsed(*numbers), form.logs_of(next(values[path]) for path in form.paths))
+            for numbers, form in zip(self._elapsed, self._forms, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -367,7 +368,7 @@ class History:
         if not self._elapsed:
             return "History(no rows)"
         count = "1 row" if len(self) == 1 else f"{len(self)} rows"
-        return f"History({count} up to step {self._elapsed[-1].steps}: {checks.listed(self._columns)})"
+        return f"History({count} up to step {self._steps_at(-1)}: {checks.listed(self._columns)})"
 
     def paths(self) -> list[str]:
         """The full paths of all values so far, in the order of their first appearance."""
@@ -408,7 +409,7 @@ class History:
         column = self._columns[self.find(name)]
         if isinstance(column.values[-1], jax.Array):
             self.flush()
-        return self._elapsed[column.rows[-1]], column.values[-1]
+        return Elapsed(*self._elapsed[column.rows[-1]]), column.values[-1]
 
     def collect(self, *names: str) -> Any:
         """The values of the names, over the rows in which all of them appear.
@@ -445,13 +446,13 @@ class History:
                 values = dict(zip(columns[end].rows, columns[end].values, strict=True))
                 lists.append([values[number] for number in numbers])
             else:
-                lists.append([getattr(self._elapsed[number], end) for number in numbers])
+                lists.append([self._elapsed[number][_UNITS.index(end)] for number in numbers])
         return tuple(lists) if len(lists) > 1 else lists[0]
 
     def to_records(self) -> list[dict[str, Any]]:
         """A flat dict for each row, `{"steps": 100, ..., "train.loss": 0.5}`, as `pandas.DataFrame` takes them."""
         self.flush()
-        records = [elapsed.to_dict() for elapsed in self._elapsed]
+        records = [Elapsed(*numbers).to_dict() for numbers in self._elapsed]
         for path, column in self._columns.items():
             for number, value in zip(column.rows, column.values, strict=True):
                 records[number][path] = value
@@ -563,7 +564,7 @@ class History:
         form = self._known_forms[key]
         self._forms.append(form)
         self._kinds = _mapped(logs, _kind) if form.paths and form.paths == form.on_device else None
-        self._elapsed.append(elapsed.without_previous())
+        self._elapsed.append(_numbers_of(elapsed))
         for path, value in _leaves(logs):
             if path not in self._columns:
                 self._columns[path] = _Column()
@@ -579,8 +580,8 @@ class History:
             return
         form, numbers = self._forms[-1], range(len(self._elapsed), len(self._elapsed) + len(newest))
         self._forms += [form] * len(newest)
-        self._elapsed += [elapsed.without_previous() for elapsed, _ in newest]
-        rows = [values for _, values in newest]
+        elapsed, rows = zip(*newest, strict=True)
+        self._elapsed += map(_numbers_of, elapsed)
         for path, values in zip(form.paths, zip(*rows, strict=True), strict=True):
             self._columns[path].rows += numbers
             self._columns[path].values += values
@@ -616,10 +617,15 @@ class History:
         for number in numbers:
             del self._waiting[number]
 
+    def _steps_at(self, number: int) -> int:
+        return self._elapsed[number][_UNITS.index("steps")]
+
     def _row(self, number: int) -> Row:
         form = self._forms[number]
         columns = (self._columns[path] for path in form.paths)
-        return Row(self._elapsed[number], form.logs_of(column.values[column.place(number)] for column in columns))
+        return Row(
+            Elapsed(*self._elapsed[number]), form.logs_of(column.values[column.place(number)] for column in columns)
+        )
 
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers or not self._writes:
@@ -639,7 +645,7 @@ class History:
                 for path, value in self._on_their_way(number).items():
                     if isinstance(value, jax.Array) and value.is_deleted():
                         self._columns[path].put([number], [math.nan])
-                        lost.append(f"{path} at step {self._elapsed[number].steps}")
+                        lost.append(f"{path} at step {self._steps_at(number)}")
             if not lost:
                 raise
             self._forget_queue()  # The rest still waits, for the next to read.
@@ -648,6 +654,9 @@ class History:
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
                 "jnp.copy(value)."
             ) from None
+
+
+_numbers_of = operator.attrgetter(*_UNITS, "is_last")
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:

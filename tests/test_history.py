@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import os
@@ -300,6 +301,19 @@ def test_only_a_bounded_number_of_rows_is_on_its_way():
         del value
         assert sum(value() is not None for value in values) <= 64
     assert history.collect("loss") == list(range(300))
+
+
+def test_the_garbage_collector_has_nothing_to_look_for_in_many_rows():
+    history, loss = History(), jax.jit(lambda step: step / 2)
+    alive = {}
+    for step in range(3001):
+        history.commit(Elapsed(step), {"loss": loss(np.float32(step))})
+        if step in (1000, 3000):
+            history.flush()
+            gc.collect()
+            alive[step] = len(gc.get_objects())
+    assert alive[3000] - alive[1000] < 100
+    assert history.collect("loss")[-1] == 1500.0
 
 
 def test_a_reader_may_come_at_any_time():
