@@ -72,12 +72,14 @@ class PlainCall(NamedTuple):
     """A compiled function with nothing around it.
 
     Attributes:
-      call: takes `(state, batch)` to `(logs, state)`.
+      call: takes `(state, batch)` to `(logs, state)`, both states as `take` makes them.
+      take: see `PlainStep`.
       taking: a context for some calls, the first of which gets this state.
       remember: to be called with the newest state.
     """
 
     call: Callable[[Any, types.Batch], tuple[Any, Any]]
+    take: Callable[[Any], Any]
     taking: Callable[[Any], contextlib.AbstractContextManager[None]]
     remember: Callable[[Any], None]
 
@@ -185,7 +187,7 @@ class CompiledFunction:
             with plain.only_known():
                 yield
 
-        return PlainCall(call, taking, step.remember)
+        return PlainCall(call, plain.take, taking, step.remember)
 
     def _step_for(self, statics: Hashable) -> "_PairStep":
         try:

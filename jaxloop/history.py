@@ -250,7 +250,8 @@ class History:
 
         Raises:
           ValueError: there are not as many of the one as of the other.
-          What `commit` does, with a note of how far the run was. The rows before that one are in the history.
+          What `commit` does, with a note of how far the run was. The rows before that one are in the history, and
+            those after it are not.
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
@@ -265,7 +266,7 @@ class History:
             try:
                 self.commit(now, row)
             except Exception as error:
-                error.add_note(f"in the logs of {now!r}")
+                error.add_note(f"when the row of {now!r} was committed")
                 raise
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
@@ -591,16 +592,20 @@ class History:
         """Has the values of the newest rows that are on the devices arrive some time."""
         numbers = range(len(self._elapsed) - len(rows), len(self._elapsed))
         self._waiting.update(dict.fromkeys(numbers))
-        while rows:
-            some, rows = rows[: self._queue.room], rows[self._queue.room :]
-            self._queue.newest += some
-            self._queued += numbers[: len(some)]
-            numbers = numbers[len(some) :]
-            arrived = self._explain_donated(functools.partial(self._queue.push, len(some), state=None))
-            for columns, num_rows in arrived.blocks:
-                of_rows, self._queued = self._queued[:num_rows], self._queued[num_rows:]
-                self._put(of_rows, columns or {})
-                self._append_to_file(of_rows)
+        try:
+            while rows:
+                some, rows = rows[: self._queue.room], rows[self._queue.room :]
+                self._queue.newest += some
+                self._queued += numbers[: len(some)]
+                numbers = numbers[len(some) :]
+                arrived = self._explain_donated(functools.partial(self._queue.push, len(some), state=None))
+                for columns, num_rows in arrived.blocks:
+                    of_rows, self._queued = self._queued[:num_rows], self._queued[num_rows:]
+                    self._put(of_rows, columns or {})
+                    self._append_to_file(of_rows)
+        except BaseException:  # Nobody knows now which rows the queue has: whoever reads takes them from the columns.
+            self._forget_queue()
+            raise
 
     def _forget_queue(self) -> None:
         self._queue, self._queued = OutputQueue(_MOST_ROWS_UNDER_WAY), []
@@ -648,7 +653,7 @@ class History:
                         lost.append(f"{path} at step {self._steps_at(number)}")
             if not lost:
                 raise
-            self._forget_queue()  # The rest still waits, for the next to read.
+            # The rest still waits, for the next to read.
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "

@@ -9,7 +9,7 @@ from absl import logging
 
 from jaxloop import agreement, checks, interrupt, metrics, partition, timing, types
 from jaxloop.feed import Feed, TimedDraw, as_iterator
-from jaxloop.flat_state import FlatState, whole
+from jaxloop.flat_state import whole
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import FusingError, PlainStep, Step
@@ -45,7 +45,7 @@ class Loop:
       step: what happens to one batch.
       clock: tells the time in seconds, for durations.
       max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, on
-        a CPU for 8 dispatches where those are more, and for 8 where several devices are one CPU.
+        a CPU for 4 dispatches where those are more, and for 8 where several devices are one CPU.
 
     Attributes:
       steps_before: how many steps of the next loop an earlier run has done; the next call goes on after them.
@@ -407,8 +407,8 @@ class Loop:
         Ends sooner too where a batch comes that is not like those before, or with which the step fails: taken the
         other way, it does so with all that belongs to it.
         """
-        run, is_flat, only_known, name, rows, check = plain
-        state = FlatState.of(state) if is_flat else state
+        run, take, only_known, name, rows, check = plain
+        state = take(state)
         interrupt, add, taken_before = self._interrupt.outermost, queue.newest.append, len(queue.newest)
         timed = TimedDraw(feed.drawer(), self._stopwatch.clock)
         draw = feed.drawer() if feed.is_instant() and next_time == math.inf else timed

@@ -1,7 +1,7 @@
 """From what steps report to what is written down: fetch, weigh, merge, summarize.
 
-`fetch` is the one place where jaxloop reads device values. `summarize` turns a loop's outputs into example-weighted
-scalars.
+`fetch` is the one place where jaxloop reads device values; `view` takes those that lie in the host's own memory.
+`summarize` turns a loop's outputs into example-weighted scalars.
 """
 
 import contextlib
@@ -53,8 +53,14 @@ def wait(tree: Any) -> Any:
 
 
 def is_ready(array: Any) -> bool:
-    """Whether a value has been computed, if it is a device array. To ask one that was donated ends the process."""
-    return not isinstance(array, jax.Array) or (not array.is_deleted() and array.is_ready())  # pyright: ignore
+    """Whether a value has been computed, if it is a device array. To ask one that was donated ends the process.
+
+    Of a typed key nobody can tell: it counts as not computed.
+    """
+    if not isinstance(array, jax.Array):
+        return True
+    asks = getattr(array, "is_ready", None)
+    return asks is not None and not array.is_deleted() and asks()
 
 
 def _read(array: jax.Array) -> Any:

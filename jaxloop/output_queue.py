@@ -118,8 +118,8 @@ class _Chunk:
         return all(getattr(leaf, "ndim", 0) <= axes for leaf in jax.tree.leaves(_outputs_of(newest)))
 
     def is_computed(self) -> bool:
-        """Whether the devices are done with its steps."""
-        return all(map(metrics.is_ready, jax.tree.leaves(_outputs_of(self.outputs[-1]))))
+        """Whether all of it has been computed."""
+        return all(map(metrics.is_ready, jax.tree.leaves([*map(_outputs_of, self.outputs)])))
 
     def send(self) -> None:
         """Begins to copy all from an accelerator, without waiting for it: scalars that all steps have as one array."""
@@ -277,7 +277,7 @@ class OutputQueue:
         chunk = _Chunk(self.newest, self._steps)
         if not self._is_on_host:
             chunk.send()
-        elif self._chunks and self._chunks[-1].is_computed():
+        elif self._chunks and all(chunk.is_computed() for chunk in self._chunks):
             self._take_chunks(arrived, metrics.view)
         most_held = self._most_held if chunk.is_light() else self.max_steps_in_flight
         if self._held + self._steps >= most_held:

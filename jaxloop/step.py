@@ -18,6 +18,7 @@ from jaxloop import bad_numbers, checkpoint, checks, cost, data, metrics, models
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
+from jaxloop.flat_state import FlatState
 from jaxloop.schedules import Elapsed
 
 NO_OPTIMIZER = optax.identity()
@@ -29,8 +30,8 @@ class PlainStep(NamedTuple):
     """The compiled step itself.
 
     Attributes:
-      run: takes `(state, batch)` to `(state, outputs)`.
-      is_flat: whether these are `FlatState`s.
+      run: takes `(state, batch)` to `(state, outputs)`, both states as `take` makes them.
+      take: makes of a state what `run` takes, a `FlatState` where that costs less; `flat_state.whole` is the way back.
       only_known: a context in which it raises NotCompiled, rather than compile for a batch that nobody has looked at.
       name: under which name, or place, a batch has an array ...
       rows: ... with so many rows, if it is one for this step. So many examples it has.
@@ -38,7 +39,7 @@ class PlainStep(NamedTuple):
     """
 
     run: Callable[[Any, types.Batch], tuple[Any, types.Output]]
-    is_flat: bool
+    take: Callable[[Any], Any]
     only_known: Callable[[], contextlib.AbstractContextManager[None]]
     name: str | int
     rows: int
@@ -569,8 +570,9 @@ class Step:
             return None
         check = self._batch_watch.check_range if self._batch_watch.has_wide_integers else None
         is_flat = self._compiled.takes_flat_states
+        take = FlatState.of if is_flat else lambda state: state
         run = self._compiled.training(self._watch, flat=is_flat)
-        return PlainStep(run, is_flat, self._compiled.only_known, *like, check)
+        return PlainStep(run, take, self._compiled.only_known, *like, check)
 
     def fused_step(
         self, *, evaluates: bool = False

@@ -139,6 +139,11 @@ def test_a_partitioner_of_ones_own_compiles_for_the_state_as_it_is():
     step, state = make(Mine())
     jaxloop.TrainLoop(step)(state, batches(10))
     assert seen == [jaxloop.TrainState]
+    partitioner = jaxloop.SingleDevicePartitioner()
+    partitioner.partition = Mine().partition
+    step, state = make(partitioner)
+    jaxloop.TrainLoop(step)(state, batches(10))
+    assert seen == [jaxloop.TrainState] * 2
 
 
 # What it costs ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ import jaxloop
 from jaxloop import STOP_LOOP, actions, examples, metrics
 from jaxloop import checkpoint as checkpoints
 from jaxloop import functional as jf
+from jaxloop.function_step import CompiledFunction
+from jaxloop.history import History
 
 BATCHES = [{"x": np.full(4, number, np.float32)} for number in range(100)]
 
@@ -572,6 +575,31 @@ def test_logs_are_a_nested_dictionary():
     assert jf.logs({"metrics": {"a": 1}}).metrics.a == 1
     with pytest.raises(AttributeError, match="Write logs.add_metric.'loss', value."):
         logs.loss = 3
+
+
+@pytest.mark.parametrize("compiled", ["train_step", "jit"])
+def test_a_compiled_function_alone_goes_the_short_way(compiled, monkeypatch):
+    ways, call, commit = [], CompiledFunction.call, History.commit
+    monkeypatch.setattr(CompiledFunction, "call", lambda *args: ways.append("call") or call(*args))
+    monkeypatch.setattr(History, "commit", lambda *args: ways.append("commit") or commit(*args))
+    _, state, batches = examples.tiny_regression()
+    step = jf.train_step(squared_error) if compiled == "train_step" else jax.jit(updated, donate_argnums=0)
+    state, history, _ = jf.loop(state, itertools.cycle(batches), {jf.every(1): [step]}, stop=200)
+    assert int(state.step) == len(history) == 200 and len(ways) < 30
+
+
+def updated(state, batch):
+    loss = lambda params: ((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2).mean()
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return jf.logs().add_loss("loss", value), state.apply_gradients(grads=grads)
+
+
+def test_to_read_logs_leaves_them_what_they_were():
+    logs = jax.jit(lambda: jf.logs().add_loss("loss", 0.3).add("updates", "batch_stats", {"bn": {"mean": 1.0}}))()
+    before = jax.tree.structure(logs)
+    assert logs.losses.loss == logs.loss == logs["losses"].loss == np.float32(0.3)
+    assert logs.updates.batch_stats.bn.mean == 1.0 and weakref.ref(logs)() is logs
+    assert jax.tree.structure(logs) == before and type(logs["updates"]["batch_stats"]) is dict
 
 
 def test_what_is_added_to_a_collection_of_logs_is_in_the_logs():

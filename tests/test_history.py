@@ -279,7 +279,7 @@ def test_of_several_rows_at_once_an_error_says_which():
         history.commit_all(
             [Elapsed(1), Elapsed(2), Elapsed(3)], [{"loss": loss}, {"loss": jnp.ones(2)}, {"loss": loss}]
         )
-    assert caught.value.__notes__ == ["in the logs of Elapsed(steps=2, samples=0, time=0.0, loops=0)"]
+    assert caught.value.__notes__ == [f"when the row of {Elapsed(2)!r} was committed"]
     assert history.collect("steps", "loss") == ([1], [1.0])
     with pytest.raises(ValueError, match="takes as many elapsed as logs, got 2 and 1"):
         history.commit_all([Elapsed(2), Elapsed(3)], [{"loss": loss}])
@@ -290,6 +290,30 @@ def test_of_several_rows_at_once_an_error_says_which():
     with pytest.raises(ValueError, match="was donated"):
         history.commit_all([Elapsed(2), Elapsed(3)], [{"loss": loss}, {"loss": gone}])
     assert history.collect("steps", "loss") == ([1, 2], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing", range(1, 6))
+def test_rows_keep_their_values_where_the_file_could_not_be_written(error, failing, tmp_path, monkeypatch):
+    history, append, calls = History(tmp_path / "history.jsonl"), History._append_to_file, []
+
+    def fail_once(self, numbers):
+        calls.append(numbers)
+        if len(calls) == failing:
+            raise error("the disk is full")
+        append(self, numbers)
+
+    monkeypatch.setattr(History, "_append_to_file", fail_once)
+    failed = 0
+    for step in range(200):
+        try:
+            history.commit(Elapsed(step), {"even" if step % 2 else "odd": jnp.float32(step)})
+        except error:
+            failed += 1
+    assert failed == 1
+    assert [(row.elapsed.steps, *row.logs.values()) for row in history] == [(step, step) for step in range(200)]
+    written = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    assert all([*row["logs"].values()] == [row["elapsed"]["steps"]] for row in written)
 
 
 def test_only_a_bounded_number_of_rows_is_on_its_way():

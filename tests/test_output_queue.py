@@ -61,6 +61,13 @@ def test_what_is_computed_in_the_memory_of_the_host_is_taken_without_a_read(monk
     assert [outputs["loss"] for outputs in arrived] == list(range(96))
 
 
+def test_a_typed_key_is_an_output_like_others():
+    steps = [{"a_key": jax.random.key(number), "loss": jnp.float32(number)} for number in range(100)]
+    arrived, _ = push_all(OutputQueue(8, 1000), steps)
+    assert [outputs["loss"] for outputs in arrived] == list(range(100))
+    assert all(jnp.array_equal(row["a_key"], step["a_key"]) for row, step in zip(arrived, steps, strict=True))
+
+
 def test_what_is_not_computed_is_not_taken(monkeypatch):
     monkeypatch.setattr(metrics, "is_ready", lambda value: False)
     queue = OutputQueue(8, 1000, is_on_host=True)

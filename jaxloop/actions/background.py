@@ -124,8 +124,9 @@ class BackgroundWriter:
 
     Of a job's processes the first alone calls anything.
 
-    The thread is a daemon that ends with `flush`, and when it has had nothing to do for a second. A program that ends
-    makes all calls before; one that was forked from it makes none of them.
+    Calls that come within a tenth of a second are made together: who kills a process may lose as much, where no
+    checkpoint tells of it. The thread is a daemon that ends with `flush`, and when nothing has come for a second. A
+    program that ends makes all calls before; one that was forked from it makes none of them.
     """
 
     # By the ids of the writers, which these objects keep alive: not every writer can be hashed, or weakly referred to.

@@ -142,7 +142,8 @@ class _FunctionCallback(CallbackOf):
         # A function in Python could look at anything.
         is_compiled = isinstance(self.of, jax.stages.Wrapped) and self._num_arguments == 2 and self._returns_pair
         is_plain = is_compiled and self._reports_alone
-        return PlainCall(self.of, contextlib.nullcontext, lambda state: None) if is_plain else None
+        as_it_is = lambda state: state
+        return PlainCall(self.of, as_it_is, contextlib.nullcontext, lambda state: None) if is_plain else None
 
 
 class _ObjectCallback(CallbackOf):

@@ -22,14 +22,14 @@ class Logs(dict[str, Any]):
     (0.9, 0.9, 0.3)
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     def add(self, collection: str, name: str, value: Any) -> Self:
         """Adds a value to a collection; returns the logs."""
         for each in (collection, name):
             if not isinstance(each, str):
                 raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
-        self.setdefault(collection, {})[name] = value
+        self.setdefault(collection, Logs())[name] = value
         return self
 
     def add_metric(self, name: str, value: Any) -> Self:
@@ -53,7 +53,7 @@ class Logs(dict[str, Any]):
         for name, value in other.items():
             if isinstance(value, (dict, Mapping)):  # The first costs less.
                 own = self.get(name)
-                value = {**own, **value} if isinstance(own, Mapping) else dict(value)
+                value = Logs(value) if own is None else Logs({**own, **value} if isinstance(own, Mapping) else value)
             self[name] = value
         return self
 
@@ -74,9 +74,7 @@ class Logs(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             value = self[name]
-            if isinstance(value, Mapping) and not isinstance(value, Logs):
-                value = self[name] = Logs(value)  # A dictionary until then: that costs jit less to put together.
-            return value
+            return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
         if name.startswith("__"):
             raise AttributeError(name)
         try:
@@ -119,7 +117,7 @@ def nested(entries: Mapping[str, Any]) -> Logs:
         *collections_, name = path.split(".")
         inner = logs
         for collection in collections_:
-            inner = inner.setdefault(collection, {})
+            inner = inner.setdefault(collection, Logs())
         inner[name] = value
     return logs
 

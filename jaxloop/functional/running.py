@@ -14,6 +14,7 @@ from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, timing
 from jaxloop.counting import Counting, as_stop
 from jaxloop.feed import as_iterator
+from jaxloop.flat_state import whole
 from jaxloop.function_step import PlainCall, name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
@@ -347,6 +348,7 @@ def _take_some(
     in_data, came, batch, error, is_ahead = 0.0, 0.0, loop_state.batch, None, False
     try:
         with known.plain.taking(state):
+            state = known.plain.take(state)
             for _ in range(room):
                 began = clock()
                 batch = draw()
@@ -363,6 +365,7 @@ def _take_some(
     except BaseException as raised:
         error = raised
     counting.stopwatch.move(in_data, "data")
+    state = whole(state)
     loop_state.state, loop_state.batch = state, batch
     if reported:
         known.plain.remember(state)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxloop import checks
 from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 
@@ -26,8 +27,8 @@ class DataParallelPartitioner(MeshPartitioner):
 
     @property
     def takes_any_tree(self) -> bool:
-        cls, base = type(self), DataParallelPartitioner
-        return cls.partition is base.partition and cls.sharding is base.sharding
+        has_own_sharding = type(self).sharding is not DataParallelPartitioner.sharding
+        return not (has_own_sharding or checks.is_of_user(self, "partition"))
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn, out_shardings=self._replicated)

@@ -55,7 +55,7 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
     """
     if is_cpu_mesh(mesh):
         return 8
-    return max(64, 8 * steps_per_dispatch if jax.default_backend() == "cpu" else 0)
+    return max(64, 4 * steps_per_dispatch if jax.default_backend() == "cpu" else 0)
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from jaxloop import types
+from jaxloop import checks, types
 from jaxloop.partition.partitioner import Partitioner
 
 
@@ -40,7 +40,7 @@ class SingleDevicePartitioner(Partitioner):
 
     @property
     def takes_any_tree(self) -> bool:
-        return type(self).partition is SingleDevicePartitioner.partition
+        return not checks.is_of_user(self, "partition")
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn)
