@@ -28,7 +28,7 @@ def fetch(tree: Any) -> Any:
 
 
 def view(tree: Any) -> Any:
-    """As `fetch`, of values that are computed, and in the memory of the host: it waits for nothing."""
+    """As `fetch`, of values in the memory of the host, for who knows that they are computed: else it waits."""
     leaves, structure = jax.tree.flatten(tree)
     read = {kind: _reader_of(kind) for kind in set(map(type, leaves))}
     return jax.tree.unflatten(structure, [read[type(leaf)](leaf) for leaf in leaves])

@@ -118,8 +118,8 @@ class _Chunk:
         return all(getattr(leaf, "ndim", 0) <= axes for leaf in jax.tree.leaves(_outputs_of(newest)))
 
     def is_computed(self) -> bool:
-        """Whether all of it has been computed."""
-        return all(map(metrics.is_ready, jax.tree.leaves([*map(_outputs_of, self.outputs)])))
+        """Whether the devices are done with the last of its steps."""
+        return all(map(metrics.is_ready, jax.tree.leaves(_outputs_of(self.outputs[-1]))))
 
     def send(self) -> None:
         """Begins to copy all from an accelerator, without waiting for it: scalars that all steps have as one array."""
