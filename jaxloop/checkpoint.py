@@ -525,7 +525,7 @@ class CheckpointWriter:
             if self._owns_manager:
                 self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
             manager = self._manager or self._open()
-            if step in (all_steps(self._directory) if self._owns_manager else manager.all_steps()):
+            if self._has(step, manager):
                 logging.warning(
                     "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
                     self._directory,
@@ -543,6 +543,13 @@ class CheckpointWriter:
                 metrics=None if metrics is None else dict(metrics),
                 custom_metadata=noted or None,
             )
+
+    def _has(self, step: int, manager: ocp.CheckpointManager) -> bool:
+        """Whether there is a complete checkpoint of a step, of this run or another program."""
+        if not self._owns_manager:
+            return step in manager.all_steps()
+        # Orbax starts threads to look through a directory, which takes longer than to look for one name.
+        return (self._directory / str(step)).exists() and step in all_steps(self._directory)
 
     def _wait_for_the_one_before(self) -> None:
         began = self._clock()
