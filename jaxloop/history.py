@@ -96,30 +96,14 @@ def _mapped(logs: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]
     return {key: _mapped(value, of) if isinstance(value, Mapping) else of(value) for key, value in logs.items()}
 
 
-def _read_alike(logs: Any, known: dict[str, Any], values: list[jax.Array]) -> bool:
-    """Appends the values of the logs; whether they are alive, and of just the keys and types that are known."""
-    if not isinstance(logs, dict) or len(logs) != len(known):
-        return False
-    for key, kind in known.items():
-        value: Any = logs.get(key)
-        if type(kind) is dict:
-            if not _read_alike(value, kind, values):
-                return False
-        elif type(value) is not kind[0] or value.aval is not kind[1] or value.is_deleted():
-            return False
-        else:
-            values.append(value)
-    return True
-
-
-def _read_all_alike(rows: Sequence[Any], known: dict[str, Any], columns: list[list[Any]]) -> bool:
-    """As `_read_alike`, of several logs: appends for each value those of all."""
+def _read_alike(rows: Sequence[Any], known: dict[str, Any], columns: list[list[Any]]) -> bool:
+    """Appends for each value those of all the logs; whether these are alive, and of just the known keys and types."""
     if not all(isinstance(logs, dict) for logs in rows) or {len(known)} != set(map(len, rows)):
         return False
     for key, kind in known.items():
         values: list[Any] = [logs.get(key) for logs in rows]
         if type(kind) is dict:
-            if not _read_all_alike(values, kind, columns):
+            if not _read_alike(values, kind, columns):
                 return False
             continue
         cls, aval = kind
@@ -215,11 +199,7 @@ class History:
             of `elapsed`; a device value was donated; the file has the rows of an earlier run, and `resume` was not
             called.
         """
-        values: list[jax.Array] = []
-        if self._kinds is not None and type(elapsed) is Elapsed and _read_alike(logs, self._kinds, values):
-            self._newest.append((elapsed, values))
-            if len(self._newest) >= CHUNK_SIZE:
-                self._settle()
+        if self._take_alike([elapsed], [logs]):
             return
         _check_elapsed("commit", elapsed)
         self._check_file()
@@ -255,12 +235,7 @@ class History:
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
-        columns: list[list[Any]] = []
-        are_elapsed = {Elapsed} == set(map(type, elapsed))
-        if self._kinds is not None and are_elapsed and _read_all_alike(logs, self._kinds, columns):
-            self._newest += zip(elapsed, zip(*columns, strict=True), strict=True)
-            if len(self._newest) >= CHUNK_SIZE:
-                self._settle()
+        if self._take_alike(elapsed, logs):
             return
         for now, row in zip(elapsed, logs, strict=True):
             try:
@@ -573,6 +548,17 @@ class History:
                     self._paths_by_end.setdefault(end, []).append(path)
             self._columns[path].rows.append(len(self._elapsed) - 1)
             self._columns[path].values.append(value)
+
+    def _take_alike(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> bool:
+        """Takes rows that are like the one before them, whose values are all on the devices; whether they are."""
+        columns: list[list[Any]] = []
+        are_elapsed = {Elapsed} == set(map(type, elapsed))
+        if self._kinds is None or not are_elapsed or not _read_alike(logs, self._kinds, columns):
+            return False
+        self._newest += zip(elapsed, zip(*columns, strict=True), strict=True)
+        if len(self._newest) >= CHUNK_SIZE:
+            self._settle()
+        return True
 
     def _settle(self) -> None:
         """Puts the newest rows to the others."""
