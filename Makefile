@@ -2,7 +2,9 @@
 # long they take, `make test-wheel` and `make test-oldest` check what is to be released. All make their own virtual
 # environments, in .venv or, for the wheel, in a temporary directory.
 
-PYTHON ?= python3
+# The newest Python that all the tests' packages support and that is installed. JAX 0.11 and newer need 3.12.
+PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3,$(shell $(name) -c pass 2>/dev/null && echo $(name))))
+OLDEST_PYTHON ?= python3.11
 BIN := .venv/bin
 
 .PHONY: demo test test-wheel test-oldest chaos bench colabs docs clean
@@ -38,14 +40,14 @@ test-wheel:
 	"$$bare" -m pip install --quiet --disable-pip-version-check "$$wheel[test]"; \
 	"$$bare" -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NOT_OF_THE_WHEEL) $(TESTS)
 
-# The lowest versions that pyproject.toml allows, in an environment of their own. Packages of today may call what that
-# JAX deprecates (Haiku does): such warnings are let be.
+# The lowest versions that pyproject.toml allows, on the lowest Python, in an environment of their own. Today's packages
+# may call what that JAX deprecates (Haiku does), so DeprecationWarnings are ignored.
 test-oldest: .venv/oldest/installed
 	.venv/oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning $(TESTS)
 
 .venv/oldest/installed: pyproject.toml requirements/oldest.txt
 	rm -rf .venv/oldest
-	$(PYTHON) -m venv .venv/oldest
+	$(OLDEST_PYTHON) -m venv .venv/oldest
 	.venv/oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements/oldest.txt \
 	  --editable '.[test]'
 	touch $@
