@@ -27,7 +27,7 @@ def elapse(
     >>> step, state, batches = examples.tiny_regression()
     >>> eval_period = every(steps=50)
     >>> for elapsed, batch in elapse(batches, stop=at(100)):
-    ...     state, outputs = step.step(state, batch)
+    ...     state, outputs = step(state, batch)
     ...     if eval_period(elapsed):
     ...         print(elapsed.steps, elapsed.samples)
     50 400

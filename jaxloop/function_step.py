@@ -28,7 +28,7 @@ class FunctionStep(NumpyStep):
       begin, end, num_examples: see `Step`. `run` is the function.
 
     >>> step = FunctionStep(lambda state, batch: (state + batch["x"].sum(), {"sum": state}))
-    >>> state, outputs = step.step(np.float32(1), {"x": np.ones(3, np.float32)})
+    >>> state, outputs = step(np.float32(1), {"x": np.ones(3, np.float32)})
     >>> float(state), float(outputs["sum"])
     (4.0, 1.0)
 
@@ -158,7 +158,7 @@ class CompiledFunction:
         found: Any
         if self._donate:
             checks.mark_taken(state, repr(self))
-            state, found = step.step(state, (batch, broadcasts))
+            state, found = step(state, (batch, broadcasts))
         else:
             found = step.evaluate(state, (batch, broadcasts))
         self._num_calls += 1

@@ -715,7 +715,7 @@ class Loop:
     def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
         if self._returns_new_state:
             elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
-            return self._step.step(state, batch, per_loop_step_number, elapsed=elapsed)
+            return self._step(state, batch, per_loop_step_number, elapsed=elapsed)
         return state, self._step.evaluate(state, batch, per_loop_step_number)
 
     def _with_num_examples(self, outputs: Any) -> metrics.LoopOutputs:

@@ -45,7 +45,7 @@ class LossStep(NumpyStep):
     >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
     >>> state = step.initialize_model([1, 3])
     >>> batch = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
-    >>> state, outputs = step.step(state, batch)
+    >>> state, outputs = step(state, batch)
     >>> int(state.step), sorted(outputs)
     (1, ['loss'])
 
@@ -56,7 +56,7 @@ class LossStep(NumpyStep):
     >>> error = lambda params, batch: jnp.abs(batch["x"] @ params["w"] - batch["y"]).mean(axis=-1)
     >>> params = {"w": np.zeros([3, 1], np.float32)}
     >>> step = LossStep(jax.random.key(0), params, optax.sgd(0.1), train=True, loss=loss, metrics={"error": error})
-    >>> state, outputs = step.step(step.initialize_model(), batch)
+    >>> state, outputs = step(step.initialize_model(), batch)
     >>> float(outputs["loss"]), float(outputs["error"])
     (1.0, 1.0)
 

@@ -93,7 +93,7 @@ class Step:
     >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
     >>> state = step.initialize_model([1, 3])
     >>> batch = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
-    >>> state, outputs = step.step(state, batch)
+    >>> state, outputs = step(state, batch)
     >>> int(state.step), sorted(outputs)
     (1, ['loss'])
 
@@ -116,7 +116,7 @@ class Step:
     ...         (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     ...         return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
     >>> step = NNXRegression(jax.random.key(0), Network, optax.sgd(0.1), train=True, nnx_model_args=(1,))
-    >>> state, outputs = step.step(step.initialize_model(None), batch)
+    >>> state, outputs = step(step.initialize_model(None), batch)
     >>> int(state.step)
     1
 
@@ -482,7 +482,7 @@ class Step:
         self.remember(state)
         return state
 
-    def step(
+    def __call__(
         self,
         state: Any,
         batch: types.Batch,
@@ -515,7 +515,7 @@ class Step:
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
         self._look_at(batch)
         state, outputs = self._dispatch(self._compiled.training(self._watch), self.shard_batch, state, batch)
-        checks.mark_taken(given, f"{type(self).__name__}.step")
+        checks.mark_taken(given, repr(self))
         try:
             state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
         except BaseException:
@@ -527,11 +527,11 @@ class Step:
     def quick_step(
         self, *, evaluates: bool = False
     ) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
-        """What a loop may call in place of `step`, with a state that was prepared or that the step before returned.
+        """What a loop may call in place of the step, with a state that was prepared or that the step before returned.
 
-        It passes over what `step` does for states that come from elsewhere, and takes `(state, batch)` to `(state,
-        outputs, number of examples)`. A loop says with `remember` which state it came to. None where more is to be done
-        than to take the batch to the device: actions, and an `end` or a `step` of its own.
+        It passes over what a call of the step does for states that come from elsewhere, and takes `(state, batch)` to
+        `(state, outputs, number of examples)`. A loop says with `remember` which state it came to. None where there is
+        more to do than to take the batch to the device: actions, and an `end` or a `__call__` of its own.
 
         Args:
           evaluates: as `evaluate` does: the state stays as it is.
@@ -637,7 +637,7 @@ class Step:
 
     def _what_comes_between(self, evaluates: bool) -> str | None:
         """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""
-        for name in ("evaluate" if evaluates else "step", "end"):
+        for name in ("evaluate" if evaluates else "__call__", "end"):
             if self._has_own(name):
                 return f"it has its own `{name}`, which is called after each step"
         if self._begin_actions.actions or self._end_actions.actions:
@@ -678,7 +678,7 @@ class Step:
 
     @contextlib.contextmanager
     def watched(self, watch: bad_numbers.Watch) -> Iterator[None]:
-        """Has `step` look for bad numbers, as a `TrainLoop` asks; what it compiles for a policy is kept."""
+        """Has the step look for bad numbers, as a `TrainLoop` asks; what it compiles for a policy is kept."""
         before, self._watch = self._watch, watch
         try:
             yield
@@ -686,7 +686,7 @@ class Step:
             self._watch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
-        """Takes one batch through the hooks as `step` does, without the step's actions. The state is donated.
+        """Takes one batch through the hooks as a call of the step does, without its actions. The state is donated.
 
         Eagerly, `run` is not compiled, and keeps the state.
         """
@@ -807,7 +807,7 @@ class Step:
 
     @property
     def rescued_state(self) -> Any:
-        """The state that `run` returned, where `end` or an end action raised in the last call of `step`; else None."""
+        """The state that `run` returned, if `end` or an end action raised in the step's last call; else None."""
         return self._rescued_state
 
     @property

@@ -192,7 +192,7 @@ def _digest(tree: Any) -> dict[str, str]:
 def _record_steps(kill_at: int) -> dict[int, Any]:
     """Has every update noted, and the process killed at one of them."""
     steps: dict[int, Any] = {}
-    step_once, count_steps, save = Step.step, Loop._count_steps, CheckpointWriter.save
+    step_once, count_steps, save = Step.__call__, Loop._count_steps, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
     def noted(self: Step, state: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ def _record_steps(kill_at: int) -> dict[int, Any]:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Step.step, Loop._count_steps = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
+    Step.__call__, Loop._count_steps = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
     Step.quick_step = lambda self, evaluates=False: None  # pyright: ignore[reportAttributeAccessIssue]
     CheckpointWriter.save = saved
     return steps

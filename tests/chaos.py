@@ -383,7 +383,7 @@ def reuse_donated(directory, tell):
         train = lambda state, step=step: jaxloop.TrainLoop(step)(state, iter([batch]), 1)
         calls = {
             "TrainLoop": train,
-            "Step.step": lambda state, step=step: step.step(state, batch),
+            "Step": lambda state, step=step: step(state, batch),
             "EvalLoop": lambda state, loop=eval_loop: loop(state, iter([batch])),
             "OuterLoop": lambda state, step=step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(state, [batch], 1),
         }

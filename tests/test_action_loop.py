@@ -189,7 +189,7 @@ def test_merged_metrics_are_those_of_the_interval_and_of_the_loop():
 def test_what_does_not_use_outputs_makes_the_loop_wait_for_nothing(monkeypatch):
     waits = []
     step, state, batches = examples.tiny_regression()
-    state, _ = step.step(state, batches[0])
+    state, _ = step(state, batches[0])
     seen = Seen(every(steps=2), uses_outputs=False)
     reads = lambda tree: any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
     for name in ("fetch", "wait"):

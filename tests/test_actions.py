@@ -301,11 +301,11 @@ def test_a_state_saved_is_a_copy(tmp_path):
     """The next step may take the state over while the save is still going on."""
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path)
-    state, _ = step.step(state, batches[0])
+    state, _ = step(state, batches[0])
     expected = np.array(state.params["kernel"])
     action.save(1, state, None)
     for batch in batches[:20]:
-        state, _ = step.step(state, batch)
+        state, _ = step(state, batch)
     action.close()
     fresh, template, _ = examples.tiny_regression()
     restored = fresh.restore_model(template, tmp_path)

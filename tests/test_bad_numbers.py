@@ -118,7 +118,7 @@ def test_policies_share_a_step(data_parallel):
         state, _ = jaxloop.TrainLoop(step, nan_policy=policy)(state, batches(2), num_steps=2)
     with pytest.raises(FloatingPointError):
         jaxloop.TrainLoop(step, nan_policy="raise")(state, batches(2, {2}), num_steps=2)
-    _, outputs = step.step(step.new_state(), batches(1, {1})[0])
+    _, outputs = step(step.new_state(), batches(1, {1})[0])
     assert sorted(outputs or {}) == ["loss", "ratio"]
 
 

@@ -43,10 +43,10 @@ def test_the_filter_of_the_documentation_leaves_out_what_orbax_tells(tmp_path, l
 
 def test_the_newest_checkpoint_is_restored_or_the_one_asked_for(tmp_path, assert_same):
     step, state, batches = examples.tiny_regression()
-    first, _ = step.step(state, batches[0])
+    first, _ = step(state, batches[0])
     first_values = jax.device_get(first)
     save(tmp_path, (1, first))
-    second, _ = step.step(first, batches[1])
+    second, _ = step(first, batches[1])
     save(tmp_path, (2, second))
     fresh, template, _ = examples.tiny_regression()
     assert_same(fresh.restore_model(template, tmp_path), second)
@@ -57,7 +57,7 @@ def test_the_newest_checkpoint_is_restored_or_the_one_asked_for(tmp_path, assert
 def test_step_zero_means_step_zero(tmp_path):
     step, state, batches = examples.tiny_regression()
     save(tmp_path, (0, state))
-    state, _ = step.step(state, batches[0])
+    state, _ = step(state, batches[0])
     save(tmp_path, (1, state))
     assert int(step.restore_model(state, tmp_path, step=0).step) == 0
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path, data_parallel, ass
     restored = step.restore_model(template, tmp_path)
     assert_same(restored, state)
     assert restored.params["kernel"].sharding == data_parallel(after).sharding
-    step.step(restored, batches[0])
+    step(restored, batches[0])
 
 
 class Network(nnx.Module):

@@ -113,7 +113,7 @@ def test_a_loop_trains_as_its_step_does(options, devices, data_parallel):
     partitioner = devices and data_parallel(devices)
     step, state = make(partitioner)
     for batch in batches(10):
-        state, _ = step.step(state, batch)
+        state, _ = step(state, batch)
     step, other = make(partitioner)
     other, _ = jaxloop.TrainLoop(step, **options)(other, batches(10))
     jax.tree.map(np.testing.assert_array_equal, (state.step, state.params), (other.step, other.params))

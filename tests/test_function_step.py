@@ -84,7 +84,7 @@ def test_a_function_step_turns_tensors_into_arrays():
             return self.value
 
     Tensor.__module__ = "tensorflow.python"
-    _, outputs = FunctionStep(lambda state, batch: (state, {"x": batch["x"]})).step(jnp.float32(0), {"x": Tensor(3)})
+    _, outputs = FunctionStep(lambda state, batch: (state, {"x": batch["x"]}))(jnp.float32(0), {"x": Tensor(3)})
     assert int(outputs["x"]) == 3
 
 

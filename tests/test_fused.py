@@ -225,7 +225,7 @@ def test_ctrl_c_ends_a_run_after_the_dispatch_and_it_goes_on_to_the_same_bits(tm
     assert (resumed["state"], resumed["ids"]) == (whole["state"], whole["ids"][5:])
 
 
-@pytest.mark.parametrize("name", ["step", "end", "begin", "preprocess_batch", "num_examples"])
+@pytest.mark.parametrize("name", ["end", "begin", "preprocess_batch", "num_examples"])
 def test_what_is_set_on_a_step_is_called_for_each_batch(name):
     step, calls = make_step(), []
     own = getattr(step, name)

@@ -182,7 +182,7 @@ def test_an_optimizer_may_have_less_of_a_leaf_than_the_rule_splits():
     partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("kernel", P(None, "model"))])
     step = LossStep(KEY, Network(), optax.adafactor(1e-2, min_dim_size_to_factor=8), partitioner, train=True, loss=loss)
     state = step.initialize_model([1, 24])
-    state, outputs = step.step(state, batches(1)[0])
+    state, outputs = step(state, batches(1)[0])
     assert state.params["Dense_0"]["kernel"].sharding.spec == P(None, "model") and np.isfinite(outputs["loss"])
 
 

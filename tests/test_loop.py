@@ -21,7 +21,7 @@ def test_a_loop_is_the_hand_written_loop(assert_same):
     step, state, batches = examples.tiny_regression()
     expected = []
     for batch in batches[:70]:
-        state, outputs = step.step(state, batch)
+        state, outputs = step(state, batch)
         expected.append(float(outputs["loss"]))
 
     step, same_state, _ = examples.tiny_regression()

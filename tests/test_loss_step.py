@@ -41,7 +41,7 @@ def train(step, batches, **spec):
     """Trains from the first state; returns the last, and the losses."""
     state, losses = step.initialize_model(**spec), []
     for number, batch in enumerate(batches):
-        state, outputs = step.step(state, batch, number)
+        state, outputs = step(state, batch, number)
         losses.append(float(outputs["loss"]))
     return state, losses
 
@@ -127,7 +127,7 @@ def test_the_loss_is_a_method_or_an_argument():
     ):
         state = step.initialize_model([1, 3])
         error = batch["x"] @ np.asarray(state.params["kernel"]) - batch["y"]
-        found.append(step.step(state, batch)[1])
+        found.append(step(state, batch)[1])
         assert sorted(found[-1]) == ["constant", "loss", "mae", "off"]
         np.testing.assert_allclose(found[-1]["loss"], np.mean(error**2), rtol=1e-5)
         np.testing.assert_allclose(found[-1]["off"], np.mean(np.abs(error) > 1), rtol=1e-5)
@@ -318,7 +318,7 @@ def test_a_step_is_what_one_would_write_by_hand():
         step = make(KEY, Noisy(), optax.sgd(0.1), train=True)
         state = step.initialize_model([1, 3])
         for seed in range(2):
-            state, _ = step.step(state, rows(8, seed))
+            state, _ = step(state, rows(8, seed))
         states.append(state)
     assert int(states[1].step) == 2
     for one, two in zip(*map(jax.tree.leaves, states), strict=True):
@@ -333,7 +333,7 @@ def test_statistics_change_with_each_micro_batch_in_training_alone(model):
     step = make(train=True)
     before = step.initialize_model([1, 3])
     kept = jax.tree.map(jnp.copy, before)
-    state, _ = step.step(before, rows(8))
+    state, _ = step(before, rows(8))
     assert not np.allclose(jax.tree.leaves(state.batch_stats)[0], jax.tree.leaves(kept.batch_stats)[0])
     if model is NNXNoisy:
         assert int(state.collections["dropout"]["rngs"]["count"][...]) == 2
@@ -364,7 +364,7 @@ def test_a_lower_precision_is_for_the_forward_pass_alone():
     step = LossStep(KEY, Looks(), optax.sgd(0.1, momentum=0.9), **options)
     with jax.numpy_dtype_promotion("standard"):
         state = step.initialize_model([1, 3])
-        state, outputs = step.step(state, {**rows(8), "count": np.arange(8)})
+        state, outputs = step(state, {**rows(8), "count": np.arange(8)})
     assert {str(seen.pop(name)) for name in ("x", "kernel")} == {"bfloat16"} and seen.pop("normed")
     assert {str(dtype) for dtype in seen.values()} == {"float32"}
     floating = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -387,7 +387,7 @@ def test_micro_batches_make_the_update_of_the_whole_batch(count):
     first, numbers = step.initialize_model(), np.arange(count)
     for mask in (numbers < count, numbers % 3 != 1, numbers < 1, numbers < 0):
         given = {**batch, "mask": mask.astype(np.float32)}
-        state, outputs = step.step(jax.tree.map(jnp.copy, first), given)
+        state, outputs = step(jax.tree.map(jnp.copy, first), given)
         params, loss = reference_update(batch, mask)
         np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
         np.testing.assert_allclose(outputs["loss"], loss, atol=1e-6)
@@ -399,7 +399,7 @@ def test_micro_batches_over_a_mesh_are_the_same(devices, count, masked, data_par
     mask = np.arange(count) % 5 != 2 if masked else np.ones(count, bool)
     batch = {**rows(count), "mask": mask} if masked else rows(count)
     step = linear_step(train=True, accumulate=4, metrics={"again": linear}, partitioner=data_parallel(devices))
-    state, outputs = step.step(step.initialize_model(), batch)
+    state, outputs = step(step.initialize_model(), batch)
     params, loss = reference_update(batch, mask)
     np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
     np.testing.assert_allclose([outputs["loss"], outputs["again"]], loss, atol=1e-6)
@@ -421,7 +421,7 @@ def test_micro_batches_of_scalar_losses_are_weighed_by_their_examples():
 
     batch = {**rows(8), "mask": np.array([1, 1, 1, 0, 1, 0, 1, 1], np.float32)}
     step = linear_step(loss, train=True, accumulate=2)
-    state, outputs = step.step(step.initialize_model(), batch)
+    state, outputs = step(step.initialize_model(), batch)
     params, mean = reference_update(batch, batch["mask"] > 0)
     np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
     with jax.numpy_dtype_promotion("standard"):  # clu's.
@@ -429,14 +429,14 @@ def test_micro_batches_of_scalar_losses_are_weighed_by_their_examples():
     with pytest.raises(
         ValueError, match="A batch of 7 rows does not divide into 2 micro-batches.*'loss', 'sum' are not"
     ):
-        step.step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
+        step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
 
 
 def test_images_are_those_of_the_first_micro_batch():
     image = lambda params, batch: jaxloop.MetricWithMetadata(batch["image"], jaxloop.MetricType.IMAGE)
     step = linear_step(train=True, accumulate=2, metrics={"image": image})
     batch = {**rows(4), "image": np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1)}
-    _, outputs = step.step(step.initialize_model(), batch)
+    _, outputs = step(step.initialize_model(), batch)
     assert outputs["image"].value.ravel().tolist() == [0, 2]
 
 
@@ -561,9 +561,9 @@ def test_a_batch_stays_short_where_more_rows_would_change_a_mean(options):
 def test_a_step_does_not_depend_on_the_batches_before_it(assert_same):
     # Or a run that was resumed before a short batch would differ.
     step, other = linear_step(train=True), linear_step(train=True)
-    state, _ = step.step(step.initialize_model(), rows(8))
+    state, _ = step(step.initialize_model(), rows(8))
     kept = jax.tree.map(jnp.copy, state)
-    assert_same(step.step(state, rows(3, 1)), other.step(kept, rows(3, 1)))
+    assert_same(step(state, rows(3, 1)), other(kept, rows(3, 1)))
 
 
 def test_over_a_mesh_a_batch_is_filled_up_to_a_multiple_of_its_devices(data_parallel):
@@ -600,7 +600,7 @@ def test_leaves_of_different_lengths_are_for_scalar_losses(warnings_logged):
     with pytest.raises(ValueError, match=r"float32\[8\], and the leaves of the batch share no leading axis"):
         linear_step().evaluate(state, batch)
     with pytest.raises(ValueError, match="accumulate=2, and can't split a batch whose leaves share no leading axis"):
-        linear_step(train=True, accumulate=2).step(state, batch)
+        linear_step(train=True, accumulate=2)(state, batch)
 
 
 def test_a_train_loop_takes_it_as_any_step():

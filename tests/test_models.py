@@ -261,7 +261,7 @@ def test_a_model_that_has_its_parameters_stays_usable_when_the_state_is_donated(
         step = LossStep(KEY, model, optax.sgd(0.1), train=True, loss=loss)
         finals = []
         for _ in range(2):
-            state, _ = step.step(step.initialize_model(), {"x": X})
+            state, _ = step(step.initialize_model(), {"x": X})
             finals.append([np.array(leaf) for leaf in jax.tree.leaves(state.params)])
         jax.tree.map(np.testing.assert_array_equal, *finals)
         assert step.model is model and len(traces) == 1

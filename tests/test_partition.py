@@ -173,12 +173,12 @@ def test_a_sharding_constraint_needs_no_mesh_around_it():
 
     step = Constrained(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partition.SPMDPartitioner(AUTO, "data"))
     _, _, batches = examples.tiny_regression()
-    state, _ = step.step(step.initialize_model([1, 3]), batches[0])
+    state, _ = step(step.initialize_model([1, 3]), batches[0])
     assert int(state.step) == 1
 
 
 def test_a_state_made_elsewhere_is_moved_to_the_mesh():
     _, state, batches = examples.tiny_regression()
     step, _, _ = examples.tiny_regression(partitioner=partition.DataParallelPartitioner(AUTO, "data"))
-    state, _ = step.step(state, batches[0])
+    state, _ = step(state, batches[0])
     assert jax.tree.leaves(state.params)[0].sharding.mesh == AUTO

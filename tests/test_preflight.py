@@ -655,7 +655,7 @@ def test_a_directory_in_which_another_process_trains_is_found(plan, tmp_path, mo
 def test_a_state_that_was_donated_is_found(plan):
     step = GoodStep(jax.random.key(0), Network(), optax.sgd(0.1, momentum=0.9), train=True)
     state = step.initialize_model([1, 3])
-    step.step(state, batch_of())
+    step(state, batch_of())
     assert "has already taken" in plan(state=lambda _: state).check().errors[0].text
 
 
@@ -804,7 +804,7 @@ SOUND = {
     "a way of its own through the step": {
         "data": data_of(name=np.array(["a"] * 8)),
         "step": step_with(
-            step=lambda self, state, batch, *args, **kwargs: GoodStep.step(
+            __call__=lambda self, state, batch, *args, **kwargs: GoodStep.__call__(
                 self, state, {"x": batch["x"], "y": batch["y"]}, *args, **kwargs
             )
         ),

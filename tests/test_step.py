@@ -80,12 +80,18 @@ def test_hooks_come_in_their_order():
     step = Ordered(KEY, nn.Dense(1))
     state = step.initialize_model([1, 3])
     for _ in range(2):
-        state, outputs = step.step(state, np.zeros(4, np.int32))
+        state, outputs = step(state, np.zeros(4, np.int32))
     assert [call if isinstance(call, str) else call[0] for call in calls] == [
         *["preprocess_batch", "begin", "trace", "end"],
         *["preprocess_batch", "begin", "end"],
     ]
     assert calls[1] == ("begin", 1) and calls[3] == ("end", 8) and outputs["more"] == 1
+
+
+def test_a_step_is_called_and_has_no_other_name_for_that():
+    step, state, batches = examples.tiny_regression()
+    state, outputs = step(state, batches[0], per_loop_step_number=0, log_num_flops=False)
+    assert int(state.step) == 1 and set(outputs) == {"loss"} and not hasattr(step, "step")
 
 
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "old-style"])
@@ -155,7 +161,7 @@ def test_an_nnx_model_trains_with_all_its_variables():
     state = step.initialize_model([1, 3])
     mean = np.asarray(state.batch_stats["norm"]["mean"][...])
     for _ in range(3):
-        state, _ = step.step(state, {"x": np.arange(24, dtype=np.float32).reshape(8, 3)})
+        state, _ = step(state, {"x": np.arange(24, dtype=np.float32).reshape(8, 3)})
     assert int(state.step) == 3
     assert int(state.collections["calls"][...]) == 3
     assert not np.allclose(state.batch_stats["norm"]["mean"][...], mean)
@@ -182,7 +188,7 @@ def test_two_initialisations_of_an_nnx_model_share_one_compilation():
     original = step.run
     step.run = lambda state, batch: traces.append(1) or original(state, batch)
     for _ in range(2):
-        step.step(step.initialize_model([1, 3]), BATCH)
+        step(step.initialize_model([1, 3]), BATCH)
     assert len(traces) == 1
 
 
@@ -228,7 +234,7 @@ def test_parameters_and_operations_are_counted(logs):
     assert step.num_params == step.compute_num_params(state) == 4
     assert step.num_flops is None
     assert step.compute_num_flops(state, batches[0]) > 8 * 3
-    state, _ = step.step(state, batches[0], log_num_flops=True)  # Counting did not use the state up.
+    state, _ = step(state, batches[0], log_num_flops=True)  # Counting did not use the state up.
     step.initialize_model([1, 3], log_num_params=True)
     assert "has 4 parameters" in logs.text
 
@@ -254,7 +260,7 @@ def test_run_is_traced_once():
     step = make_step(run)
     state = step.initialize_model([1, 3])
     for _ in range(5):
-        state, _ = step.step(state, BATCH)
+        state, _ = step(state, BATCH)
     assert len(traces) == 1
 
 
@@ -262,8 +268,8 @@ def test_a_python_int_for_a_step_does_not_compile_twice():
     traces = []
     step = make_step(lambda self, state, batch: traces.append(1) or advance(self, state, batch))
     state = step.initialize_model([1, 3]).replace(step=55)
-    state, _ = step.step(state, BATCH)
-    state, _ = step.step(state, BATCH)
+    state, _ = step(state, BATCH)
+    state, _ = step(state, BATCH)
     assert (int(state.step), len(traces)) == (57, 1)
 
 
@@ -284,7 +290,7 @@ def test_a_step_that_is_no_integer_is_refused(count, got):
     step, state, batches = examples.tiny_regression()
     state = state.replace(step=count)
     message = rf"state.step must be an integer scalar.*got {got}\. Write state.replace\(step=jnp.int32\(0\)\), for none"
-    for use in (step.step, step.evaluate):
+    for use in (step, step.evaluate):
         with pytest.raises(TypeError, match=message):
             use(state, batches[0])
     with pytest.raises(TypeError, match=message):
@@ -294,7 +300,7 @@ def test_a_step_that_is_no_integer_is_refused(count, got):
 @pytest.mark.parametrize("count", [np.int64(7), np.uint8(7), np.array(7, np.int16), jnp.uint32(7)], ids=repr)
 def test_a_step_may_be_an_integer_of_any_kind(count):
     step, state, batches = examples.tiny_regression()
-    state, _ = step.step(state.replace(step=count), batches[0])
+    state, _ = step(state.replace(step=count), batches[0])
     assert int(state.step) == 8
 
 
@@ -324,27 +330,28 @@ def test_a_donated_leaf_in_a_new_state_is_refused(devices, data_parallel):
 
     tiny, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     step = Restores(tiny.base_prng, tiny.model, tiny.optimizer, tiny.partitioner)
-    first, _ = step.step(state, batches[0])
+    first, _ = step(state, batches[0])
     with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were donated"):
-        step.step(first.replace(params=state.params), batches[0])
+        step(first.replace(params=state.params), batches[0])
     step.kept = state.params
     with pytest.raises(ValueError, match=r"its buffers \(params/bias, params/kernel\) were donated"):
-        step.step(first, batches[0])
+        step(first, batches[0])
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
-    first, _ = step.step(state, batches[0])
+    first, _ = step(state, batches[0])
     with pytest.raises(
-        ValueError, match=r"(?s)_RegressionStep.step has already taken.*params/bias.*jax.tree.map\(jnp.copy"
+        ValueError,
+        match=r"(?s)_RegressionStep\(model=Dense, train=True\) has already taken.*params/bias.*jax.tree.map\(jnp.copy",
     ):
-        step.step(state, batches[0])
+        step(state, batches[0])
     with pytest.raises(ValueError, match="has already taken"):
         step.evaluate(state.replace(params=state.params), batches[0])
-    second, _ = step.step(first, batches[0])
+    second, _ = step(first, batches[0])
     with pytest.raises(ValueError, match="has already taken"):
-        step.step(first, batches[0])
+        step(first, batches[0])
     assert int(second.step) == 2
 
 
@@ -363,7 +370,7 @@ def test_a_batch_that_is_placed_already_is_left_alone():
             return batch
 
     step = Placed(KEY, nn.Dense(1), should_shard_batch=False)
-    step.step(step.initialize_model([1, 3]), BATCH)
+    step(step.initialize_model([1, 3]), BATCH)
     assert seen == [True]
 
 
@@ -380,7 +387,7 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
     step = make_step(advance, begin_actions=[before], end_actions=[after])
     state = step.initialize_model([1, 3])
     for number in range(4):
-        state, _ = step.step(state, BATCH, per_loop_step_number=number)
+        state, _ = step(state, BATCH, per_loop_step_number=number)
     assert before.noted == [(0, True), (1, True), (2, True), (3, True)]
     assert after.noted == [(2, False), (4, False)]
 
@@ -399,7 +406,7 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
 def test_results_of_another_form_are_refused(result, message):
     step = make_step(lambda self, state, batch: result(state))
     with pytest.raises(TypeError, match=message):
-        step.step(step.initialize_model([1, 3]), BATCH)
+        step(step.initialize_model([1, 3]), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +421,7 @@ def test_results_of_another_form_are_refused(result, message):
 def test_a_state_of_another_form_is_refused_leaf_by_leaf(change, message):
     step = make_step(lambda self, state, batch: (state.replace(params=change(state.params)), {}))
     with pytest.raises(TypeError, match=message):
-        step.step(step.initialize_model([1, 3]), BATCH)
+        step(step.initialize_model([1, 3]), BATCH)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -430,11 +437,11 @@ def test_a_state_of_another_form_is_refused_leaf_by_leaf(change, message):
 )
 def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, message, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
-    for call in (step.step, step.evaluate):
+    for call in (step, step.evaluate):
         with pytest.raises(TypeError, match=message) as caught:
             call(state, {**batches[0], "id": leaf})
         assert "Step.preprocess_batch" in str(caught.value)
-    step.step(state, batches[0])  # The state was not taken.
+    step(state, batches[0])  # The state was not taken.
 
 
 @pytest.mark.parametrize(
@@ -449,16 +456,16 @@ def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, messa
 def test_an_error_in_run_comes_with_the_batch_in_words(change, words):
     step, state, batches = examples.tiny_regression()
     with pytest.raises(Exception) as caught:
-        step.step(state, {**batches[0], "x": change(batches[0]["x"])})
+        step(state, {**batches[0], "x": change(batches[0]["x"])})
     assert f"with {words}" in caught.value.__notes__
-    step.step(state, batches[0])  # The state was not taken.
+    step(state, batches[0])  # The state was not taken.
 
 
 def test_tensors_of_other_libraries_are_refused_with_the_remedy():
     tf = pytest.importorskip("tensorflow")
     step, state, batches = examples.tiny_regression()
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tf.Tensor \(float32\[8, 3\]\).*as_numpy_iterator"):
-        step.step(state, jax.tree.map(tf.constant, batches[0]))
+        step(state, jax.tree.map(tf.constant, batches[0]))
 
     class Tensor:
         """As much of a torch.Tensor as the message needs."""
@@ -467,13 +474,13 @@ def test_tensors_of_other_libraries_are_refused_with_the_remedy():
         dtype, shape = "torch.float32", (8, 3)
 
     with pytest.raises(TypeError, match=r"batch\['x'\] is a torch.Tensor \(torch.float32\[8, 3\]\).*Step.begin"):
-        step.step(state, {**batches[0], "x": Tensor()})
+        step(state, {**batches[0], "x": Tensor()})
 
 
 def test_a_step_without_run_says_so():
     step = Step(KEY, nn.Dense(1))
     with pytest.raises(NotImplementedError, match="Step must define run"):
-        step.step(step.initialize_model([1, 3]), BATCH)
+        step(step.initialize_model([1, 3]), BATCH)
 
 
 # Batches that JAX would take without a word ------------------------------------------------------------
@@ -487,30 +494,30 @@ def test_batches_of_changing_shape_are_said_once_and_refused_past_a_limit(warnin
     step, state, _ = examples.tiny_regression()
     step.max_batch_shapes = 3
     for rows in (8, 8, 5, 8, 5):  # The last batch of an epoch may be short.
-        state, _ = step.step(state, batch_of(rows))
+        state, _ = step(state, batch_of(rows))
     assert warnings_logged() == []
     for rows in (4, 8, 4):
-        state, _ = step.step(state, batch_of(rows))
+        state, _ = step(state, batch_of(rows))
     (said,) = warnings_logged()
     assert (
         "changed batch['x'] from float32[5, 3] to float32[4, 3], batch['y'] from" in said and "drop_remainder" in said
     )
     with pytest.raises(ValueError, match=r"has had 3 shapes, and max_batch_shapes=3 is the limit"):
-        step.step(state, batch_of(7))
-    assert int(step.step(state, batch_of(5))[0].step) == 9  # The state is as it was.
+        step(state, batch_of(7))
+    assert int(step(state, batch_of(5))[0].step) == 9  # The state is as it was.
 
 
 def test_a_batch_that_is_longer_than_the_first_is_said(warnings_logged):
     step, state, _ = examples.tiny_regression()
     for rows in (5, 8):
-        state, _ = step.step(state, batch_of(rows))
+        state, _ = step(state, batch_of(rows))
     assert "changed batch['x'] from float32[5, 3] to float32[8, 3]" in warnings_logged()[0]
 
 
 def test_float64_is_said_once(warnings_logged):
     step, state, _ = examples.tiny_regression()
     for _ in range(3):
-        state, _ = step.step(state, batch_of(8, np.float64))
+        state, _ = step(state, batch_of(8, np.float64))
     (said,) = warnings_logged()
     assert said.startswith("In _RegressionStep") and "batch['x'] is float64" in said and ".astype(np.float32)" in said
 
@@ -521,9 +528,9 @@ def test_float64_is_said_once(warnings_logged):
 )
 def test_integers_that_jax_would_cut_are_refused(dtype, fits, too_large):
     step, state, _ = examples.tiny_regression()
-    state, _ = step.step(state, batch_of(8, id=np.full(8, fits, dtype)))
+    state, _ = step(state, batch_of(8, id=np.full(8, fits, dtype)))
     with pytest.raises(
         ValueError, match=rf"batch\['id'\] is u?int64\[8\] with values from {too_large} to .*jax_enable_x64"
     ):
-        step.step(state, batch_of(8, id=np.full(8, too_large, dtype)))
-    assert int(step.step(state, batch_of(8, id=np.zeros(8, dtype)))[0].step) == 2
+        step(state, batch_of(8, id=np.full(8, too_large, dtype)))
+    assert int(step(state, batch_of(8, id=np.zeros(8, dtype)))[0].step) == 2

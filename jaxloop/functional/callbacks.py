@@ -157,7 +157,7 @@ class _ObjectCallback(CallbackOf):
 class _StepCallback(CallbackOf):
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
         now = loop_state.elapsed
-        state, values = self.of.step(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
+        state, values = self.of(loop_state.state, loop_state.batch, now.steps - 1, elapsed=now)
         return *_outputs_and_logs(values), state
 
 

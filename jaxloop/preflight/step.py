@@ -83,7 +83,7 @@ def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.
     shapes, or makes another one.
     """
     step = loop.step
-    ways = {step: ("step", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
+    ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
     if any(checks.is_of_user(thing, name) for thing, names in ways.items() for name in names):
         return None
     given = state_for_begin(state, step)
