@@ -344,7 +344,7 @@ def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
     first, _ = step(state, batches[0])
     with pytest.raises(
         ValueError,
-        match=r"(?s)_RegressionStep\(model=Dense, train=True\) has already taken.*params/bias.*jax.tree.map\(jnp.copy",
+        match=r"(?s)_RegressionStep\(model=Dense, train=False\) has already taken.*params/bias.*jax.tree.map\(jnp.copy",
     ):
         step(state, batches[0])
     with pytest.raises(ValueError, match="has already taken"):
