@@ -23,7 +23,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import checks, distributed, seal
+from jaxloop import checks, distributed, files, seal
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
@@ -84,7 +84,7 @@ def _noted(path: epath.Path) -> dict[str, Any]:
         return {}
     with _reading(path, _METADATA_FILE):
         if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
-            return json.loads((path / _METADATA_FILE).read_bytes())["custom_metadata"]
+            return files.parse_json(files.read_bytes(path / _METADATA_FILE))["custom_metadata"]
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
 
 
@@ -227,7 +227,7 @@ def _move_aside(directory: epath.Path, step: int, error: CheckpointError, conseq
         count += 1
         target = directory / _DAMAGED / f"{step}-{count}"
     try:
-        target.parent.mkdir(exist_ok=True)
+        files.make_directory(target.parent)
         (directory / str(step)).rename(target)
         where = f"It was moved to {target}."
     except OSError as reason:
@@ -736,11 +736,12 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     probe = path / ".write_probe"  # Of one name, for the next one to remove it if this process is killed just here.
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
+        files.open_file(probe, "wb").close()
         probe.unlink(missing_ok=True)
     except OSError as error:
+        reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
         raise OSError(
-            error.errno, f"Can't write to the directory {path} ({error.strerror}). Give one that can be written"
+            error.errno, f"Can't write to the directory {path} ({reason}). Give one that can be written"
         ) from error
     return path
 

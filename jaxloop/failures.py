@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import bad_numbers, checkpoint, checks, encoding, metrics, types
+from jaxloop import bad_numbers, checkpoint, checks, encoding, files, metrics, types
 from jaxloop.step import Step
 
 FOLDER = "failures"
@@ -75,7 +75,8 @@ def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
     base, directory = max(earlier, default=(None, None), key=lambda pair: pair[0])
     new = folder.parent / f"{folder.name}.new"
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
+    files.make_directory(new.parent)
+    new.mkdir()
     if base != before and failure.state is not None:
         _save_state(new / _STATE, before, failure.state)
         base, directory = before, None
@@ -221,7 +222,7 @@ def replay(
       ValueError: the step has other PRNG keys than the run had, or the state before it can't be had.
     """
     folder = _folder(path, step_num)
-    noted = json.loads((folder / _FILE).read_text())
+    noted = files.parse_json(files.read_bytes(folder / _FILE))
     if noted["keys"] != encoding.encode_keys(step.base_prng):
         raise ValueError(
             f"{folder} is of a run with other PRNG keys (base_prng) than {step!r} has. Make the step from "

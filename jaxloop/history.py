@@ -19,7 +19,7 @@ from absl import logging
 from etils import epath
 from jax import core
 
-from jaxloop import checks, metrics
+from jaxloop import checks, files, metrics
 from jaxloop.output_queue import CHUNK_SIZE, OutputQueue
 from jaxloop.schedules import Elapsed
 
@@ -621,7 +621,7 @@ class History:
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers or not self._writes:
             return
-        with self._path.open("a") as file:
+        with files.open_file(self._path, "a") as file:
             for number in numbers:
                 file.write(_to_line(self._row(number), None if number == self._num_lines else number))
                 self._num_lines += 1
@@ -651,7 +651,8 @@ _numbers_of = operator.attrgetter(*_UNITS, "is_last")
 
 
 def _absolute(path: epath.PathLike) -> epath.Path:
-    return epath.Path(path).expanduser().resolve()
+    path = epath.Path(path).expanduser()
+    return path if files.is_remote(path) else path.parent.resolve() / path.name  # The file itself must be no link.
 
 
 def _check_elapsed(method: str, elapsed: Any) -> None:
@@ -779,7 +780,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Such a word as a string of the logs, which is written with one more quote in front.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 # What comes of reading a line that no history has written.
-_OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError)
+_OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def _encoded(value: Any) -> Any:
@@ -806,7 +807,7 @@ def _to_line(row: Row, number: int | None = None) -> str:
 
 def _from_line(line: bytes, place: int) -> tuple[int, Row]:
     """The number of a row and the row, of a line in some place."""
-    fields = _decoded(json.loads(line))
+    fields = _decoded(files.parse_json(line))
     elapsed = Elapsed(**fields["elapsed"])
     if not all(type(value) in (int, float) for value in elapsed.to_dict().values()):
         raise ValueError(f"elapsed has {elapsed.to_dict()}, which are not all numbers")
@@ -815,7 +816,7 @@ def _from_line(line: bytes, place: int) -> tuple[int, Row]:
 
 def _read(path: epath.Path) -> tuple[list[Row], bool]:
     """The rows of a file in their order, and whether its lines are just these, in order and complete."""
-    *lines, rest = path.read_bytes().split(b"\n")
+    *lines, rest = files.read_bytes(path).split(b"\n")
     numbered = []
     for index, line in enumerate(lines):
         try:
@@ -843,7 +844,7 @@ def _write(path: epath.Path, rows: Iterable[Row]) -> None:
     """Writes a file of rows, in one atomic move."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("w") as file:
+    with files.open_file(unfinished, "w") as file:
         for row in rows:
             file.write(_to_line(row))
     unfinished.replace(path)

@@ -15,6 +15,7 @@ from jaxloop import (
     checks,
     distributed,
     failures,
+    files,
     interrupt,
     lock,
     metrics,
@@ -226,7 +227,7 @@ class OuterLoop:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
                 if training is not None and self._checkpoint_spec is not None and distributed.is_first_process():
                     # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
-                    self._checkpoint_spec.stopped_file.touch()
+                    files.open_file(self._checkpoint_spec.stopped_file, "wb").close()
         return state, outputs
 
     def check(

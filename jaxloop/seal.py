@@ -10,6 +10,8 @@ from typing import Any
 
 from etils import epath
 
+from jaxloop import files
+
 # The file that holds the seal, in the directory that it seals.
 NAME = "SEAL"
 
@@ -37,9 +39,10 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
     """
     directory = epath.Path(directory)
     values = values or {}
-    files = {name: _size_and_crc(path) for name, path in _files(directory) if name not in (NAME, *values)}
+    sealed_files = {name: _size_and_crc(path) for name, path in _files(directory) if name not in (NAME, *values)}
     sealed_values = {name: {key: _crc_of_value(value) for key, value in of.items()} for name, of in values.items()}
-    (directory / NAME).write_text(_text(files, sealed_values))
+    with files.open_file(directory / NAME, "w") as file:
+        file.write(_text(sealed_files, sealed_values))
 
 
 def is_sealed(directory: epath.PathLike) -> bool:
@@ -58,10 +61,10 @@ def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     """
     directory = epath.Path(directory)
     try:
-        files, values = _read(directory / NAME)
+        sealed_files, values = _read(directory / NAME)
     except (OSError, ValueError) as error:
         return [str(error)]
-    found = [_problem_of_file(directory, name, *of) for name, of in files.items() if _is_below(name, below)]
+    found = [_problem_of_file(directory, name, *of) for name, of in sealed_files.items() if _is_below(name, below)]
     found += [_problem_of_values(directory, name, of) for name, of in values.items() if _is_below(name, below)]
     return [problem for problem in found if problem is not None]
 
@@ -85,7 +88,7 @@ def _problem_of_file(directory: epath.Path, name: str, size: int, crc: int) -> s
 
 def _problem_of_values(directory: epath.Path, name: str, crcs: Mapping[str, int]) -> str | None:
     try:
-        found = json.loads((directory / name).read_bytes())
+        found = files.parse_json(files.read_bytes(directory / name))
         changed = [key for key, crc in crcs.items() if key not in found or _crc_of_value(found[key]) != crc]
     except FileNotFoundError:
         return f"{name} is missing"
@@ -107,7 +110,7 @@ def _files(directory: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath
 
 def _size_and_crc(path: epath.Path) -> tuple[int, int]:
     size = crc = 0
-    with path.open("rb") as file:
+    with files.open_file(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return size, crc
@@ -117,9 +120,9 @@ def _crc_of_value(value: Any) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
-def _text(files: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _text(sealed_files: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """The seal as it is written: a line with its own checksum, and one of JSON."""
-    body = json.dumps({"files": files, "values": values}, sort_keys=True)
+    body = json.dumps({"files": sealed_files, "values": values}, sort_keys=True)
     return f"crc32 {zlib.crc32(body.encode()):08x}\n{body}\n"
 
 
@@ -131,16 +134,16 @@ def _read(path: epath.Path) -> tuple[dict[str, tuple[int, int]], dict[str, dict[
       ValueError: it is not as it was written.
     """
     try:
-        text = path.read_bytes()
+        text = files.read_bytes(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path.name}, the file with the checksums, is missing") from None
     except OSError as error:
         raise OSError(f"{path.name}, the file with the checksums, can't be read: {error}") from error
     try:
-        sealed = json.loads(text.partition(b"\n")[2])
-        files, values = sealed["files"], sealed["values"]
+        sealed = files.parse_json(text.partition(b"\n")[2])
+        sealed_files, values = sealed["files"], sealed["values"]
     except (ValueError, TypeError, KeyError):
-        files, values = {}, {}
-    if text != _text(files, values).encode():
+        sealed_files, values = {}, {}
+    if text != _text(sealed_files, values).encode():
         raise ValueError(f"{path.name}, the file with the checksums, is changed: it does not fit its own checksum")
-    return files, values
+    return sealed_files, values

@@ -1,0 +1,92 @@
+"""Files of a work directory, which may hold anything."""
+
+import os
+import pathlib
+
+import pytest
+
+import jaxloop
+from jaxloop import checkpoint, examples, files
+
+KINDS = {
+    "a FIFO": os.mkfifo,
+    "a directory": os.mkdir,
+    "a symbolic link": lambda path: path.symlink_to(path.parent / "precious"),
+    "a device": lambda path: os.mknod(path, 0o020666, os.makedev(1, 7)),  # As /dev/full.
+}
+
+
+def put(kind, path):
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "precious").write_text("keep me")
+    try:
+        KINDS[kind](path)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("mode", ["rb", "ab", "wb", "r+b", "xb", "w"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_opened(kind, mode, tmp_path):
+    put(kind, tmp_path / "file")
+    with pytest.raises(OSError, match=f"Expected a regular file and found {kind}"):
+        files.open_file(tmp_path / "file", mode)
+    assert (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_files_are_opened_as_by_open(tmp_path):
+    path = tmp_path / "file"
+    for mode, text in [("w", "one"), ("a", " two"), ("w", "three"), ("a", "é")]:
+        with files.open_file(path, mode) as file:
+            file.write(text)
+    assert files.read_bytes(path) == "threeé".encode()
+    with pytest.raises(FileNotFoundError):
+        files.open_file(tmp_path / "missing", "rb")
+
+
+def test_a_read_is_bounded(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert files.read_bytes(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(ValueError, match="has more than 4 bytes"):
+        files.read_bytes(tmp_path / "file", 4)
+
+
+@pytest.mark.parametrize("text", ["[" * 1_000_000, '{"a":' * 1_000_000])
+def test_json_that_is_nested_too_deeply_is_a_value_error(text):
+    with pytest.raises(ValueError, match="nested too deeply"):
+        files.parse_json(text)
+
+
+def experiment(directory):
+    step, state, batches = examples.tiny_regression()
+    save = jaxloop.CheckpointAction(directory, jaxloop.every(steps=5))
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[save]), checkpoint_spec=jaxloop.CheckpointSpec(directory)
+    )
+    return outer_loop(state, batches, train_total_steps=10)
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", ".write_probe", "STOPPED"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_never_opens_what_is_not_a_regular_file(kind, name, tmp_path):
+    directory = tmp_path / "run"
+    put(kind, directory / name)
+    if name == "STOPPED":  # It is removed at the start of each run.
+        experiment(directory)
+        assert pathlib.Path(directory / name).read_bytes() == b""
+    else:
+        with pytest.raises(OSError, match=f"regular file and found {kind}"):
+            experiment(directory)
+    assert (directory / "precious").read_text() == "keep me"
+
+
+def test_a_damaged_checkpoint_is_not_moved_through_a_link(tmp_path, caplog):
+    directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    experiment(directory)
+    elsewhere.mkdir()
+    (directory / "damaged").symlink_to(elsewhere)
+    (directory / "10" / "run" / "metadata").write_text("{}")
+    _, state, _ = examples.tiny_regression()
+    assert checkpoint.restore_newest(directory, state)[1] == 5
+    assert "could not be moved" in caplog.text and "symbolic link" in caplog.text
+    assert not list(elsewhere.iterdir()) and (directory / "10").exists()
