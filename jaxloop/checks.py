@@ -171,11 +171,16 @@ def batch_in_words(batch: Any) -> str:
 
     A list of numbers, each of which JAX makes an array, and None, which it takes for nothing, are shown as they are.
     """
-    is_odd = lambda node: node is None or (isinstance(node, list) and bool(node) and not hasattr(node[0], "shape"))
+    is_odd = lambda node: node is None or _is_list_of_numbers(node)
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
     shown = [f"{batch_leaf_name(path)} {_in_words(leaf)}" for path, leaf in leaves[:8]]
     more = [f"and {len(leaves) - 8} more"] if len(leaves) > 8 else []
     return ", ".join([*shown, *more]) or f"nothing ({type(batch).__name__})"
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    """Returns whether a node is a list, or nested lists, of Python numbers."""
+    return isinstance(node, list) and bool(node) and (isinstance(node[0], int | float) or _is_list_of_numbers(node[0]))
 
 
 def _in_words(leaf: Any) -> str:
@@ -316,7 +321,7 @@ class BatchWatch:
         self.num_rows = num_examples(batch)
         items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
-        self._name = next((name for name, leaf in items.items() if np.ndim(leaf)), "")
+        self._name = next((name for name, leaf in items.items() if getattr(leaf, "ndim", 0)), "")
         self._are_plain &= has_arrays_alone and bool(self.num_rows) and bool(items)
         kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if cuts_to_32 and has_arrays_alone else {}
         limits = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}

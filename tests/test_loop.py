@@ -439,6 +439,27 @@ def test_batches_like_those_before_are_taken_like_others(kind):
     assert str(train_on(kind, list, [Fails(every(time=1e6))])) == looking
 
 
+@pytest.mark.parametrize("devices", [None, 8])
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda x, y, mask: ((x, mask), y),
+        lambda x, y, mask: [[x, mask], y],
+        lambda x, y, mask: {"both": [x, mask], "y": y},
+    ],
+)
+def test_any_tree_of_arrays_is_a_batch(devices, nest, data_parallel):
+    class Nested(Regression):
+        def run(self, state, batch):
+            x, _, y = jax.tree.leaves(batch)
+            return super().run(state, {"x": x, "y": y})
+
+    step = Nested(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), data_parallel(devices), train=True)
+    batches = [nest(batch["x"], batch["y"], np.ones([8, 2], np.float32)) for batch in odd_batches("nothing")]
+    state, outputs = TrainLoop(step)(step.initialize_model([1, 3]), batches)
+    assert int(state.step) == 40 and outputs.num_examples == [8] * 40
+
+
 @pytest.mark.parametrize("as_data", [list, itertools.chain])
 def test_a_signal_ends_a_loop_whatever_its_data(as_data):
     class Interrupting(Counts):
