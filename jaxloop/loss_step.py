@@ -94,7 +94,8 @@ class LossStep(NumpyStep):
       metrics: more metrics by name, each a function of `(outputs, batch)`.
       inputs: the key of the model's inputs in the batch, or a function of the batch. By default the first element of a
         tuple or list, the value under "inputs", "input", "x", "image", "images", "features" or "pixels" of a dict, or
-        the batch itself where it is an array. A params pytree takes none.
+        the batch itself where it is an array. A Linen or NNX model with several inputs takes a tuple of them, or a dict
+        by name. A params pytree takes none.
       accumulate: into how many micro-batches a training batch is split.
       compute_dtype: what the parameters and floating inputs are cast to for the forward pass, such as `jnp.bfloat16`.
         The outputs are cast to float32 for the loss; parameters, gradients and the optimizer's state keep their types.

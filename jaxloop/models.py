@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -95,8 +95,11 @@ def init_fn(
 
 def _init_linen(model, optimizer, base_prng, inputs, init_kwargs) -> types.TrainState:
     rngs = dict(base_prng) if isinstance(base_prng, Mapping) else base_prng
-    flags = _mode_flags(type(model).__call__, train=False, without_default=True)
-    variables = dict(model.init(rngs, inputs, **{**flags, **init_kwargs}))
+    method = init_kwargs.get("method", "__call__")
+    method = getattr(type(model), method) if isinstance(method, str) else method
+    flags = _mode_flags(method, train=False, without_default=True)
+    args, kwargs = _arguments(method, inputs, given=init_kwargs)
+    variables = dict(model.init(rngs, *args, **{**flags, **kwargs, **init_kwargs}))
     params = variables.pop("params", {})
     batch_stats = variables.pop("batch_stats", {})
     return types.TrainState.create(
@@ -155,7 +158,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       state: the `TrainState`, whose `apply_fn` says which kind of model it is. A function that is none of
         `initialize_model`'s is called as the `apply` of a pair `(init, apply)`.
       params: its parameters, or what a gradient is taken of.
-      inputs: the model's one argument.
+      inputs: the model's one argument; of a Linen or NNX model that takes several, a list of them, or a dict by name.
       train: whether the model trains.
       rngs: one key, or a dict of keys by name. Of one key, Linen's dropout gets the key itself, and other names keys
         derived from it. Models that take one key get the one named "dropout" of a dict, or else its first.
@@ -217,11 +220,12 @@ def _linen_module(apply_fn: Any) -> nn.Module | None:
 
 
 def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
-    flags = _mode_flags(type(module).__call__, train)
+    args, kwargs = _arguments(type(module).__call__, inputs)
+    options = {**kwargs, **_mode_flags(type(module).__call__, train), "rngs": _named_keys(rngs)}
     collections = [name for name in variables if name != "params"]
     if train and collections:
-        return module.apply(variables, inputs, rngs=_named_keys(rngs), mutable=collections, **flags)
-    return module.apply(variables, inputs, rngs=_named_keys(rngs), **flags), None
+        return module.apply(variables, *args, mutable=collections, **options)
+    return module.apply(variables, *args, **options), None
 
 
 # The names under which models ask whether they train, and what is said to them when they do.
@@ -242,6 +246,39 @@ def _mode_flags(function: Callable[..., Any], train: bool, *, without_default: b
         for name, parameter in found.items()
         if not without_default or parameter.default is inspect.Parameter.empty
     }
+
+
+def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = ()) -> tuple[Sequence[Any], Any]:
+    """Returns the positional and the keyword arguments with which a method of a model is called.
+
+    A method that takes one argument gets the inputs as they are. One that takes several gets the items of a list or a
+    tuple by position, and those of a dict by name.
+
+    Args:
+      method: unbound, or bound to the model.
+      inputs: the inputs.
+      given: the names of arguments that the method gets in any case.
+
+    Raises:
+      TypeError: it takes several, and the inputs are no list and no dict of them.
+    """
+    ignored = {"self", "rngs", *_MODE_FLAGS, *given}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = {
+        name: each for name, each in _parameters(method).items() if name not in ignored and each.kind not in several
+    }
+    required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
+    if isinstance(inputs, Mapping) and len(inputs) > 1 and {*required} <= {*inputs} <= {*parameters}:
+        return (), inputs
+    if len(required) < 2:
+        return (inputs,), {}
+    if type(inputs) in (list, tuple) and len(required) <= len(inputs) <= len(parameters):
+        return inputs, {}
+    raise TypeError(
+        f"The model takes {', '.join(parameters)}, and its inputs are {checks.describe(inputs)}"
+        f"{f' of {len(inputs)}' if isinstance(inputs, Sequence | Mapping) else ''}. Give a list of the inputs in this "
+        "order, or a dict with these keys."
+    )
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
@@ -291,7 +328,8 @@ class NNXApply(Forward):
         options: dict[str, Any] = dict(_mode_flags(type(model).__call__, train))
         if rngs is not None and "rngs" in _parameters(type(model).__call__):
             options["rngs"] = nnx.Rngs(**rngs) if isinstance(rngs, Mapping) else nnx.Rngs(rngs)
-        outputs = model(inputs, **options)
+        args, kwargs = _arguments(type(model).__call__, inputs)
+        outputs = model(*args, **kwargs, **options)
         return outputs, nnx.state(model)
 
     def _merge(self, states: Sequence[Any], train: bool) -> Any:
@@ -525,11 +563,14 @@ def _adapt_params(params: Any) -> AdaptedModel:
     return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", ParamsApply(), (params, {}, {}))
 
 
-def example_inputs(spec: types.BatchSpec) -> Any:
-    """Arrays of ones as a spec describes them: what the model is initialised with.
+_ARRAYS = jax.Array | np.ndarray | np.generic
 
-    >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "label": ([1], jnp.int32)}))
-    {'image': (1, 28, 28, 1), 'label': (1,)}
+
+def example_inputs(spec: types.BatchSpec) -> Any:
+    """Returns what the model is initialised with: arrays of ones where the spec has shapes, and its arrays as they are.
+
+    >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
+    {'image': (1, 28, 28, 1), 'key': ()}
     """
 
     def ones(leaf: Any) -> jax.Array:
@@ -539,9 +580,11 @@ def example_inputs(spec: types.BatchSpec) -> Any:
             return jnp.ones(leaf[0], leaf[1])
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jnp.ones(leaf.shape, leaf.dtype)
+        if isinstance(leaf, _ARRAYS):
+            return jnp.asarray(leaf)
         raise ValueError(
-            f"A spec is a shape ([1, 28, 28, 1]), a (shape, dtype) pair, or these nested in dicts, lists and named "
-            f"tuples; {leaf!r} in it is none of them."
+            f"A spec is a shape ([1, 28, 28, 1]), a (shape, dtype) pair, an array or a key, or these nested in dicts, "
+            f"lists and named tuples; {leaf!r} in it is none of them."
         )
 
     return jax.tree.map(ones, spec, is_leaf=lambda leaf: leaf is None or _is_shape(leaf) or _is_shape_and_dtype(leaf))
@@ -554,7 +597,7 @@ def _is_shape(leaf: Any) -> bool:
 
 def _is_shape_and_dtype(leaf: Any) -> bool:
     plain_pair = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields") and len(leaf) == 2
-    if not plain_pair or not _is_shape(leaf[0]):
+    if not plain_pair or not _is_shape(leaf[0]) or isinstance(leaf[1], jax.ShapeDtypeStruct | _ARRAYS):
         return False
     if isinstance(leaf[1], str | np.dtype):
         return True

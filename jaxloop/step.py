@@ -269,8 +269,10 @@ class Step:
         """Makes the first state, each leaf where the partitioner wants it.
 
         Args:
-          spec: what the model takes as its one argument: a shape (`[1, 28, 28, 1]`, float32), a `(shape, dtype)` pair,
-            or these nested in dicts, lists and named tuples. It is initialised with ones. Not used by NNX classes.
+          spec: describes the model's input: a shape (`[1, 28, 28, 1]`, float32), a `(shape, dtype)` pair, or these
+            nested in dicts, lists and named tuples. The model is initialised with ones. Arrays and keys are passed as
+            they are. A model with several inputs takes a list of specs by position (`[[1, 64], key]`), or a dict by
+            name (`{"x": [1, 64], "key": key}`). Not used by NNX classes.
           log_num_params: logs the number of parameters.
           **init_kwargs: passed on to `model.init` (Linen) or the constructor (NNX).
 

@@ -20,7 +20,7 @@ Batch = Any
 """A pytree of arrays whose leading axis counts examples: a dict, a tuple, a named tuple, ..."""
 
 BatchSpec = Any
-"""A shape, a `(shape, dtype)` pair, or these nested in dicts, lists, tuples and named tuples."""
+"""A shape, a `(shape, dtype)` pair, an array or a key, or these nested in dicts, lists, tuples and named tuples."""
 
 Output = dict[str, Any] | None
 """What a step reports: values by name, or None."""

@@ -237,6 +237,32 @@ def test_where_the_inputs_are(batch, inputs, shape):
     assert (spec.shape, spec.dtype) == (shape, np.float32)
 
 
+class LinenPair(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale, train=False):
+        return nn.Dense(1)(x * scale)
+
+
+class NNXPair(nnx.Module):
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x, scale):
+        return self.dense(x * scale)
+
+
+@pytest.mark.parametrize("model", [LinenPair(), NNXPair])
+@pytest.mark.parametrize(
+    "inputs", [lambda batch: (batch["x"], batch["scale"]), lambda batch: {"scale": batch["scale"], "x": batch["x"]}]
+)
+def test_a_model_with_several_inputs_gets_them_by_position_or_by_name(model, inputs):
+    batches = [{"x": batch["x"], "scale": batch["x"] ** 2, "y": batch["y"]} for batch in [rows(4)] * 3]
+    options = {"nnx_model_args": ()} if model is NNXPair else {}
+    step = LossStep(KEY, model, optax.sgd(0.01), loss=squares, train=True, inputs=inputs, **options)
+    _, outputs = jaxloop.TrainLoop(step)(step.initialize_model(step.input_spec(batches[0])), batches)
+    assert outputs["loss"][2] < outputs["loss"][0]
+
+
 @pytest.mark.parametrize(
     ("batch", "inputs", "message"),
     [

@@ -119,6 +119,9 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
         ([[2], [3]], ["float32[2]", "float32[3]"]),
         (Pair([2], ([3], jnp.bool_)), Pair("float32[2]", "bool[3]")),
         (jax.ShapeDtypeStruct((2,), jnp.int32), "int32[2]"),
+        ([[2], jax.ShapeDtypeStruct((2,), jnp.int32)], ["float32[2]", "int32[2]"]),
+        ([[2], np.ones([2, 3], np.int8)], ["float32[2]", "int8[2, 3]"]),
+        ({"x": [2], "key": KEY}, {"x": "float32[2]", "key": "key<fry>[]"}),
     ],
 )
 def test_a_spec_is_a_shape_a_pair_or_a_nesting(spec, expected):
@@ -130,6 +133,43 @@ def test_a_spec_is_a_shape_a_pair_or_a_nesting(spec, expected):
             self.param("w", nn.initializers.ones, [2])
 
     Step(KEY, Shows()).initialize_model(spec)
+
+
+class Noisy(nn.Module):
+    """Takes three inputs, of which one is optional, and a flag."""
+
+    @nn.compact
+    def __call__(self, x, key, scale=None, *, train):
+        noise = jax.random.normal(key, x.shape)
+        return nn.Dense(2)(x + noise * (1.0 if scale is None else scale))
+
+
+@pytest.mark.parametrize(
+    ("spec", "init_kwargs"),
+    [
+        ([[1, 3], KEY], {}),
+        (([1, 3], KEY, [1, 3]), {}),
+        ({"key": KEY, "x": [1, 3]}, {}),
+        ({"x": [1, 3], "key": KEY, "scale": np.ones([1, 3], np.float32)}, {}),
+        ([1, 3], {"key": KEY}),
+    ],
+)
+def test_several_inputs_are_given_by_position_or_by_name(spec, init_kwargs, assert_same):
+    params = Step(KEY, Noisy()).initialize_model(spec, **init_kwargs).params
+    assert_same(params, Noisy().init(KEY, jnp.ones([1, 3]), KEY, train=False)["params"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ([1, 3], r"The model takes x, key, scale, and its inputs are float32\[1, 3\]"),
+        ([[1, 3]] * 4, r"takes x, key, scale, and its inputs are list of 4\. Give a list .* in this order, or a dict"),
+        ({"x": [1, 3], "rng": KEY}, "takes x, key, scale, and its inputs are dict of 2"),
+    ],
+)
+def test_inputs_that_do_not_match_those_of_the_model_are_refused(spec, message):
+    with pytest.raises(TypeError, match=message):
+        Step(KEY, Noisy()).initialize_model(spec)
 
 
 def test_a_wrong_spec_says_what_a_spec_is():
@@ -450,6 +490,10 @@ def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, messa
         (lambda x: x.tolist(), "batch['x'] a list of 8, no array: write np.asarray(...), batch['y'] float32[8, 1]"),
         (lambda x: None, "batch['x'] None, batch['y'] float32[8, 1]"),
         (lambda x: 3.0, "batch['x'] float, batch['y'] float32[8, 1]"),
+        (
+            lambda x: [[x, x[:, :2]]],
+            "batch['x'][0][0] float32[8, 3], batch['x'][0][1] float32[8, 2], batch['y'] float32[8, 1]",
+        ),
         (lambda x: x[:, :2], "batch['x'] float32[8, 2], batch['y'] float32[8, 1]"),
     ],
 )
