@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxloop import checks, metrics, types
+from jaxloop import checks, metrics, structures, types
 from jaxloop.flat_state import whole
 
 NanPolicy = Literal["raise", "skip", "ignore"]
@@ -159,7 +159,7 @@ def _empty_where(is_bad: jax.Array, value: Any) -> Any:
     if not metrics.is_metric(value):
         return value
     empty = value.empty()
-    alike = jax.tree.structure(empty) == jax.tree.structure(value)
+    alike = structures.are_alike(empty, value)
     pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(value), strict=True) if alike else ()
     if not alike or any(jnp.shape(a) != jnp.shape(b) for a, b in pairs):
         return value  # One that collects values has no such state.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxloop import types
+from jaxloop import structures, types
 
 
 def path_name(path: Any) -> str:
@@ -479,7 +479,7 @@ def _describe_result(result: Any) -> str:
 def check_same_state(before: Any, after: Any, hook: str) -> None:
     """Raises where `after` differs from `before` in structure, shapes or dtypes, naming the leaves."""
     differences = compare(leaves_by_path(before), leaves_by_path(after))
-    if not differences and jax.tree.structure(before) != jax.tree.structure(after):
+    if not differences and not structures.are_alike(before, after):
         differences = [f"  {type(before).__name__} came in, {type(after).__name__} came out, or a static field differs"]
     if differences:
         raise TypeError(

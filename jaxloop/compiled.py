@@ -14,6 +14,7 @@ from absl import logging
 
 from jaxloop import agreement, bad_numbers, checks, partition, types
 from jaxloop.flat_state import FlatState, whole
+from jaxloop.structures import OfEachStructure
 
 
 class NotCompiled(Exception):
@@ -49,22 +50,28 @@ class Compiled:
         self._made: dict[Any, Any] = {}
         self._only_known: int | None = None  # The thread that is in that context.
 
-    def training(
-        self, watch: bad_numbers.Watch | None = None, *, fused: bool = False, flat: bool = False
-    ) -> Callable[..., Any]:
+    def training(self, watch: bad_numbers.Watch | None = None, *, fused: bool = False) -> Callable[..., Any]:
         """`(state, batch) -> (state, outputs)`, which takes the state over.
 
         Args:
           watch: looks for bad numbers.
           fused: of stacked batches; the outputs are stacked likewise.
-          flat: of a `FlatState`, where `takes_flat_states`.
         """
         if watch is None:
             run = _scan(self._run) if fused else self._run
-            compiled = self._once(("train", fused), lambda: self._compile_training(run, fused))
-            return compiled.of_flat if flat else compiled
+            return self._once(("train", fused), lambda: self._compile_training(run, fused))
         looking, compiled = self._once(("train", fused, watch.policy), lambda: self._looking(watch.policy, fused))
-        return functools.partial(watch.run, looking, compiled.of_flat if flat else compiled, fused=fused)
+        return functools.partial(watch.run, looking, compiled, fused=fused)
+
+    def plain_training(self, watch: bad_numbers.Watch | None = None) -> Callable[..., Any] | None:
+        """`training` for arguments of the structure of the last ones, which it does not look at; None before the first.
+
+        It takes and returns a `FlatState`, where `takes_flat_states`.
+        """
+        if watch is None:
+            return self.training().newest  # pyright: ignore[reportFunctionMemberAccess]
+        looking, compiled = self.training(watch).args  # pyright: ignore[reportFunctionMemberAccess]
+        return compiled.newest and functools.partial(watch.run, looking, compiled.newest)
 
     def lower(
         self,
@@ -110,21 +117,27 @@ class Compiled:
         run = _map(self._evaluate) if fused else self._evaluate
         return self._once(("evaluate", fused), lambda: self._compile(run, jit_kwargs))
 
-    def _compile(self, run: Callable[[Any, Any], Any], jit_kwargs: Any, *, refuses: bool = False) -> Callable[..., Any]:
+    def _compile(self, run: Callable[[Any, Any], Any], jit_kwargs: Any, *, refuses: bool = False) -> OfEachStructure:
         traces: list[dict[str, str]] = []
 
-        @functools.wraps(run)
-        def traced(state: Any, batch: types.Batch) -> Any:
-            signature = _signature(state, batch)
-            if self._only_known == threading.get_ident() and refuses and signature not in traces:
-                raise NotCompiled
-            if traces and signature not in traces:
-                _explain_trace(self._name, traces, signature)
-            traces.append(signature)
-            return run(state, batch)
+        def compile() -> Callable[..., Any]:
+            known: list[dict[str, str]] = []  # Of the traces, those of this structure.
 
-        compiled = self._partitioner.partition(traced, **jit_kwargs)
-        return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
+            @functools.wraps(run)
+            def traced(state: Any, batch: types.Batch) -> Any:
+                signature = _signature(state, batch)
+                if self._only_known == threading.get_ident() and refuses and signature not in known:
+                    raise NotCompiled
+                if traces and signature not in traces:
+                    _explain_trace(self._name, traces, signature)
+                traces.append(signature)
+                known.append(signature)
+                return run(state, batch)
+
+            compiled = self._partitioner.partition(traced, **jit_kwargs)
+            return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
+
+        return OfEachStructure(compile)
 
     @contextlib.contextmanager
     def only_known(self) -> Iterator[None]:
@@ -144,15 +157,20 @@ class Compiled:
 class _OfWholeStates:
     """A compiled function of a `FlatState`, for states as they come."""
 
-    def __init__(self, of_flat: Any):
-        self.of_flat = of_flat
+    def __init__(self, of_flat: OfEachStructure):
+        self._of_flat = of_flat
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        new_state, outputs = self.of_flat(FlatState.of(state), batch)
+        new_state, outputs = self._of_flat(FlatState.of(state), batch)
         return new_state.whole(), outputs
 
+    @property
+    def newest(self) -> Any:
+        """The compiled function for a `FlatState` and a batch like those of the last call."""
+        return self._of_flat.newest
+
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        return self.of_flat.lower(FlatState.of(state), batch)
+        return self._of_flat.lower(FlatState.of(state), batch)
 
 
 class _Compared:
@@ -213,7 +231,9 @@ def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
-        return jax.lax.scan(run, state, batches)
+        return jax.lax.scan(
+            lambda state, batch: run(state, batch), state, batches
+        )  # Of a new function, for each class.
 
     return fused
 

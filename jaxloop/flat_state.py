@@ -5,6 +5,8 @@ from typing import Any, Self, final
 
 import jax
 
+from jaxloop import structures
+
 
 @final
 class FlatState:
@@ -19,7 +21,7 @@ class FlatState:
     ([2.0, 1.0], {'bias': 2.0, 'kernel': 1.0})
 
     Args:
-      structure: a `PyTreeDef`.
+      structure: as `structures.flatten` returns it.
       leaves: as many as it has, in its order.
     """
 
@@ -32,12 +34,12 @@ class FlatState:
     @classmethod
     def of(cls, state: Any) -> Self:
         """Takes a state apart."""
-        leaves, structure = jax.tree.flatten(state)
+        leaves, structure = structures.flatten(state)
         return cls(structure, leaves)
 
     def whole(self) -> Any:
         """Puts the state together."""
-        return jax.tree.unflatten(self.structure, self.leaves)
+        return jax.tree.unflatten(self.structure[-1], self.leaves)
 
 
 def whole(state: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from absl import logging
 
-from jaxloop import checks, data, metrics, models, partition, types
+from jaxloop import checks, data, metrics, models, partition, structures, types
 from jaxloop.step import NumpyStep, PlainStep
 
 # More values of statics than this are probably meant to be broadcasts.
@@ -384,7 +384,7 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
 def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
     """Whether a tuple is a new state, and not `(logs, state)` or `(outputs, logs, state)`."""
     may_be = isinstance(state, tuple) and len(state) == len(result) and isinstance(result[0], Mapping)
-    return may_be and jax.tree.structure(state) == jax.tree.structure(result)
+    return may_be and structures.are_alike(state, result)
 
 
 def _may_replace(result: Any, state: Any) -> bool:

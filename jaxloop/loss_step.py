@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxloop import agreement, checks, data, models, partition, types
+from jaxloop import agreement, checks, data, models, partition, structures, types
 from jaxloop.actions.action import Action
 from jaxloop.compiled import NotCompiled
 from jaxloop.metrics import fetch, is_metric, merge
@@ -621,7 +621,7 @@ def _cast_floating(tree: Any, dtype: Any) -> Any:
 def _with_types_of(before: Any, after: Any) -> Any:
     """The state with the variables beside the parameters in the types that they had."""
     variables = lambda state: (state.batch_stats, state.collections)
-    if jax.tree.structure(variables(before)) != jax.tree.structure(variables(after)):
+    if not structures.are_alike(variables(before), variables(after)):
         return after  # Said where a step's results are checked.
     cast = lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype)
     batch_stats, collections = jax.tree.map(cast, variables(before), variables(after))

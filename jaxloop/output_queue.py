@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxloop import metrics, timing, types
+from jaxloop.structures import OfEachStructure
 
 CHUNK_SIZE = 32
 """How many steps' scalars leave an accelerator as one array; for less, compiling that takes longer than it saves."""
@@ -398,11 +399,11 @@ class OutputQueue:
             self._merged[name] = _merge_stacked(before, stacked)
 
 
-_merge_jitted = jax.jit(metrics.merge)
+_merge_jitted = OfEachStructure(lambda: jax.jit(lambda states: metrics.merge(states)))
+_merge_stacked = OfEachStructure(lambda: jax.jit(lambda before, stacked: _merge_along_axis(before, stacked)))
 
 
-@jax.jit
-def _merge_stacked(before: Sequence[Any], stacked: Any) -> Any:
+def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:
     """Merges, after `before`, the states along the leading axis of one, from the first to the last."""
     first, others = (jax.tree.map(lambda leaf, part=part: leaf[part], stacked) for part in (0, slice(1, None)))
     fold = lambda sums, state: (sums.merge(state), None)

@@ -434,8 +434,10 @@ class Step:
           Whatever `run` raises; and see `run` for what it must return.
         """
         if evaluates:
-            return Traced(state, jax.eval_shape(self._checked_outputs, state, batch), False)
-        jaxpr, (new_state, outputs) = jax.make_jaxpr(self._checked_run, return_shape=True)(state, batch)
+            evaluate = lambda state, batch: self._checked_outputs(state, batch)
+            return Traced(state, jax.eval_shape(evaluate, state, batch), False)
+        run = lambda state, batch: self._checked_run(state, batch)
+        jaxpr, (new_state, outputs) = jax.make_jaxpr(run, return_shape=True)(state, batch)
         step = getattr(new_state, "step", None)
         place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
         # It is as it was where what goes in comes out.
@@ -571,9 +573,10 @@ class Step:
         if like is None or self._places_batches() or self._has_hooks_of_batches(base):
             return None
         check = self._batch_watch.check_range if self._batch_watch.has_wide_integers else None
-        is_flat = self._compiled.takes_flat_states
-        take = FlatState.of if is_flat else lambda state: state
-        run = self._compiled.training(self._watch, flat=is_flat)
+        run = self._compiled.plain_training(self._watch)
+        if run is None:
+            return None
+        take = FlatState.of if self._compiled.takes_flat_states else lambda state: state
         return PlainStep(run, take, self._compiled.only_known, *like, check)
 
     def fused_step(

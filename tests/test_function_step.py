@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -373,3 +374,43 @@ def test_64_bit_integers_may_come_under_another_name():
     batches = [{"x": np.ones(4, np.int64)}] * 5 + [{"z": np.ones(4, np.int64)}] * 5
     state, _ = jaxloop.TrainLoop(step)(jnp.int32(0), batches)
     assert int(state) == 40
+
+
+# Dataclasses with equal fields, whose structures JAX finds equal -----------------------------------------
+
+
+def point_class(cls_number):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Point:
+        x: jax.Array
+
+        number = cls_number
+
+    return Point
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_computes_each_class_of_states_and_batches_as_that_class(donate):
+    classes = [point_class(number) for number in range(8)]
+
+    @jf.step(donate=donate)
+    def step(state, batch):
+        numbers = {"state": jnp.int32(state.number), "batch": jnp.int32(batch.number)}
+        return {"metrics": numbers}, dataclasses.replace(state, x=state.x + batch.x)
+
+    def numbers_of(state_class, batch_class):
+        logs, state = step(state_class(np.float32(0)), batch_class(np.float32(1)))
+        assert type(state) is state_class
+        return [int(logs["metrics"][name]) for name in ("state", "batch")]
+
+    first = classes[0]
+    assert [numbers_of(first, each) for each in classes] == [[0, each.number] for each in classes]
+    assert [numbers_of(each, first) for each in classes] == [[each.number, 0] for each in classes]
+
+
+def test_a_step_may_not_return_a_state_of_another_class():
+    one, other = point_class(1), point_class(2)
+    step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)
+    with pytest.raises(TypeError, match="Point came in, Point came out"):
+        step(one(np.float32(0)), {"x": np.ones(1, np.float32)})

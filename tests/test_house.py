@@ -18,7 +18,8 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types text files encoding compilation_cache distributed checks interrupt agreement lock schedules timing layout cost
+types structures text files encoding compilation_cache distributed checks interrupt agreement lock schedules timing
+layout cost
 partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner partition.data_parallel
 partition.laid_out partition.fsdp partition.rules partition.spmd partition.choice partition
 models metrics output_queue flat_state bad_numbers history seal checkpoint read_ahead fingerprint sources position data

@@ -1,5 +1,6 @@
 """Outputs on their way to the host: none lost, in order, bounded."""
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +124,22 @@ def test_the_scalars_of_a_chunk_leave_an_accelerator_as_one_array(monkeypatch):
         OutputQueue(64, is_on_host=False), [{"loss": jnp.float32(i), "n": jnp.int32(i)} for i in range(64)]
     )
     assert len(reads) == 2 * 2 and [outputs["n"] for outputs in arrived] == list(range(64))
+
+
+def test_metrics_of_many_classes_with_equal_fields_are_each_merged_by_their_own():
+    def metric_class(number):
+        @flax.struct.dataclass
+        class Sum(clu_metrics.Metric):
+            total: jax.Array
+
+            def merge(self, other):
+                return type(self)(self.total + jnp.float32(number))
+
+        return Sum
+
+    classes = [metric_class(number) for number in range(30)]
+    steps = [{f"sum_{number}": cls(np.float32(0)) for number, cls in enumerate(classes)}] * 2
+    _, merged = push_all(OutputQueue(4), steps)
+    assert {name: (type(sum), sum.total) for name, sum in merged.items()} == {
+        f"sum_{number}": (cls, number) for number, cls in enumerate(classes)
+    }
