@@ -94,11 +94,12 @@ class Slot:
 
 
 def remembered(action: Action) -> dict[str, Any]:
-    """What an action remembers, as JSON can hold it, and of which class it is."""
+    """Has an action write what it has begun; returns what it remembers, as JSON can hold it, and its class."""
     try:
+        action.before_checkpoint()
         return {"action": class_name(action), "state": encoding.encode(action.state_dict())}
     except Exception as error:
-        error.add_note(f"in the state_dict of {action!r}")
+        error.add_note(f"in {action!r}, before a checkpoint")
         raise
 
 

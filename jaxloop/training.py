@@ -69,6 +69,9 @@ class Training:
           says_so: logs from where to where the training goes.
         """
         state, step_num, resumed = self._resume(state)
+        if self._checkpoint_spec is not None:
+            for action in dict.fromkeys(each for loop in self._loops for each in loop.actions):
+                action.begin_run(step_num)
         self._open_data(resumed)
         if resumed is not None and not self._catch_up(state, resumed):
             logging.info("Stopped at step %d, as an evaluation or an action asked.", step_num)
@@ -104,6 +107,10 @@ class Training:
         if not self._spec.has_iterator:  # Nobody holds them then; to close them is for whoever made them.
             self.run.source = None
             self._loop.forget_batches()
+
+    @property
+    def _loops(self) -> list[ActionLoop]:
+        return [self._loop, *self._evaluations.loops.values()]
 
     # Loop after loop -----------------------------------------------------------------------------
 
@@ -257,7 +264,7 @@ class Training:
             step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
             if step_num != loop.step_num:  # Else it goes on where the last call ended.
                 run.passes = 0
-                for each in (loop, *self._evaluations.loops.values()):
+                for each in self._loops:
                     each.resume(Elapsed(step_num))
             run.resume_history(step_num)
         if self._spec.loop_steps is not None and (resumed is None or not resumed.knows_position):

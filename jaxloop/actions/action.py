@@ -16,8 +16,9 @@ class Action(abc.ABC):
     Hooks:
       __call__: by a loop, or a step, when the interval says.
       monitors, check: by `OuterLoop.check`, before a run.
-      state_dict: when a checkpoint is saved.
+      before_checkpoint, state_dict: when a checkpoint is about to be saved, in this order.
       load_state_dict: when a run goes on from a checkpoint, before its first step.
+      begin_run: when a run that can resume begins or resumes, after `load_state_dict`.
       finish: when a run has ended well, before `close`.
       flush: when a loop on its own ends.
       close: when an `OuterLoop`'s run ends, however it ends.
@@ -100,6 +101,22 @@ class Action(abc.ABC):
     kept_state: Any = None
     """A train state that it keeps from call to call, such as the best one; a checkpoint keeps it too, and sets it in a
     run that goes on from there."""
+
+    def before_checkpoint(self) -> None:
+        """Called before a checkpoint is saved: what the action has begun must be on disk when this returns.
+
+        A process that is killed loses the rest, and the run that resumes does not call the action again for it.
+        """
+        self.flush()
+
+    def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
+        """Called before the first step of a run that has a `CheckpointSpec`, whether it resumes or begins anew.
+
+        An earlier process may have been killed after this step, and what it did since then will be done again.
+
+        Args:
+          step_num: the number of completed updates.
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
         """What it remembers from call to call, as `jaxloop.encoding` takes it: numbers, strings, arrays, lists, dicts.

@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, final
@@ -28,16 +30,16 @@ call does."""
 
 _METHODS = frozenset(
     f"write_{what}" for what in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams")
-) | {"flush"}
+) | {"flush", "resume"}
 """What may be called of a writer: a checkpoint that names something else is not to be followed."""
 
-_UNWRITTEN = "unwritten"
-"""The key in an action's state of what could not be written."""
+_UNWRITTEN, _POSITION = "unwritten", "position"
+"""The keys in an action's state of what could not be written, and of how far the writer's file goes."""
 
 
 @final
 class Call(NamedTuple):
-    """A call of a writer's method: `write_scalars` with values by name, or `flush` with none."""
+    """A call of a writer's method: `write_scalars` with values by name, `flush` with none, `resume` with a position."""
 
     method: str
     values: Mapping[str, Any]
@@ -78,7 +80,10 @@ class _Write:
         method, values, options = self.call
         arguments = (self.step, values) if values else ()
         try:
-            getattr(writer, method)(*arguments, **options)
+            if method == "resume":
+                _resume(writer, self.step, options["position"])
+            else:
+                getattr(writer, method)(*arguments, **options)
         except BaseException as error:
             names = f" of {', '.join(values)}" if values else ""
             error.add_note(f"in {self.action!r}, after step {self.step}: {method}{names}")
@@ -91,20 +96,44 @@ class DirectWriter:
 
     def __init__(self, writer: Any):
         self._writer = writer
+        self._beginning = _Beginning()
+        self._is_flushed = True
+        self._error: Exception | None = None  # Of a flush before a checkpoint, to be raised.
 
     def put(self, action: Any, step: int, calls: Sequence[Call], *, waits: bool = False) -> None:
+        self._raise_error()
+        self._beginning.is_over, self._is_flushed = True, False
         for call in calls if distributed.is_first_process() else ():
             _Write(0, action, step, call).carry_out(self._writer)
 
     def flush(self) -> None:
         self._writer.flush()
+        self._is_flushed = True
+        self._raise_error()
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        return {}
+        try:
+            if not self._is_flushed and distributed.is_first_process():
+                self.flush()
+        except Exception as error:  # It shall not keep the run from being saved.
+            error.add_note(f"in {action!r}, which was flushed before a checkpoint")
+            self._error = error
+        return _position_of(self._writer)
 
     def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
+        self._beginning.load(state_dict)
         for write in _writes_in(action, state_dict) if distributed.is_first_process() else ():
             write.carry_out(self._writer)  # Of a run that had a thread.
+
+    def begin_run(self, action: Any, step: int) -> None:
+        if distributed.is_first_process():
+            for call in self._beginning.calls():
+                _Write(0, action, step, call).carry_out(self._writer)
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 @final
@@ -150,6 +179,8 @@ class BackgroundWriter:
         self._waiting = 0  # How many wait for it.
         self._error: BaseException | None = None  # To be raised.
         self._is_halted = False  # After an error, until an action asks for more.
+        self._is_flushed, self._newest_step = True, 0
+        self._beginning = _Beginning()
         self._process = os.getpid()
         # Registered after what the writer itself may have, and so called before: it is still open then.
         at_exit = functools.partial(_finish, weakref.ref(self))
@@ -179,6 +210,7 @@ class BackgroundWriter:
             self._wait_for(has_room)
             self._raise_error()
             self._insert(_Write(self._count + 1, action, step, call) for call in copies)
+            self._beginning.is_over, self._is_flushed, self._newest_step = True, False, step
             self._begin()
             if not self._pauses:
                 self._changed.notify_all()
@@ -202,19 +234,29 @@ class BackgroundWriter:
                 self._raise_error()
         finally:
             self._writer.flush()
+            self._is_flushed = True
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """What could not be written for an action; waits until the rest is. `{}` where there is none."""
+        """Returns what could not be written for an action, and how far the writer's file goes.
+
+        Waits until all else is written and flushed: a checkpoint is about to be saved, and a killed process loses what
+        the writer holds.
+        """
         with self._changed:
             self._begin()
             self._wait()
+            if not self._is_flushed and not self._pending:
+                self._is_flushed = True
+                self._insert([_Write(self._count + 1, action, self._newest_step, Call("flush", {}, {}))])
+                self._begin()
+                self._wait()
             left = [write for write in self._pending if write.action is action]
         kept = []
         for write in left:
             encodable = {"number": write.number, "step": write.step, **write.call._asdict()}
             write.is_in_checkpoint = _can_be_kept(action, encodable)
             kept += [encodable] if write.is_in_checkpoint else []
-        return {_UNWRITTEN: kept} if kept else {}
+        return ({_UNWRITTEN: kept} if kept else {}) | _position_of(self._writer)
 
     def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
         """Has what could not be written be made before all that is asked for from now on."""
@@ -225,6 +267,18 @@ class BackgroundWriter:
             self._is_halted = False
             # The thread begins later, when other actions have put theirs between these.
             self._insert(_writes_in(action, state_dict) if distributed.is_first_process() else [])
+            self._beginning.load(state_dict)
+
+    def begin_run(self, action: Any, step: int) -> None:
+        """Has the writer, before anything else, hide what a killed run wrote after its newest checkpoint.
+
+        Args:
+          action: asks for it. Where several share a writer, the first of them has it done.
+          step: of the checkpoint; the first step of the run where there is none.
+        """
+        with self._changed:
+            if distributed.is_first_process():
+                self._insert(_Write(0, action, step, call) for call in self._beginning.calls())
 
     def _insert(self, writes: Iterable[_Write]) -> None:
         for write in writes:
@@ -276,7 +330,8 @@ class BackgroundWriter:
         with self._changed:
             if not self._pending:
                 self._pauses = True
-                self._changed.wait_for(lambda: self._ends or self._waiting, timeout=_PAUSE_SECS)
+                # Who waits for nothing has what it waited for, and is about to go on.
+                self._changed.wait_for(lambda: self._ends or (self._waiting and self._pending), timeout=_PAUSE_SECS)
                 self._pauses = False
             self._changed.wait_for(lambda: self._pending or self._ends, timeout=_IDLE_SECS)
             self._is_working = bool(self._pending)
@@ -308,6 +363,55 @@ class BackgroundWriter:
             logging.error("Summaries could not be written.", exc_info=error)
 
 
+class _Beginning:
+    """Decides whether a run that begins hides what others wrote before it.
+
+    A run that resumes does so, once for all actions that share a writer. Another one does so only where this process
+    has written nothing yet: what is there then was written by a run that was killed before its first checkpoint.
+
+    Attributes:
+      is_over: whether something was written.
+    """
+
+    def __init__(self):
+        self.is_over = False
+        self._state_dict: Mapping[str, Any] | None = None  # That was loaded.
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        self._state_dict = state_dict
+
+    def calls(self) -> list[Call]:
+        state_dict, self._state_dict = self._state_dict, None
+        if state_dict is None and self.is_over:
+            return []
+        self.is_over = True
+        return [Call("resume", {}, {"position": (state_dict or {}).get(_POSITION)})]
+
+
+def _position_of(writer: Any) -> dict[str, Any]:
+    if not hasattr(writer, "position") or not distributed.is_first_process():
+        return {}
+    return {_POSITION: writer.position()}
+
+
+def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
+    """Calls `resume` of a writer that has it; for TensorFlow's writers, which clu wraps, does the same itself."""
+    if hasattr(writer, "resume"):
+        writer.resume(step, position)
+    elif hasattr(writer, "_summary_writer") and "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        started = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
+        # The file says nothing of which points of the step itself came after the checkpoint: they stay.
+        event = tf.compat.v1.Event(wall_time=time.time(), step=step + 1 if step else 0, session_log=started)
+        for _ in range(2):  # TensorBoard's pages take the first one of a directory for that of the first process.
+            tf.raw_ops.ImportEvent(writer=writer._summary_writer._resource, event=event.SerializeToString())
+    else:
+        for inner in getattr(writer, "_writers", [getattr(writer, "_writer", None)]):
+            if inner is not None:
+                _resume(inner, step, position)
+
+
 def _finish(of: "weakref.ref[BackgroundWriter]") -> None:
     writer = of()
     if writer is not None:
@@ -320,7 +424,7 @@ def _copy(value: Any) -> Any:
 
 def _writes_in(action: Any, state_dict: Mapping[str, Any]) -> list[_Write]:
     """The calls that are kept in an action's state."""
-    if set(state_dict) - {_UNWRITTEN}:
+    if set(state_dict) - {_UNWRITTEN, _POSITION}:
         raise ValueError(f"{action!r} remembers what is unwritten, and was given {sorted(state_dict)}: of another?")
     for each in state_dict.get(_UNWRITTEN, ()):
         if each["method"] not in _METHODS:

@@ -191,6 +191,9 @@ class CheckpointAction(Action):
             )
         self._has_waited = waited > _LONG_WAIT_SECS
 
+    def before_checkpoint(self) -> None:
+        """Does nothing: a save waits for the one before by itself."""
+
     def flush(self) -> None:
         self._writer.wait()
 

@@ -49,6 +49,12 @@ class LearningRateAction(Action):
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
             )
 
+    def before_checkpoint(self) -> None:
+        """Does nothing: `state_dict` flushes the writer, and keeps what it could not write."""
+
+    def begin_run(self, step_num: int) -> None:
+        self._writer.begin_run(self, step_num)
+
     def state_dict(self) -> Mapping[str, Any]:
         return self._writer.state_dict(self)
 

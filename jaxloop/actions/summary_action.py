@@ -140,6 +140,12 @@ class SummaryAction(Action):
             self._left_out.add(name)
             logging.warning("SummaryAction does not write the output %r: %s.", name, reason)
 
+    def before_checkpoint(self) -> None:
+        """Does nothing: `state_dict` flushes the writer, and keeps what it could not write."""
+
+    def begin_run(self, step_num: int) -> None:
+        self._writer.begin_run(self, step_num)
+
     def state_dict(self) -> Mapping[str, Any]:
         return self._writer.state_dict(self)
 

@@ -80,6 +80,9 @@ class CallbackOf(abc.ABC):
         """Notes with an error that it comes from here."""
         error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
 
+    def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
+        """See `Action.begin_run`."""
+
     def plain_call(self) -> PlainCall | None:
         """What it calls, if that is no more than a compiled function."""
         return None
@@ -219,6 +222,7 @@ class ActionCallback(CallbackOf):
             self._action.kept_state = state
 
     def state_dict(self) -> dict[str, Any]:
+        self._action.before_checkpoint()
         return {
             "action": dict(self._action.state_dict()),
             "called_at": self._called_at,
@@ -231,6 +235,9 @@ class ActionCallback(CallbackOf):
         self._action.load_state_dict(state_dict["action"])
         self._called_at, self._next_row = state_dict["called_at"], state_dict["next_row"]
         self._names_seen, self._before = set(state_dict["names_seen"]), Elapsed(**state_dict["before"])
+
+    def begin_run(self, step_num: int) -> None:
+        self._action.begin_run(step_num)
 
     def save(self, loop_state: LoopState) -> None:
         if self.saves and self._called_at != loop_state.elapsed.steps:

@@ -148,6 +148,8 @@ def _keep_all(loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset:
             except PositionUnknownError as error:
                 logging.warning("%s The loop goes on with what the dataset gives now.", error)
         logging.info("Resumed at step %d from %s.", step, directory)
+    for callback in callbacks if any(tool.resume for tool in tools) else ():
+        callback.begin_run(loop_state.elapsed.steps)
     return source
 
 

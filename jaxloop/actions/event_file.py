@@ -1,0 +1,207 @@
+"""Event files of TensorBoard that lose nothing when the process is killed."""
+
+import itertools
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, final
+
+from absl import logging
+from etils import epath
+
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.[^/\\]*")
+# A record is the length of its data, a checksum of the length, the data, and a checksum of the data.
+_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+_NUM_FRAME_BYTES = _LENGTH.size + 2 * _CRC.size
+
+
+@final
+class EventFile:
+    """The event file of one process. Each event is in the file when `add_event` returns.
+
+    Takes the place of tensorboardX's `FileWriter`, which keeps events in a queue and two buffers: a killed process
+    loses them, a `flush` does not wait for the queue, and where the disk is full, its thread ends without an error.
+    An event that could not be written raises an error and leaves the file as it was. Thread-safe.
+
+    The file is made with the first event. Its name sorts after those of all event files that are there already, since
+    TensorBoard reads them in the order of their names.
+
+    Args:
+      directory: where to write.
+    """
+
+    def __init__(self, directory: str):
+        from tensorboardX.proto import event_pb2
+
+        self._directory, self._new_event = directory, event_pb2.Event  # pyright: ignore
+        self._started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # pyright: ignore
+        self._lock = threading.RLock()
+        self._name: str | None = None
+        self._file: IO[bytes] | None = None
+        self._size = 0
+        self._newest_step, self._begins = -1, 0  # The highest step, and where its events begin.
+
+    def get_logdir(self) -> str:
+        """Returns the directory; tensorboardX asks for it."""
+        return self._directory
+
+    def add_summary(self, summary: Any, global_step: int | None = None, walltime: float | None = None) -> None:
+        """Adds a summary."""
+        self.add_event(self._new_event(summary=summary), global_step, walltime)
+
+    def add_event(self, event: Any, step: int | None = None, walltime: float | None = None) -> None:
+        """Adds an event.
+
+        Raises:
+          OSError: it could not be written.
+        """
+        event.wall_time = time.time() if walltime is None else walltime
+        if step is not None:
+            event.step = int(step)
+        with self._lock:
+            self._open()
+            begins = self._size
+            self._append(event.SerializeToString())
+            if event.step > self._newest_step:
+                self._newest_step, self._begins = event.step, begins
+
+    def flush(self) -> None:
+        """Waits until the disk has all events."""
+        with self._lock:
+            if self._file is not None:
+                self._file.flush()
+                if hasattr(self._file, "fileno"):
+                    os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file. The next event opens it again."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
+
+    def position(self) -> dict[str, Any]:
+        """Returns how far the file goes, and where the events of the newest step begin; `resume` takes it."""
+        with self._lock:
+            return {"file": self._name, "begins": self._begins, "ends": self._size}
+
+    def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
+        """Has TensorBoard hide what was written after a position: a run goes on from there, or begins anew.
+
+        TensorBoard hides all points from a given step on. Those of the step itself that belong to the position are
+        therefore copied from the earlier file.
+
+        Args:
+          step: where the run goes on.
+          position: what `position` returned when that step was saved. None where that is not known: then points of the
+            step itself are kept, except for step 0.
+        """
+        with self._lock:
+            if not self._names():
+                return
+            copies = None if position is None else self._events_of(step, position)
+            first_hidden = step if copies is not None or step == 0 else step + 1
+            for _ in range(2):  # TensorBoard's pages take the first one of a directory for that of the first process.
+                self.add_event(self._new_event(step=first_hidden, session_log=self._started))
+            self._newest_step, self._begins = step, self._size
+            for event in copies or ():
+                self._append(event.SerializeToString())
+
+    def _names(self) -> list[str]:
+        directory = epath.Path(self._directory)
+        return [path.name for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.exists() else []
+
+    def _open(self) -> None:
+        if self._file is not None:
+            return
+        from tensorboardX import record_writer
+
+        if "://" in self._directory:  # A store that can't append.
+            self._name = self._next_name()
+            record_writer.directory_check(self._directory)
+            self._file = record_writer.open_file(f"{self._directory}/{self._name}")
+        elif self._name is not None and os.path.isfile(os.path.join(self._directory, self._name)):
+            self._file = open(os.path.join(self._directory, self._name), "ab", buffering=0)  # noqa: SIM115
+            return
+        else:
+            os.makedirs(self._directory, exist_ok=True)
+            self._name, self._file = self._make_file()
+        self._size, self._newest_step, self._begins = 0, -1, 0
+        self._append(self._new_event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+
+    def _make_file(self) -> tuple[str, IO[bytes]]:
+        for _ in itertools.repeat(None, 100):
+            name = self._next_name()
+            try:
+                return name, open(os.path.join(self._directory, name), "xb", buffering=0)
+            except FileExistsError:  # Another process was faster.
+                pass
+        raise FileExistsError(
+            f"No event file can be made in {self._directory}: other processes make them all the time."
+        )
+
+    def _next_name(self) -> str:
+        newest = max((int(name.split(".")[3]) for name in self._names()), default=0)
+        return f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}"
+
+    def _append(self, event: bytes) -> None:
+        file, record = self._file, _record(event)
+        assert file is not None
+        try:
+            written = 0
+            while written < len(record):
+                written += file.write(record[written:]) or len(record)
+        except OSError:
+            if hasattr(file, "fileno"):  # Half a record would hide all that come after it.
+                os.ftruncate(file.fileno(), self._size)
+                file.seek(self._size)
+            raise
+        self._size += len(record)
+
+    def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
+        """The events from a step on that belong to a position; None where its file can't be read."""
+        name, begins, ends = (position.get(key) for key in ("file", "begins", "ends"))
+        if name is None:
+            return []
+        is_number = lambda value: type(value) is int and value >= 0
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not is_number(begins) or not is_number(ends):
+            raise ValueError(f"{position!r} is not a position in an event file.")
+        path = os.path.join(self._directory, name)
+        if os.path.islink(path) or not os.path.isfile(path):
+            logging.warning("%s is not there any more. TensorBoard may show points of step %d twice.", path, step)
+            return None
+        with open(path, "rb") as file:
+            file.seek(begins)
+            data = file.read(max(min(ends, os.path.getsize(path)) - begins, 0))
+        records = list(_records(data))
+        if begins + sum(len(each) + _NUM_FRAME_BYTES for each in records) < ends:
+            logging.warning("%s is damaged or truncated: TensorBoard may miss points of step %d.", path, step)
+        events = map(self._new_event.FromString, records)
+        return [event for event in events if event.step >= step and event.HasField("summary")]
+
+
+def _record(data: bytes) -> bytes:
+    length = _LENGTH.pack(len(data))
+    return length + _CRC.pack(_checksum(length)) + data + _CRC.pack(_checksum(data))
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yields the records up to the end, or to the first one that is damaged."""
+    place = 0
+    while place + _NUM_FRAME_BYTES <= len(data):
+        ends = place + _NUM_FRAME_BYTES + _LENGTH.unpack_from(data, place)[0]
+        event = data[place + _LENGTH.size + _CRC.size : ends - _CRC.size]
+        if data[place:ends] != _record(event):
+            return
+        yield event
+        place = ends
+
+
+def _checksum(data: bytes) -> int:
+    from tensorboardX.record_writer import masked_crc32c
+
+    return masked_crc32c(data)

@@ -1,0 +1,80 @@
+"""A run that writes points of all kinds for TensorBoard, and that kills itself."""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import numpy as np
+
+import jaxloop
+from jaxloop import actions, checkpoint, every, examples, functional
+
+NUM_STEPS, SAVED_AT, KILLED_AT = 40, 20, 27
+
+
+class Kill(actions.Action):
+    """Kills the process after a step, once the newest checkpoint is on disk: at once, or when all is written."""
+
+    def __init__(self, directory, summaries, when):
+        super().__init__(every(steps=1))
+        self._directory, self._summaries, self._when = directory, summaries, when
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if self._when == "never" or step_num < KILLED_AT:
+            return
+        while SAVED_AT not in checkpoint.all_steps(self._directory):
+            time.sleep(0.01)
+        if self._when == "flushed":
+            self._summaries.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Pictures(actions.Action):
+    """Gives a writer more than scalars."""
+
+    def __init__(self, writer):
+        super().__init__(every(steps=5))
+        self._summaries = actions.SummaryAction(writer, prefix="more/")
+
+    def state_dict(self):
+        return self._summaries.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._summaries.load_state_dict(state_dict)
+
+    def begin_run(self, step_num):
+        self._summaries.begin_run(step_num)
+
+    def flush(self):
+        self._summaries.flush()
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        image = np.full([1, 2, 2, 1], step_num / 100)
+        self._summaries(state, {"image": image, "histogram": np.arange(3.0)}, step_num=step_num)
+
+
+def run(directory, make_writer=jaxloop.default_writer, *, api="objects", kill="never"):
+    """Runs, or resumes; `kill` is "never", "at_once" or "flushed"."""
+    directory = pathlib.Path(directory)
+    step, state, batches = examples.tiny_regression()
+    data, places = jaxloop.from_index(lambda index: batches[index % 100]), directory / "checkpoints"
+    writer = make_writer(directory / "events")
+    each = actions.SummaryAction(writer, every(steps=1), prefix="each/")
+    ends = [each, Kill(places, each, kill)]
+    if api == "functions":
+        tasks = {every(1): [step, *ends], every(steps=10): functional.checkpoint(places, resume=True)}
+        functional.loop(state, data, tasks, stop=NUM_STEPS)
+    else:
+        # At step 20, which ends a loop, these write after the checkpoint.
+        ends = [actions.SummaryAction(writer, prefix="loop/"), Pictures(writer), *ends]
+        train_loop = jaxloop.TrainLoop(step, end_actions=[actions.CheckpointAction(places, every(steps=10)), *ends])
+        eval_loop = jaxloop.EvalLoop(step, end_actions=[actions.SummaryAction(writer, prefix="eval/")])
+        outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(places))
+        outer_loop(state, data, NUM_STEPS, 10, [jaxloop.EvalSpec(batches[:2], eval_loop_interval=1)])
+    writer.close()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], api=sys.argv[2], kill=sys.argv[3])

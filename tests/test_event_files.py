@@ -1,0 +1,126 @@
+import contextlib
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from programs import summaries
+
+from jaxloop import actions, checkpoint, encoding, every, examples
+from jaxloop.outer_loop import OuterLoop
+from jaxloop.train_loop import TrainLoop
+
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+
+# As TensorBoard's pages read a directory, in a process that has no TensorFlow. Times differ between any two runs.
+READ = """
+import json, sys
+sys.modules["tensorflow"] = None
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.util import tensor_util
+def points(directory):
+    events = plugin_event_accumulator.EventAccumulator(directory, size_guidance={"tensors": 0})
+    events.Reload()
+    read = lambda tag: [(each.step, str(tensor_util.make_ndarray(each.tensor_proto))) for each in events.Tensors(tag)]
+    return {tag: read(tag) for tag in events.Tags()["tensors"] if "jaxloop/" not in tag}
+print(json.dumps([points(directory) for directory in sys.argv[1:]]))
+"""
+
+
+def points_in(*directories):
+    command = [sys.executable, "-W", "ignore", "-c", READ, *map(str, directories)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(("api", "kinds"), [("objects", ["at_once", "flushed"]), ("functions", ["at_once"])])
+def test_after_sigkill_tensorboard_shows_each_point_once(api, kinds, tmp_path):
+    command = [sys.executable, PROGRAMS / "summaries.py"]
+    killed = [subprocess.Popen([*command, tmp_path / kind, api, kind]) for kind in kinds]
+    summaries.run(tmp_path / "whole", api=api)
+    for process, kind in zip(killed, kinds, strict=True):
+        assert process.wait() == -signal.SIGKILL
+        summaries.run(tmp_path / kind, api=api)
+    whole, *resumed = points_in(*(tmp_path / kind / "events" for kind in ["whole", *kinds]))
+    assert [step for step, _ in whole["each/loss"]] == list(range(1, summaries.NUM_STEPS + 1))
+    assert api == "functions" or whole.keys() >= {"loop/loss", "eval/loss", "more/image", "more/histogram"}
+    assert resumed == [whole] * len(kinds)
+
+
+def test_files_made_within_a_second_or_by_a_clock_that_was_wrong_are_read_in_their_order(tmp_path):
+    for step in (1, 2):
+        with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+            writer.write_scalars(step, {"loss": 0.5})
+    next(tmp_path.iterdir()).rename(tmp_path / "events.out.tfevents.4000000000.host")
+    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+        writer.resume(1, None)
+        writer.write_scalars(2, {"loss": 0.25})
+    assert len(list(tmp_path.iterdir())) == 3
+    assert points_in(tmp_path)[0]["loss"][1:] == [[2, "0.25"]]
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        {"file": "../events.out.tfevents.1000000000.host", "begins": 0, "ends": 10},
+        {"file": "events.out.tfevents.1000000000.host", "begins": -1, "ends": 10},
+        {"file": 3, "begins": 0, "ends": 10},
+    ],
+)
+def test_a_position_that_no_writer_gave_is_rejected(position, tmp_path):
+    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+        writer.write_scalars(1, {"loss": 0.5})
+        with pytest.raises(ValueError, match="is not a position in an event file"):
+            writer.resume(1, position)
+
+
+def test_an_earlier_file_that_is_damaged_is_reported(tmp_path, logs):
+    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+        writer.write_scalars(1, {"loss": 0.5})
+        position = writer.position()
+    (tmp_path / position["file"]).write_bytes(b"short")
+    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+        writer.resume(1, position)
+    assert "TensorBoard may miss points of step 1" in logs.text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of TensorFlow's.
+def test_writers_of_clu_hide_the_points_after_the_checkpoint(tmp_path):
+    pytest.importorskip("tensorflow")
+    from clu import metric_writers
+
+    for begins in (0, 2):
+        writer = metric_writers.create_default_writer(tmp_path, asynchronous=False)
+        summaries = actions.SummaryAction(writer)
+        if begins:
+            summaries.load_state_dict({})
+        summaries.begin_run(begins)
+        for step in range(begins + 1, 5):
+            summaries(None, {"loss": float(begins)}, step_num=step)
+        summaries.close()
+        writer.close()
+    assert points_in(tmp_path)[0]["loss"] == [[1, "0.0"], [2, "0.0"], [3, "2.0"], [4, "2.0"]]
+
+
+def test_an_action_of_yours_has_written_all_before_a_checkpoint_is_saved(tmp_path):
+    class Queueing(actions.Action):
+        queued, written = 0, 0
+
+        def __call__(self, state, outputs, **kwargs):
+            self.queued += 1
+
+        def flush(self):
+            self.written = self.queued
+
+        def state_dict(self):
+            return {"written": self.written, "queued": self.queued}
+
+    step, state, batches = examples.tiny_regression()
+    saves = actions.CheckpointAction(tmp_path, every(steps=3), keep=None)
+    train_loop = TrainLoop(step, end_actions=[saves, Queueing(every(steps=1))])
+    OuterLoop(train_loop)(state, batches, 6)
+    for number in (3, 6):
+        slots = checkpoint.run(tmp_path, number)["parts"]["train"]["slots"]
+        kept = [encoding.decode(slot["state"]) for slot in slots if slot["action"].endswith("Queueing")]
+        assert kept == [{"written": number, "queued": number}]
