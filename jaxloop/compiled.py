@@ -256,7 +256,9 @@ def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
-    """Batches as one, on a new leading axis, host arrays on the host; None where they are not of one shape.
+    """Batches, or their shapes, as one on a new leading axis; None where they are not of one shape.
+
+    Host arrays stay on the host.
 
     >>> stacked([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
     (2, 3)
@@ -269,6 +271,8 @@ def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
 
 def _stacked_leaf(*leaves: Any) -> Any:
     first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     if not isinstance(first, np.ndarray | jax.Array):
         return np.stack(leaves)
     shape, dtype = first.shape, first.dtype

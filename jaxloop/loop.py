@@ -151,7 +151,7 @@ class Loop:
 
         Args:
           state: a state such as the loop will be called with; it stays usable.
-          batch: as the dataset gives it, or `jax.ShapeDtypeStruct`s in the place of its arrays.
+          batch: as the dataset gives it, or its shapes, see `Step.compile`.
         """
         at_once = STEPS_TRIED if self._steps_at_once is None else self._steps_at_once
         for number in sorted({at_once, 1}, reverse=True):

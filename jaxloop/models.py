@@ -574,12 +574,9 @@ def example_inputs(spec: types.BatchSpec) -> Any:
     """
 
     def ones(leaf: Any) -> jax.Array:
-        if _is_shape(leaf):
-            return jnp.ones(leaf, jnp.float32)
-        if _is_shape_and_dtype(leaf):
-            return jnp.ones(leaf[0], leaf[1])
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jnp.ones(leaf.shape, leaf.dtype)
+        shape = _shape_in_spec(leaf)
+        if shape is not None:
+            return jnp.ones(shape.shape, shape.dtype)
         if isinstance(leaf, _ARRAYS):
             return jnp.asarray(leaf)
         raise ValueError(
@@ -587,7 +584,41 @@ def example_inputs(spec: types.BatchSpec) -> Any:
             f"lists and named tuples; {leaf!r} in it is none of them."
         )
 
-    return jax.tree.map(ones, spec, is_leaf=lambda leaf: leaf is None or _is_shape(leaf) or _is_shape_and_dtype(leaf))
+    return jax.tree.map(ones, spec, is_leaf=lambda leaf: leaf is None or _shape_in_spec(leaf) is not None)
+
+
+def example_batch(batch: types.BatchSpec) -> types.Batch:
+    """Returns a host batch with zeros where it has shapes. They are views of one number, whatever their size.
+
+    A batch without arrays is a spec. In one that has some, a list of numbers is no shape.
+
+    >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
+    (1099511627776, 3)
+    """
+    is_spec = not any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(batch))
+    shape_of = lambda leaf: None if _is_shape(leaf) and not is_spec else _shape_in_spec(leaf)
+
+    def zeros(leaf: Any) -> Any:
+        shape = shape_of(leaf)
+        return leaf if shape is None else np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+
+    return jax.tree.map(zeros, batch, is_leaf=lambda leaf: shape_of(leaf) is not None)
+
+
+def shape_of_array(leaf: Any) -> Any:
+    """Returns the shape of a host array, as `jit` takes it; every other leaf as it is."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _shape_in_spec(leaf: Any) -> jax.ShapeDtypeStruct | None:
+    """Returns what a leaf of a spec describes; None for an array, and for what is no leaf of a spec."""
+    if _is_shape(leaf):
+        return jax.ShapeDtypeStruct(tuple(leaf), jnp.float32)
+    if _is_shape_and_dtype(leaf):
+        return jax.ShapeDtypeStruct(tuple(leaf[0]), jax.dtypes.canonicalize_dtype(leaf[1]))
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _is_shape(leaf: Any) -> bool:

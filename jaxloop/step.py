@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import logging
 from etils import epath
@@ -348,9 +347,10 @@ class Step:
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
         """The floating-point operations of one `run`, as XLA counts them before it optimizes; None if it doesn't say.
 
-        Traces `run` on the batch as the hooks before it leave it, without running it. The state stays usable.
+        Traces `run` on the batch as the hooks before it leave it, without running it. The state stays usable. Shapes
+        are enough for both, see `compile`.
         """
-        state, batch, _ = self._prepare_batch(evaluates=True)(self.prepare_state(state), batch)
+        state, batch = self._in_shapes(state, batch)
         self._num_flops = cost.flops_of(self._compiled.lower(state, self._shard_short_batch(batch)))
         return self._num_flops
 
@@ -379,8 +379,8 @@ class Step:
         Args:
           state: it stays usable; or its shapes, see `abstract_state`. None to compile nothing yet, but to give
             arguments of `jax.jit`.
-          batch: as the dataset gives it, or `jax.ShapeDtypeStruct`s in the place of its arrays: then the hooks before
-            `run` see zeros.
+          batch: as the dataset gives it; or its shapes, as `jax.ShapeDtypeStruct`s, or as the spec of
+            `initialize_model` has them. The hooks before `run` then see zeros that take no memory.
           evaluates: as `evaluate` runs it, without an update.
           steps_per_dispatch: how many steps are to be one dispatch.
           **jit_kwargs: arguments of `jax.jit` that replace the partitioner's own. What was compiled is forgotten.
@@ -389,11 +389,7 @@ class Step:
             self._compiled = self._not_compiled(**jit_kwargs)
         if state is None:
             return
-        is_spec = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-        example = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if is_spec(leaf) else leaf, batch)
-        is_abstract = any(map(is_spec, jax.tree.leaves(state)))
-        state = self._as_it_will_come(state) if is_abstract else self.prepare_state(state)
-        state, example, _ = self._prepare_batch(evaluates=True)(state, example)
+        state, example = self._in_shapes(state, batch)
         fused = steps_per_dispatch > 1
         if fused:
             example = stacked([example] * steps_per_dispatch)
@@ -405,6 +401,15 @@ class Step:
         self._cost = cost.cost_of(lowered, lowered.compile(), num_devices=1 if mesh is None else mesh.size)
         if not fused and not evaluates:
             self._num_flops = self._cost.flops
+
+    def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
+        """Returns a state, or its shapes, and the shapes of a batch as the hooks before `run` leave it."""
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+        state = self._as_it_will_come(state) if is_abstract else self.prepare_state(state)
+        state, batch, _ = self._prepare_batch(evaluates=True)(state, models.example_batch(batch))
+        if checks.is_of_user(self, "shard_batch") or checks.is_of_user(self._partitioner, "shard_batch"):
+            return state, batch  # That one may take arrays only.
+        return state, jax.tree.map(models.shape_of_array, batch)
 
     def _as_it_will_come(self, shapes: Any) -> Any:
         """A state in shapes, laid out as that of a run, for which jit then finds what was compiled ahead."""

@@ -1,6 +1,8 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 
 import jaxloop
@@ -70,3 +72,35 @@ def test_what_a_step_costs_is_known_without_a_state():
     assert "all-gather" in {each.kind for each in costs[jaxloop.FSDPPartitioner].collectives}
     single = make_step(jaxloop.SingleDevicePartitioner())
     assert single.cost_analysis(single.abstract_state([1, 128]), spec).collectives == ()
+
+
+ROWS = 2**40
+IN_ALL_WAYS = [
+    lambda spec: {name: jax.ShapeDtypeStruct(*each) for name, each in spec.items()},
+    lambda spec: spec,
+    lambda spec: {name: list(shape) for name, (shape, _) in spec.items()},
+]
+
+
+@pytest.mark.parametrize("as_batch", IN_ALL_WAYS, ids=["structs", "pairs", "shapes"])
+@pytest.mark.parametrize("devices", [None, 8])
+def test_a_batch_that_no_memory_holds_is_compiled_for_by_its_shapes(as_batch, devices, data_parallel):
+    class Regression(jaxloop.Step):
+        def begin(self, state, batch):
+            assert batch["x"].shape == (ROWS, 3) and batch["x"][5, 2] == 0
+            return state, {"x": batch["x"], "y": batch["y"][:, None]}
+
+        def run(self, state, batch):
+            loss = lambda params: jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+            value, grads = jax.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), {"loss": value}
+
+    partitioner = data_parallel(devices) if devices else jaxloop.SingleDevicePartitioner()
+    step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=True)
+    batch = as_batch({"x": ((ROWS, 3), np.float32), "y": ((ROWS,), np.float32)})
+    state = step.initialize_model([1, 3])
+    jaxloop.TrainLoop(step, steps_per_dispatch=2).compile(state, batch)
+    step.compile(state, batch, evaluates=True)
+    assert step.compute_num_flops(step.abstract_state([1, 3]), batch) > ROWS
+    needed = step.cost_analysis(step.abstract_state([1, 3]), batch).argument_bytes
+    assert needed > 4 * 4 * ROWS // (devices or 1)

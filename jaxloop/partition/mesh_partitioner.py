@@ -89,10 +89,23 @@ class MeshPartitioner(Partitioner):
         return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places what this process has of a batch: in a job of many, each has its own part."""
+        """Places what this process has of a batch, or its shapes: in a job of many, each has its own part."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+            return jax.tree.map(self._placed_shape, batch, shardings)
         if not self._mesh.is_multi_process:
             return jax.device_put(batch, shardings)
         return jax.tree.map(lambda leaf, sharding: make_array_from_process_local_data(sharding, leaf), batch, shardings)
+
+    def _placed_shape(self, leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        """Returns the shape that a leaf of which each process has so much has in all."""
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return self._put(leaf, sharding)
+        names = [*sharding.spec, *[None] * leaf.ndim]
+        parts = self.shards // self._local_shards
+        shape = [
+            size * parts if name == self._data_axis else size for size, name in zip(leaf.shape, names, strict=False)
+        ]
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
 
     def _check_divides(self, batch, axis):
         shards = self._local_shards
@@ -109,7 +122,7 @@ class MeshPartitioner(Partitioner):
         if self._mesh.is_multi_process:
             return self.shard_batch(batch)  # Of rows that differ from process to process there is no copy for all.
         if any(np.ndim(leaf) and np.shape(leaf)[0] % shards for leaf in jax.tree.leaves(batch)):
-            return jax.device_put(batch, self._replicated)
+            return self._put(batch, jax.tree.map(lambda _: self._replicated, batch))
         return self.shard_batch(batch)
 
     def _leaf_sharding(self, leaf: Any) -> NamedSharding:
