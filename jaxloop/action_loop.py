@@ -287,9 +287,14 @@ class ActionLoop(StatLoop):
         """Keeps what the loop has reported up to now, its earlier part included."""
         if self.steps_before:
             self._so_far.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
-            self._so_far.num_examples = [*self._outputs_before.num_examples, *self._weights()]
+            weights, before, so_far = self._weights(), self._outputs_before.num_examples, self._so_far.num_examples
+            if weights is not self.num_examples:  # Some were changed afterwards.
+                so_far.clear()
+                so_far += before
+            so_far += weights[len(so_far) - len(before) :]
         else:
-            self._so_far = metrics.LoopOutputs(outputs, self._weights())
+            self._so_far = metrics.LoopOutputs(outputs)
+            self._so_far.num_examples = self._weights()  # No copy: events would take longer as the loop grows.
 
     def call_actions_that_come_last(self, state: Any) -> bool:
         """Calls the actions of the loop's end that come last; returns whether the run goes on.

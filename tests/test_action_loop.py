@@ -1,4 +1,8 @@
+import statistics
+import tracemalloc
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -6,6 +10,7 @@ from clu import metrics as clu_metrics
 from programs.clock import Clock
 
 from jaxloop import (
+    CheckpointSpec,
     Elapsed,
     OuterLoop,
     actions,
@@ -13,6 +18,7 @@ from jaxloop import (
     checkpoint,
     every,
     examples,
+    from_index,
     last,
     metrics,
     stat_loop,
@@ -320,3 +326,43 @@ def test_a_loop_on_its_own_saves_by_a_schedule(tmp_path):
     save = actions.CheckpointAction(tmp_path, every(steps=3))
     TrainLoop(step, end_actions=[save])(state, batches, 10)
     assert checkpoint.all_steps(tmp_path) == [3, 6, 9]
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_an_event_costs_the_same_however_long_the_loop_is(is_resumed, tmp_path):
+    step, state, batches = examples.tiny_regression()
+    allocated, current = [], 0
+
+    class Measure(actions.Action):
+        uses_outputs = False
+
+        def __call__(self, state, outputs, **kwargs):
+            nonlocal current
+            allocated.append(tracemalloc.get_traced_memory()[1] - current)
+            current = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+
+    def run(failing_batch, *more_actions):
+        def get(index):
+            if index == failing_batch:
+                raise OSError("gone")
+            return batches[index % len(batches)]
+
+        save = actions.CheckpointAction(tmp_path, at(5))
+        outer_loop = OuterLoop(
+            TrainLoop(step, end_actions=[save, *more_actions]),
+            checkpoint_spec=CheckpointSpec(tmp_path),
+            log_interval=every(steps=50),
+        )
+        outer_loop(jax.tree.map(jnp.copy, state), from_index(get), 8_000)
+
+    if is_resumed:  # In the middle of a loop.
+        with pytest.raises(OSError, match="gone"):
+            run(7)
+    tracemalloc.start()
+    try:
+        run(None, Measure(every(steps=50)))
+    finally:
+        tracemalloc.stop()
+    early, late = statistics.median(allocated[5:25]), statistics.median(allocated[-20:])
+    assert late - early < 20_000  # Bytes. A list with a number for each step has 64,000.
