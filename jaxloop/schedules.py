@@ -19,14 +19,18 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal, final
 
+import jax
+import numpy as np
+
 Unit = Literal["steps", "samples", "time", "loops"]
+_MOST_IN_32_BITS = 2**31 - 1
 NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
 
 
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
-    """How far a run is.
+    """The progress of a run. A pytree, so that a jitted function can take it; its leaves are the attributes.
 
     Attributes:
       steps: completed updates. Within the first batch's callbacks it is 1.
@@ -91,6 +95,28 @@ class Elapsed:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers by name, for a file: `Elapsed(**elapsed.to_dict())` is the same again."""
         return {"steps": self.steps, "samples": self.samples, "time": self.time, "loops": self.loops}
+
+    def _leaves(self) -> list[Any]:
+        counts = [_as_leaf(self.steps), _as_leaf(self.samples), self.time, _as_leaf(self.loops)]
+        return [*counts, self.is_last, self.previous]
+
+
+def _as_leaf(count: Any) -> Any:
+    """A count as JAX takes it: one that does not fit into its 32 bits as a float, which is exact on the host."""
+    return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
+
+
+def _from_leaves(_: None, leaves: Iterable[Any]) -> Elapsed:
+    return Elapsed(*(int(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves))
+
+
+_LEAVES = [jax.tree_util.GetAttrKey(field.name) for field in dataclasses.fields(Elapsed)]
+jax.tree_util.register_pytree_with_keys(
+    Elapsed,
+    lambda elapsed: (list(zip(_LEAVES, elapsed._leaves(), strict=True)), None),
+    _from_leaves,
+    lambda elapsed: (elapsed._leaves(), None),
+)
 
 
 class Schedule(abc.ABC):

@@ -1112,6 +1112,85 @@ def test_a_loop_by_hand_with_the_same_tools(tmp_path, assert_same):
         jf.early_stopping("error", patience=2)(elapsed, state, {"losss": 1.0})
 
 
+@jax.jit
+def regression_with_accuracy(state, batch):
+    def loss_of(params):
+        predicted = state.apply_fn({"params": params}, batch["x"])
+        return jnp.mean((predicted - batch["y"]) ** 2), jnp.mean(jnp.abs(predicted - batch["y"]) < 0.5)
+
+    (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    logs = jf.logs().add_loss("loss", loss).add_metric("accuracy", accuracy)
+    logs.add("updates", "gradients", grads)  # For other callbacks, not for the history.
+    return logs, state.apply_gradients(grads=grads)
+
+
+def test_logs_take_what_a_callback_returns_by_assignment(tmp_path):
+    _, state, batches = examples.tiny_regression()
+    stream, history, call_checkpoint = io.StringIO(), jf.history(), jf.every(steps=8)
+    checkpoint, keras_bar = jf.checkpoint(tmp_path, keep=None), jf.keras_bar(total=20, stream=stream)
+    for elapsed, batch in jf.elapse(batches, stop=jf.at(20)):
+        logs = jf.logs()
+        logs.updates, state = regression_with_accuracy(state, batch)
+        assert set(logs) == {"losses", "metrics"}
+        if call_checkpoint(elapsed):
+            checkpoint(elapsed, state)
+        keras_bar(elapsed, logs)
+        history.commit(elapsed, logs)
+    keras_bar.close()
+    steps, losses, accuracies = history.collect("steps", "loss", "accuracy")
+    assert steps == list(range(1, 21)) and losses[-1] < losses[0] and 0 <= accuracies[-1] <= 1
+    assert checkpoints.all_steps(tmp_path) == [8, 16] and "20/20" in stream.getvalue()
+
+
+def test_logs_merge_each_assignment():
+    logs = jf.logs().add_metric("accuracy", 0.9)
+    logs.updates = {"losses": {"loss": 0.3}}
+    logs.updates = None
+    logs.updates = {"metrics": {"error": 0.1}, "rate": 0.5}
+    assert logs == {"metrics": {"accuracy": 0.9, "error": 0.1}, "losses": {"loss": 0.3}, "rate": 0.5}
+    with pytest.raises(TypeError, match="takes the logs that a callback returned, got 3"):
+        logs.updates = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    {
+        "add_stateful_metric": r"add_metric\(name, value\)",
+        "add_metrics": r"add_metric\(name, value\)",
+        "add_losses": r"add_loss\(name, value\)",
+        "add_output": r"add\(collection, name, value\)",
+        "add_entry": r"add\(collection, name, value\)",
+    }.items(),
+)
+def test_logs_name_the_method_that_is_meant(name, method):
+    with pytest.raises(AttributeError, match=f"no method '{name}'. Did you mean logs.{method}"):
+        getattr(jf.logs(), name)("accuracy", 0.9)
+
+
+def test_a_jitted_callback_takes_how_far_the_loop_is_and_is_compiled_once():
+    traces = []
+
+    @jax.jit
+    def record(state, batch, elapsed):
+        traces.append(elapsed)
+        counts = {"step": elapsed.steps, "before": elapsed.previous.steps, "last": elapsed.is_last}
+        return {**counts, "examples": elapsed.samples, "secs": elapsed.time}
+
+    _, history, _ = jf.loop(jnp.int32(0), BATCHES, {jf.every(1): record}, stop=5, elapsed=jf.Elapsed(0, 2**31 - 13))
+    assert history.collect("step", "before") == ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
+    assert history.collect("last") == [False] * 4 + [True]
+    np.testing.assert_allclose(history.collect("examples"), [2**31 - 13 + 4 * step for step in range(1, 6)], rtol=1e-6)
+    assert len(traces) <= 3  # A count past 32 bits is a float.
+
+
+def test_an_elapsed_is_a_tree_of_exact_counts():
+    elapsed = jf.Elapsed(3, 10**12 + 1, 1.5, 2, is_last=True, previous=jf.Elapsed(2, 10**12))
+    same = jax.tree.map(lambda leaf: leaf, elapsed)
+    assert same == elapsed and same.previous == elapsed.previous and same.is_last
+    assert jf.every(samples=10**12 + 1)(same) and not jf.every(samples=10**12 + 2)(same)
+    assert jax.tree.structure(elapsed) == jax.tree.structure(same)
+
+
 def test_elapse_counts_along_and_says_which_step_is_the_last():
     elapsed = [elapsed for elapsed, _ in jf.elapse(BATCHES, stop=3, start=jf.Elapsed(1, samples=4))]
     assert [(each.steps, each.samples, each.is_last) for each in elapsed] == [(2, 8, False), (3, 12, True)]

@@ -45,6 +45,8 @@ class Logs(dict[str, Any]):
         """The collection `updates`: what the forward pass changed, for `train_step` to put in the state.
 
         `logs.add("updates", "batch_stats", batch_stats)` adds to it. It is not kept in a history.
+
+        To assign logs to it merges all that they report: `logs.updates, state = train_step(state, batch)`.
         """
         return self.setdefault("updates", Logs())
 
@@ -77,13 +79,27 @@ class Logs(dict[str, Any]):
             return Logs(value) if isinstance(value, Mapping) and not isinstance(value, Logs) else value
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.startswith("add_"):
+            signature = _nearest_method(name)
+            raise AttributeError(f"Logs have no method {name!r}. Did you mean logs.{signature}?")
         try:
             return self.entry_value(name)
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "updates":
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(f"logs.updates = ... takes the logs that a callback returned, got {value!r}.")
+            self.merge({name: each for name, each in (value or {}).items() if name != "updates"})
+            return
         raise AttributeError(f"Attributes of logs are for reading. Write logs.add_metric({name!r}, value).")
+
+
+def _nearest_method(name: str) -> str:
+    """The method of logs that a name stands for, with its arguments."""
+    nearest = next((kind for kind in ("metric", "loss") if kind in name), None)
+    return f"add_{nearest}(name, value)" if nearest else "add(collection, name, value)"
 
 
 def _flatten(logs: Logs) -> tuple[list[Any], tuple[str, ...]]:
