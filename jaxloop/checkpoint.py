@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -23,7 +24,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import checks, distributed, files, seal
+from jaxloop import agreement, checks, distributed, files, lock, seal
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
@@ -41,6 +42,9 @@ _SEALED_KEY = "jaxloop/sealed"
 _LEAVES_KEY = "jaxloop/leaves"
 # Where in a directory damaged checkpoints are kept. No name of a step, so neither Orbax nor we look there.
 _DAMAGED = "damaged"
+# Orbax numbers the saves of a process and keeps the current number in a global variable. Two threads that start saves
+# at the same time would wait for each other's directories, for ever.
+_start_of_a_save = threading.Lock()
 
 
 class CheckpointError(Exception):
@@ -439,6 +443,7 @@ class CheckpointWriter:
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
         self._closed = False  # A manager that was given; one of our own is made anew.
         self._step: int | None = None  # Of the save under way, or of the last one.
+        self._saved: int | None = None  # The step of the last save that was committed since `close`.
         self._noted: dict[str, Any] = {}  # With that save.
         self._said_what_is_left_out = False
         if best is not None and not self._owns_manager:
@@ -451,6 +456,7 @@ class CheckpointWriter:
         else:
             self._manager = manager_or_directory  # pyright: ignore[reportAttributeAccessIssue]
             self._directory = epath.Path(manager_or_directory.directory)  # pyright: ignore[reportAttributeAccessIssue]
+        self._lock = lock.DirectoryLock(self._directory)  # That of a run, which is checked here and not acquired.
 
     @property
     def directory(self) -> epath.Path:
@@ -524,6 +530,7 @@ class CheckpointWriter:
         with self._named(step):
             if self._owns_manager:
                 self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
+            self._check_directory()  # Before `_open` makes it anew.
             manager = self._manager or self._open()
             if self._has(step, manager):
                 logging.warning(
@@ -537,12 +544,36 @@ class CheckpointWriter:
             if not self._owns_manager:
                 self._wait_for_the_one_before()  # Only now: the manager may have passed this step over.
             self._step, self._noted = step, noted
-            return manager.save(
-                step,
-                args=args,
-                metrics=None if metrics is None else dict(metrics),
-                custom_metadata=noted or None,
-            )
+            with _start_of_a_save:
+                return manager.save(
+                    step,
+                    args=args,
+                    metrics=None if metrics is None else dict(metrics),
+                    custom_metadata=noted or None,
+                )
+
+    def _check_directory(self) -> None:
+        """Raises, in all processes, if no save can succeed now: it would have some of them wait for the others."""
+        problem = ""
+        if distributed.is_first_process():
+            try:
+                self._check_is_kept()
+                if jax.process_count() > 1:
+                    prepare_directory(self._directory)
+            except (OSError, lock.DirectoryLostError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                if jax.process_count() == 1:
+                    raise
+        if problem := agreement.gather_texts(problem)[0]:
+            raise agreement.known_to_all(RuntimeError(problem))
+
+    def _check_is_kept(self) -> None:
+        """Raises if the directory is no longer the one that the run has locked, or the last checkpoint is gone."""
+        self._lock.check()
+        if not self._owns_manager or self._saved is None or (self._directory / str(self._saved)).exists():
+            return
+        if max(all_steps(self._directory), default=-1) < self._saved:  # Else a newer one has replaced it.
+            raise FileNotFoundError(f"The checkpoint of step {self._saved} was saved, and is no longer there")
 
     def _has(self, step: int, manager: ocp.CheckpointManager) -> bool:
         """Whether there is a complete checkpoint of a step, of this run or another program."""
@@ -575,7 +606,11 @@ class CheckpointWriter:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             cleanup_tmp_directories=True,
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._seal,
+                # Where a directory can't be made, `save` raises. Otherwise Orbax's threads wait five minutes for it.
+                create_directories_asynchronously=False,
+            ),
         )
         if best is None:
             return options
@@ -597,6 +632,7 @@ class CheckpointWriter:
             path = self._directory / str(self._step)  # Where a store can't rename, there is no temporary directory.
         # Orbax is still writing this file, and puts the time of the commit into it afterwards.
         seal.write(path, {_METADATA_FILE: {"custom_metadata": self._noted}})
+        self._lock.check()
 
     @contextlib.contextmanager
     def _named(self, step: int | None) -> Iterator[None]:
@@ -626,7 +662,8 @@ class CheckpointWriter:
         if manager is not None:
             with contextlib.suppress(Exception):  # That of the save is the one to be told.
                 manager.close()
-        with contextlib.suppress(OSError):  # The next manager tries again.
+        with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
+            self._lock.check()  # In a directory of another run, these are not ours.
             clear_leftovers(self._directory)
 
     def _say_what_is_left_out(self) -> None:
@@ -647,16 +684,21 @@ class CheckpointWriter:
         if self._manager is not None and not self._closed:
             with self._named(self._step):
                 self._manager.wait_until_finished()
+            self._saved = self._step
 
     def close(self) -> None:
         """Waits, and ends the manager's threads. A manager that was given can save no more then.
 
         Raises:
-          CheckpointError: the last save failed. It is said once.
+          CheckpointError: the last save failed, or is no longer on disk. The error is raised once.
         """
         try:
             self.wait()
+            if self._saved is not None and distributed.is_first_process():
+                with self._named(self._saved):
+                    self._check_is_kept()
         finally:
+            self._saved = None
             if self._manager is not None and not self._closed:
                 self._manager.close()
                 if self._owns_manager:

@@ -1,4 +1,4 @@
-"""One trainer a directory: a second one is refused, and the lock of one that was killed is taken over."""
+"""One trainer per directory: a second one is refused, and the lock of a killed one is taken over."""
 
 import dataclasses
 import datetime
@@ -16,6 +16,9 @@ from typing import Any, final
 from absl import logging
 from etils import epath
 
+from jaxloop import files
+from jaxloop.text import printable
+
 try:
     import fcntl
 except ImportError:  # Windows.
@@ -23,7 +26,11 @@ except ImportError:  # Windows.
 
 # What a file system says that knows no locks, or whose server of locks can't be reached.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+TRAINER, EVALUATOR = ".trainer.lock", ".evaluator.lock"
+"""The names of the lock files of a directory: for what trains, and for what only evaluates."""
+
 _COMMAND_LENGTH = 200
+_MOST_BYTES = 10_000  # Of the file, which anybody may have written.
 # From taking a lock to having written into the file who has it, amply.
 _SIGNING_SECS = 0.1
 
@@ -43,40 +50,51 @@ class Holder:
     command: str
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since} ({self.command})"
+        return printable(f"process {self.pid} on {self.host}, since {self.since} ({self.command})")
 
 
 class DirectoryInUseError(RuntimeError):
-    """Another process holds the lock of a directory.
+    """Another process, or another thread of this one, holds the lock of a directory.
 
     Attributes:
-      directory: which one.
-      holder: the other process; None where it has not got round to naming itself.
+      directory: the directory.
+      holder: the other process; None if it has not written its name yet, or if it is this process.
+      thread: the name of the thread of this process that holds the lock; None if another process does.
     """
 
-    def __init__(self, directory: str, holder: Holder | None):
-        how = f" (on {holder.host}: kill {holder.pid})" if holder else ""
+    def __init__(self, directory: str, holder: Holder | None, thread: str | None = None):
+        who, how = f"{holder or 'another process'}", ""
+        if thread is not None:
+            who = printable(f"the thread {thread!r} of this process")
+        elif holder is not None:
+            how = printable(f" (on {holder.host}: kill {holder.pid})")
         super().__init__(
-            f"{directory} is in use by {holder or 'another process'}. Two runs in one directory would overwrite each "
+            f"{directory} is in use by {who}. Two runs in one directory would overwrite each "
             f"other's checkpoints. Give this run another directory, or end the other one{how}."
         )
         self.directory = directory
         self.holder = holder
+        self.thread = thread
 
     def __reduce__(self) -> Any:
-        return type(self), (self.directory, self.holder)
+        return type(self), (self.directory, self.holder, self.thread)
+
+
+class DirectoryLostError(RuntimeError):
+    """A directory that this process has locked was moved, deleted or replaced."""
 
 
 class _Lock:
-    """What this process holds of one directory, for all its `DirectoryLock`s."""
+    """One thread's lock of one directory, which all its `DirectoryLock`s share."""
 
     def __init__(self, path: str, descriptor: int | None):
         self.path = path
-        self.descriptor = descriptor  # None where the file system knows no locks.
+        self.descriptor = descriptor  # None if the file system has no locks.
+        self.thread = threading.current_thread()
         self.count = 0
 
 
-# A lock belongs to the process, and so does this: by the file that it is, for a directory has many names.
+# A lock of the kernel belongs to the process, and so does this dict. Its keys are those of `DirectoryLock._key`.
 _held: dict[Any, _Lock] = {}
 _mutex = threading.RLock()
 
@@ -97,14 +115,15 @@ if hasattr(os, "register_at_fork"):
 
 @final
 class DirectoryLock:
-    """Keeps other processes from training in a directory at the same time.
+    """Keeps other processes and threads from training in a directory at the same time.
 
-    While it is held, a file in the directory tells by whom. The lock on it is the kernel's (`flock`), which lets go of
-    it however the process ends; a file that is left over is taken over by the next one. Within a process it can be
-    acquired many times, also by another name of the same directory, and is free when each of them is released. The
-    children of the process don't hold it.
+    While it is held, a file in the directory says by which process. The lock on the file is the kernel's (`flock`),
+    which releases it however the process ends; the next process takes over a file that is left. A thread can acquire
+    the lock many times, also by another name of the same directory, and has to release it as often. Other threads are
+    refused, and forked processes don't hold it.
 
-    Where the file system knows no locks (`gs://`, some network file systems), there is none, and the log says so.
+    Where the file system has no locks (`gs://`, some network file systems), only the threads of this process are
+    refused, and a warning says so.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -115,11 +134,11 @@ class DirectoryLock:
     []
 
     Args:
-      directory: made where it is missing.
-      name: of the file.
+      directory: the directory, which is made if it is missing.
+      name: the name of the file.
     """
 
-    def __init__(self, directory: epath.PathLike, name: str = ".trainer.lock"):
+    def __init__(self, directory: epath.PathLike, name: str = TRAINER):
         self._directory = os.path.expanduser(os.fspath(directory))
         self._name = name
         self._acquired: list[tuple[Any, _Lock]] = []
@@ -131,19 +150,21 @@ class DirectoryLock:
         """Takes the lock, or raises at once: it never waits for it.
 
         Raises:
-          DirectoryInUseError: another process holds it.
-          OSError: the directory can't be made, or no file in it.
+          DirectoryInUseError: another process, or another thread, holds it.
+          OSError: the directory or the file can't be made.
         """
         with _mutex:
             key = self._key()
             if key not in _held:
-                path = os.path.join(os.path.realpath(self._directory), self._name)
+                path = self._path()
                 _held[key] = _Lock(path, self._lock(path))
+            elif _held[key].thread is not threading.current_thread():
+                raise DirectoryInUseError(self._directory, None, _held[key].thread.name)
             _held[key].count += 1
             self._acquired.append((key, _held[key]))
 
     def release(self) -> None:
-        """Takes back one `acquire`; the last one of the process deletes the file.
+        """Takes back one `acquire`; the last one deletes the file.
 
         Raises:
           RuntimeError: there is none to take back.
@@ -158,11 +179,30 @@ class DirectoryLock:
             if _held.get(key) is lock:  # Not in a forked child, nor twice.
                 del _held[key]
             if lock.descriptor is not None:
-                # Deleted while it is locked: whoever has opened it before sees, in `_lock`, that it is gone.
+                # Deleted while it is locked: a process that has opened it before sees, in `_lock`, that it is gone.
                 if _is_same_file(lock.descriptor, lock.path):
-                    os.unlink(lock.path)
+                    try:
+                        os.unlink(lock.path)
+                    except OSError as error:  # Raising it would hide the error that ended the run.
+                        logging.warning("%s is unlocked, but could not be deleted: %s.", lock.path, error.strerror)
                 os.close(lock.descriptor)
                 lock.descriptor = None
+
+    def check(self) -> None:
+        """Raises if the directory is no longer the one that was locked; does nothing if it is not locked here.
+
+        Raises:
+          DirectoryLostError: it was moved, deleted or replaced, or its lock file was.
+        """
+        path = self._path()
+        with _mutex:
+            for lock in _held.values():
+                if lock.path == path and lock.descriptor is not None and not _is_same_file(lock.descriptor, path):
+                    raise DirectoryLostError(
+                        f"The directory {self._directory} is no longer the one that this run has locked: it was moved, "
+                        f"deleted or replaced, or {self._name} in it was. Another run may use it now, so nothing more "
+                        "is saved there. Put the directory back and start the run again."
+                    )
 
     def __enter__(self) -> "DirectoryLock":
         self.acquire()
@@ -171,9 +211,14 @@ class DirectoryLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.release()
 
+    def _path(self) -> str:
+        """The path of the file, without links."""
+        directory = self._directory if files.is_remote(self._directory) else os.path.realpath(self._directory)
+        return os.path.join(directory, self._name)
+
     def _key(self) -> Any:
-        """What is the same for all names of the directory, and no other."""
-        if _is_remote(self._directory):
+        """Returns what is equal for all names of the directory, and differs for other directories."""
+        if files.is_remote(self._directory):
             return self._directory, self._name
         try:
             os.makedirs(self._directory, exist_ok=True)
@@ -184,11 +229,11 @@ class DirectoryLock:
 
     def _lock(self, path: str) -> int | None:
         """Opens, locks and signs the file; returns its descriptor, or None where there are no locks."""
-        if fcntl is None or _is_remote(self._directory):
+        if fcntl is None or files.is_remote(self._directory):
             return self._without_lock("there are none on remote file systems, nor on Windows")
         while True:
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # Not inherited by other programs.
+                descriptor = files.open_descriptor(path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise self._explained(error, "written to") from error
             try:
@@ -230,28 +275,31 @@ class DirectoryLock:
         )
 
     def _explained(self, error: OSError, what: str) -> OSError:
-        return type(error)(
-            f"The directory {self._directory}, in which a run keeps its checkpoints, can't be {what}: "
-            f"{error.strerror}. Give another directory, or the right to write there."
+        has_no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space and inodes" if has_no_room else "the right to write there"
+        explained = type(error)(
+            f"The directory {self._directory}, which a run writes to, can't be {what}: {error.strerror}. Give another "
+            f"directory, or {remedy}."
         )
-
-
-def _is_remote(directory: str) -> bool:
-    return "://" in directory
+        explained.errno = error.errno
+        return explained
 
 
 def _is_same_file(descriptor: int, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:  # It is gone, or can't be seen any more.
         return False
 
 
 def _read(descriptor: int) -> Holder | None:
+    """Reads who holds a lock; None if the file does not say so, or not yet."""
     try:
-        return Holder(**json.loads(os.pread(descriptor, 10_000, 0)))
-    except (ValueError, TypeError, OSError):  # Not written yet, or not to the end.
+        holder = Holder(**files.parse_json(os.pread(descriptor, _MOST_BYTES, 0)))
+    except (ValueError, TypeError, OSError):
         return None
+    kinds = [type(value) for value in dataclasses.astuple(holder)]
+    return holder if kinds == [int, str, str, str] else None
 
 
 def _now() -> str:

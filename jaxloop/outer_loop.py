@@ -191,9 +191,9 @@ class OuterLoop:
         self._job.check_same("The run", lambda: [*spec.description(), *self._descriptions()])
         tally, spent_before = Tally(self._loops), self._loops[0].spent
         with self._interrupt, contextlib.ExitStack() as locks:  # After SIGTERM, closing the first one exits.
-            for directory in self._directories_to_train_in():
-                if distributed.is_first_process():
-                    locks.enter_context(lock.DirectoryLock(directory))
+            held = self._locks()
+            for each in held:
+                locks.enter_context(each)
             training = None
             try:
                 evaluations = self._evaluations(spec, tally)
@@ -223,6 +223,8 @@ class OuterLoop:
             logging.info("%s", self._spent)
             if is_over:
                 tally.report_what_never_ran(spec.eval_specs)
+                for each in held:
+                    each.check()
                 if training is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
                 if training is not None and self._checkpoint_spec is not None and distributed.is_first_process():
@@ -311,14 +313,13 @@ class OuterLoop:
     def _descriptions(self) -> list[str]:
         return [line for loop in self._loops for line in loop.description()]
 
-    def _directories_to_train_in(self) -> list[epath.Path]:
-        """The directories that no other process may write checkpoints to."""
-        if self._train_loop is None:
-            return []
-        directories = directories_of(self._train_loop, self._checkpoint_spec)
+    def _locks(self) -> list[lock.DirectoryLock]:
+        """Returns the locks of the directories that the run writes to; none in processes other than the first."""
+        directories = directories_of(self._train_loop, self._checkpoint_spec, self._workdir)
         for directory in directories:  # Now rather than after hours of training.
             checkpoint.prepare_directory(directory)
-        return directories
+        name = lock.TRAINER if self._train_loop is not None else lock.EVALUATOR
+        return [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
 
     def _evaluations(self, spec: RunSpec, tally: Tally) -> Evaluations:
         trains = self._train_loop is not None
@@ -413,7 +414,12 @@ class OuterLoop:
             return
         state = self._rescued_state if loop.step_num == loop.failed_step - 1 else None
         failure = failures.Failure(
-            loop.failed_step, error, loop.nan_policy, loop.kept_batches, state, self._directories_to_train_in()
+            loop.failed_step,
+            error,
+            loop.nan_policy,
+            loop.kept_batches,
+            state,
+            directories_of(loop, self._checkpoint_spec),
         )
         failures.record(workdir, loop.step, failure)
 

@@ -90,8 +90,9 @@ class Training:
         self.newest, self.has_begun = (state, step_num), True
         return self._train(state, step_num, is_resumed=resumed is not None)
 
-    def save_now(self, state: Any, step_num: int) -> None:
-        """Has the train loop's `CheckpointAction`s save a run whose interval has not come."""
+    def save_now(self, state: Any, step_num: int) -> list[Exception]:
+        """Has the train loop's `CheckpointAction`s save a run whose interval has not come; returns their errors."""
+        errors = []
         for action in checkpoint_actions(self._loop):
             try:
                 action.flush()  # Whether a step is saved is known, to all processes, only once it is committed.
@@ -99,8 +100,10 @@ class Training:
                     snapshot = self.run.snapshot(was_broken_off=True)
                     if action.save(step_num, state, None, **snapshot):
                         logging.info("%r saves the state of step %d.", action, step_num)
-            except Exception:
+            except Exception as error:
                 logging.exception("%r could not save the state of step %d.", action, step_num)
+                errors.append(error)
+        return errors
 
     def close(self) -> None:
         """Lets go of train data with which no later call goes on: what draws them ahead ends."""
@@ -190,7 +193,8 @@ class Training:
         saves = " and saved" if checkpoint_actions(self._loop) else ""
         signal_name = self._interrupt.signal_name
         logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
-        self.save_now(state, step_num)
+        for error in self.save_now(state, step_num):
+            raise error
 
     def _end_pass(self) -> None:
         """Counts a pass over the train data; raises where it had no batch."""

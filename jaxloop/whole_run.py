@@ -265,10 +265,16 @@ def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
     return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
 
 
-def directories_of(train_loop: ActionLoop, spec: CheckpointSpec | None) -> list[epath.Path]:
-    """Where a run saves, and goes on from: the directories in which no other process may train."""
-    directories = [action.directory for action in checkpoint_actions(train_loop)]
-    directories += [] if spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
+def directories_of(
+    train_loop: ActionLoop | None, spec: CheckpointSpec | None, workdir: epath.PathLike | None = None
+) -> list[epath.Path]:
+    """Returns the directories that a run writes to: of its checkpoints, and its work directory if given.
+
+    Without a train loop, a run writes to its work directory alone.
+    """
+    directories = [] if train_loop is None else [action.directory for action in checkpoint_actions(train_loop)]
+    directories += [] if train_loop is None or spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
+    directories += [] if workdir is None else [checkpoint.absolute(workdir)]
     return list(dict.fromkeys(directories))
 
 

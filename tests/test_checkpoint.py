@@ -1,10 +1,14 @@
+import concurrent.futures
 import contextlib
+import errno
 import math
+import os
 import pathlib
 import random
 import re
 import resource
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ from orbax import checkpoint as orbax_checkpoint
 from jaxloop import checkpoint, examples, partition, seal
 from jaxloop.actions import CheckpointAction
 from jaxloop.history import History
+from jaxloop.lock import DirectoryLock
 from jaxloop.schedules import Elapsed, every
 from jaxloop.step import Step
 
@@ -755,6 +760,90 @@ def test_a_save_that_can_not_be_sealed_is_none(tmp_path, monkeypatch):
     writer.save(1, STATE)
     writer.close()
     assert checkpoint.all_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_save_whose_directory_can_not_be_made_fails_at_once_and_leaves_no_thread(tmp_path, monkeypatch, code):
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(1, STATE)
+    writer.wait()
+    threads = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        with pytest.raises(checkpoint.CheckpointError, match=f"step 2 in .*{os.strerror(code)}") as caught:
+            writer.save(2, STATE)
+        assert caught.value.steps == (2,)
+    assert threading.active_count() <= threads
+    writer.save(2, STATE)
+    writer.close()
+    assert checkpoint.all_steps(tmp_path) == [1, 2]
+
+
+def move(directory):
+    directory.rename(directory.parent / "moved")
+
+
+def replace(directory):
+    move(directory)
+    (directory / "7").mkdir(parents=True)
+    (directory / "7" / "_CHECKPOINT_METADATA").touch()
+
+
+@pytest.mark.parametrize("lose", [move, replace, shutil.rmtree])
+@pytest.mark.parametrize("surfaces_in", ["save", "close"])
+def test_nothing_is_saved_in_a_directory_that_is_no_longer_the_locked_one(tmp_path, lose, surfaces_in):
+    directory, moved = tmp_path / "run", tmp_path / "moved"
+    writer = checkpoint.CheckpointWriter(directory)
+    with DirectoryLock(directory):
+        writer.save(1, STATE)
+        writer.wait()
+        lose(directory)
+        with pytest.raises(checkpoint.CheckpointError, match="was moved, deleted or replaced") as caught:
+            writer.save(2, STATE) if surfaces_in == "save" else writer.close()
+    assert caught.value.steps == ({"save": 2, "close": 1}[surfaces_in],)
+    assert checkpoint.all_steps(directory) == ([7] if lose is replace else [])
+    assert checkpoint.all_steps(moved) == ([] if lose is shutil.rmtree else [1])
+
+
+def test_a_directory_that_is_lost_during_a_save_is_noticed_before_the_commit(tmp_path, monkeypatch):
+    write = seal.write
+    lose_it = lambda *args: (write(*args), (tmp_path / ".trainer.lock").unlink())
+    monkeypatch.setattr(seal, "write", lose_it)
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    with DirectoryLock(tmp_path), pytest.raises(checkpoint.CheckpointError, match="was moved, deleted or replaced"):
+        writer.save(1, STATE)
+        writer.close()
+    assert checkpoint.all_steps(tmp_path) == []
+
+
+def test_a_checkpoint_that_is_gone_at_the_end_is_an_error(tmp_path):
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(1, STATE)
+    writer.save(2, STATE)
+    writer.wait()
+    shutil.rmtree(tmp_path / "2")
+    with pytest.raises(checkpoint.CheckpointError, match="checkpoint of step 2 was saved, and is no longer there"):
+        writer.close()
+
+
+@pytest.mark.parametrize("make", [lambda path: path, orbax_checkpoint.CheckpointManager], ids=["directory", "manager"])
+def test_threads_save_side_by_side(tmp_path, make):
+    writers = [checkpoint.CheckpointWriter(make(tmp_path / str(number))) for number in range(4)]
+    together = threading.Barrier(len(writers))
+
+    def save_often(writer):
+        for step in range(1, 6):
+            together.wait()
+            writer.save(step, STATE)
+        writer.close()
+
+    with concurrent.futures.ThreadPoolExecutor(len(writers)) as pool:
+        list(pool.map(save_often, writers))
+    for number in range(4):
+        assert checkpoint.all_steps(tmp_path / str(number))[-1] == 5
 
 
 def test_a_directory_that_can_not_be_written_is_an_error_with_the_step(tmp_path):

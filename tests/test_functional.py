@@ -1,3 +1,4 @@
+import concurrent.futures
 import functools
 import io
 import itertools
@@ -14,7 +15,7 @@ import pytest
 from clu import periodic_actions
 
 import jaxloop
-from jaxloop import STOP_LOOP, actions, examples, metrics
+from jaxloop import STOP_LOOP, actions, examples, lock, metrics
 from jaxloop import checkpoint as checkpoints
 from jaxloop import functional as jf
 from jaxloop.function_step import CompiledFunction
@@ -900,6 +901,18 @@ def test_periodic_actions_of_clu_are_callbacks():
 
 
 # Tools -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [actions.CheckpointAction, jf.checkpoint])
+def test_a_loop_does_not_save_where_another_thread_trains(tmp_path, make):
+    save = make(tmp_path)
+    run = lambda: jf.loop({"n": jnp.zeros([])}, BATCHES, {jf.every(1): save}, stop=2)
+    with lock.DirectoryLock(tmp_path), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(lock.DirectoryInUseError, match="is in use by the thread"):
+            pool.submit(run).result()
+        assert checkpoints.all_steps(tmp_path) == []
+    run()
+    assert checkpoints.all_steps(tmp_path)[-1] == 2
 
 
 def test_a_checkpoint_keeps_the_newest_and_the_best(tmp_path):

@@ -1,3 +1,4 @@
+import concurrent.futures
 import errno
 import fcntl
 import json
@@ -9,18 +10,22 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 
 import pytest
 from etils import epath
 
 import jaxloop.lock
 from jaxloop import checkpoint
-from jaxloop.lock import DirectoryInUseError, DirectoryLock, Holder
+from jaxloop.lock import DirectoryInUseError, DirectoryLock, DirectoryLostError, Holder
+from jaxloop.text import printable
 
 # Loads the module alone: jaxloop takes seconds.
 LOAD = """
-import importlib.util, os, sys, time
+import importlib.util, os, sys, time, types
 
+package = sys.modules["jaxloop"] = types.ModuleType("jaxloop")
+package.__path__ = [os.path.dirname(sys.argv[1])]
 spec = importlib.util.spec_from_file_location("lock", sys.argv[1])
 lock = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lock)
@@ -66,9 +71,9 @@ def test_a_second_process_is_refused_with_the_id_of_the_first_until_that_ends(st
     holder = caught.value.holder
     assert (holder.pid, holder.host, caught.value.directory) == (process.pid, socket.gethostname(), str(tmp_path))
     assert str(caught.value) == (
-        f"{tmp_path} is in use by process {process.pid} on {holder.host}, since {holder.since} ({holder.command}). "
-        "Two runs in one directory would overwrite each other's checkpoints. Give this run another directory, or end "
-        f"the other one (on {holder.host}: kill {process.pid})."
+        f"{tmp_path} is in use by process {process.pid} on {holder.host}, since {holder.since} "
+        f"({printable(holder.command)}). Two runs in one directory would overwrite each other's checkpoints. Give this "
+        f"run another directory, or end the other one (on {holder.host}: kill {process.pid})."
     )
     assert len(holder.command) < 210 and "-c" in holder.command
     process.communicate()
@@ -142,7 +147,10 @@ def test_a_lock_from_another_host_is_taken_over_with_a_warning(tmp_path, warning
     ]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
+ODD = {"pid": 7, "host": "here", "since": ["now"], "command": "train"}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', json.dumps(ODD), "[" * 50_000_000])
 def test_a_file_that_tells_nothing_is_taken_over_too(content, tmp_path):
     (tmp_path / ".trainer.lock").write_text(content)
     assert is_free(tmp_path) and not os.listdir(tmp_path)
@@ -157,7 +165,33 @@ def test_a_process_that_has_not_named_itself_yet_is_another_process(tmp_path):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_within_a_process_it_is_held_until_each_has_released_it(tmp_path):
+def test_the_text_of_the_file_reaches_no_terminal_unescaped(tmp_path):
+    holder = {"pid": 7, "host": "a\nb", "since": "now\r", "command": "train \x1b[31m\x9b"}
+    with open(tmp_path / ".trainer.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump(holder, file)
+        file.flush()
+        with pytest.raises(DirectoryInUseError, match="kill 7") as caught:
+            DirectoryLock(tmp_path).acquire()
+    assert str(caught.value).isprintable() and caught.value.holder == Holder(**holder)
+
+
+def in_a_thread(function):
+    """Calls a function in another thread; returns what it returns or raises."""
+    with concurrent.futures.ThreadPoolExecutor(1, "other") as pool:
+        return pool.submit(function).result()
+
+
+def test_another_thread_of_the_process_is_refused_until_the_first_has_released_it(tmp_path):
+    with DirectoryLock(tmp_path), pytest.raises(DirectoryInUseError) as caught:
+        in_a_thread(DirectoryLock(tmp_path).acquire)
+    assert (caught.value.thread, caught.value.holder) == (threading.current_thread().name, None)
+    assert f"is in use by the thread {caught.value.thread!r} of this process. Two runs" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert in_a_thread(lambda: is_free(tmp_path))
+
+
+def test_within_a_thread_it_is_held_until_each_has_released_it(tmp_path):
     first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
     with first:
         with second, first:
@@ -205,6 +239,88 @@ def test_a_directory_deleted_meanwhile_is_no_error(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def lose_by_moving(directory):
+    directory.rename(directory.parent / "elsewhere")
+
+
+def lose_by_moving_and_making_another(directory):
+    lose_by_moving(directory)
+    directory.mkdir()
+
+
+def lose_by_deleting_the_file(directory):
+    (directory / ".trainer.lock").unlink()
+
+
+def lose_to_another_trainer(directory):
+    lose_by_deleting_the_file(directory)
+    (directory / ".trainer.lock").touch()
+
+
+LOSSES = [lose_by_moving, lose_by_moving_and_making_another, shutil.rmtree, lose_by_deleting_the_file]
+
+
+@pytest.mark.parametrize("lose", [*LOSSES, lose_to_another_trainer])
+def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, tmp_path):
+    lock = DirectoryLock(tmp_path / "run")
+    lock.check()  # It is not locked.
+    with lock:
+        DirectoryLock(tmp_path / "run").check()
+        lose(tmp_path / "run")
+        with pytest.raises(DirectoryLostError, match="run is no longer the one that this run has locked: it was moved"):
+            DirectoryLock(tmp_path / "run").check()
+
+
+def test_a_file_that_can_not_be_deleted_does_not_hide_the_error_that_ended_the_run(
+    tmp_path, monkeypatch, warnings_logged
+):
+    def refuse(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), DirectoryLock(tmp_path):
+        patch.setattr(os, "unlink", refuse)
+        raise ZeroDivisionError
+    assert warnings_logged() == [
+        f"{tmp_path}/.trainer.lock is unlocked, but could not be deleted: Read-only file system."
+    ]
+    assert is_free(tmp_path)
+
+
+def make_symlink(path):
+    path.symlink_to(path.parent / "target")
+
+
+def make_link_to_full_device(path):
+    path.symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a FIFO"),
+        (os.mkdir, "a directory"),
+        (make_symlink, "a symbolic link"),
+        (make_link_to_full_device, "a symbolic link"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused_and_left_alone(make, kind, tmp_path):
+    make(tmp_path / ".trainer.lock")
+    with pytest.raises(OSError, match=f"can't be written to: Expected a regular file and found {kind}. Remove it"):
+        DirectoryLock(tmp_path).acquire()
+    assert os.listdir(tmp_path) == [".trainer.lock"]
+
+
+@pytest.mark.parametrize("function", ["open", "pwrite"])
+def test_a_full_disk_is_refused_in_words(function, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, function, refuse)
+    with pytest.raises(OSError, match="No space left on device. Give another directory, or free space and inodes") as e:
+        DirectoryLock(tmp_path).acquire()
+    assert e.value.errno == errno.ENOSPC
+
+
 def test_checkpoints_beside_it_are_found(tmp_path):
     with DirectoryLock(tmp_path):
         assert checkpoint.all_steps(tmp_path) == []
@@ -232,7 +348,7 @@ def test_a_read_only_directory_is_refused_in_words(read_only):
         with pytest.raises(PermissionError) as caught:
             DirectoryLock(directory).acquire()
         assert str(caught.value) == (
-            f"The directory {directory}, in which a run keeps its checkpoints, can't be {what}: Permission denied. "
+            f"The directory {directory}, which a run writes to, can't be {what}: Permission denied. "
             "Give another directory, or the right to write there."
         )
 

@@ -1,3 +1,5 @@
+import concurrent.futures
+import errno
 import itertools
 import os
 import threading
@@ -7,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxloop import STOP_LOOP, actions, checkpoint, examples, metrics
+from jaxloop import STOP_LOOP, actions, checkpoint, examples, lock, metrics, seal
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.lock import DirectoryLock
 from jaxloop.outer_loop import CheckpointSpec, EvalContext, EvalSpec, OuterLoop
+from jaxloop.schedules import every
 from jaxloop.stat_loop import STAT_STEPS_PER_SEC
 from jaxloop.train_loop import TrainLoop
 
@@ -382,7 +386,7 @@ def test_an_exception_saves_the_last_whole_step_and_closes_everything(tmp_path, 
     assert "in the dataset, after step 25" in caught.value.__notes__[0]
     assert checkpoint.all_steps(tmp_path) == [25]
     assert int(outer_loop.rescued_state.step) == 25
-    assert (note.closed, writer.flushes) == (1, 1)
+    assert (note.closed, writer.flushes) == (1, 2)  # Before the save is committed, and at the end.
     assert not (tmp_path / "STOPPED").exists()
     state, _ = outer_loop(examples.tiny_regression()[1], batches[25:], 40, 10)
     assert int(state.step) == 40 and outer_loop.rescued_state is None
@@ -609,3 +613,111 @@ def test_a_loop_of_the_experiment_reads_the_device_once_a_loop(monkeypatch):
     monkeypatch.setattr(metrics, "fetch", lambda tree: (reads_device(tree) and reads.append(1)) or fetch(tree))
     outer_loop(state, itertools.cycle(batches), 200, 10)
     assert 20 <= len(reads) <= 20 + 4
+
+
+# One directory, one run -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_run():
+    """Locks directories as runs in another thread do."""
+    stop, threads = threading.Event(), []
+
+    def hold(directory, name):
+        held = threading.Event()
+
+        def run():
+            with DirectoryLock(directory, name):
+                held.set()
+                stop.wait()
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        held.wait()
+
+    yield hold
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_two_runs_with_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trains):
+    step, state, batches = examples.tiny_regression()
+    train_loop, eval_loops = (TrainLoop(step), []) if trains else (None, [EvalLoop(step)])
+    outer_loop = OuterLoop(train_loop, eval_loops, workdir=tmp_path)
+    other_run(tmp_path, lock.EVALUATOR if trains else lock.TRAINER)  # Its rows are in another file.
+    options = {"train_dataset": batches, "train_total_steps": 2} if trains else {"eval_specs": [EvalSpec(batches)]}
+    state, _ = outer_loop(state, **options)
+    options = {**options, "train_total_steps": 4} if trains else options
+    before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    other_run(tmp_path, lock.TRAINER if trains else lock.EVALUATOR)
+    with pytest.raises(lock.DirectoryInUseError, match="is in use by the thread"):
+        outer_loop(state, **options)
+    assert any(
+        finding.where.startswith("the work directory") for finding in outer_loop.check(state, **options).problems
+    )
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before
+
+
+def test_a_workdir_that_is_gone_at_the_end_is_an_error(tmp_path):
+    class Move(actions.Action):
+        def __call__(self, state, outputs, **kwargs):
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[Move(2)]), workdir=tmp_path / "run")
+    with pytest.raises(lock.DirectoryLostError, match="run is no longer the one"):
+        outer_loop(state, batches, 4, 2)
+
+
+def test_trainers_in_threads_with_directories_of_their_own_run_side_by_side(tmp_path):
+    together = threading.Barrier(3)
+
+    def train_in(directory):
+        step, state, batches = examples.tiny_regression()
+        save = actions.CheckpointAction(directory, every(2), keep=None)
+        outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory))
+        together.wait()
+        state, _ = outer_loop(state, batches, 10, 5)
+        return jax.device_get(state.params), outer_loop.history.collect("steps", "loss")
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        ended = list(pool.map(train_in, [tmp_path / str(number) for number in range(3)]))
+    assert [checkpoint.all_steps(tmp_path / str(number)) for number in range(3)] == [[2, 4, 6, 8, 10]] * 3
+    for other in ended[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, ended[0])
+
+
+def test_of_two_trainers_in_threads_with_one_directory_one_is_refused(tmp_path):
+    together = threading.Barrier(2)
+
+    class Wait(actions.Action):
+        def __call__(self, state, outputs, **kwargs):
+            together.wait()  # For the other one to be refused.
+
+    def train_it(number):
+        step, state, batches = examples.tiny_regression()
+        save = actions.CheckpointAction(tmp_path, every(2))
+        outer_loop = OuterLoop(TrainLoop(step, end_actions=[Wait(every(1)), save]))
+        together.wait()
+        try:
+            return int(outer_loop(state, batches, 1)[0].step)
+        except lock.DirectoryInUseError:
+            together.wait()
+            return "refused"
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert sorted(map(str, pool.map(train_it, range(2)))) == ["1", "refused"]
+
+
+def test_a_run_that_ctrl_c_ends_and_that_can_not_be_saved_is_an_error(tmp_path, interrupted, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    step, state, batches = examples.tiny_regression()
+    save = actions.CheckpointAction(tmp_path, every(steps=100))
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]))
+    monkeypatch.setattr(seal, "write", refuse)
+    with pytest.raises(checkpoint.CheckpointError, match="step 3 .*Read-only file system"):
+        outer_loop(state, interrupted(batches, 2))

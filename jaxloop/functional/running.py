@@ -11,14 +11,15 @@ from typing import Any
 from absl import logging
 
 from jaxloop import checkpoint as checkpoints
-from jaxloop import checks, encoding, interrupt, timing
+from jaxloop import checks, encoding, interrupt, lock, timing
+from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
 from jaxloop.feed import as_iterator
 from jaxloop.flat_state import whole
 from jaxloop.function_step import PlainCall, name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
-from jaxloop.functional.tools import CheckpointTool
+from jaxloop.functional.tools import CheckpointTool, Tool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
@@ -80,7 +81,12 @@ def loop(
     checks.check_only_process("jf.loop")
     checks.check_alive(state, "jf.loop")
 
-    with interrupt.Interruptible() as interruptible, _closing(callbacks, loop_state), stopwatch.counting("rest"):
+    with (
+        interrupt.Interruptible() as interruptible,
+        _locking(callbacks),
+        _closing(callbacks, loop_state),
+        stopwatch.counting("rest"),
+    ):
         dataset = _keep_all(loop_state, callbacks, dataset)
         start = loop_state.elapsed
         loop_state.total_steps = _steps_of(stop, start)
@@ -200,6 +206,17 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
     if isinstance(stop, Schedule):
         return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
     return stop
+
+
+@contextlib.contextmanager
+def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
+    """Keeps other runs out of the directories that the callbacks save to."""
+    actions = [callback.of.action if isinstance(callback.of, Tool) else callback.of for callback in callbacks]
+    with contextlib.ExitStack() as locks:
+        for action in actions:
+            if isinstance(action, CheckpointAction):
+                locks.enter_context(lock.DirectoryLock(action.directory))
+        yield
 
 
 @contextlib.contextmanager

@@ -45,15 +45,14 @@ def look_at_checkpoints(
 
 def _look_at_directories(experiment: Experiment, found: Findings) -> None:
     spec, train_loop, workdir = experiment.checkpoint_spec, experiment.train_loop, experiment.workdir
-    for directory in () if train_loop is None else whole_run.directories_of(train_loop, spec):
-        with found.finding(f"the directory {directory}"):
+    name = lock.TRAINER if train_loop is not None else lock.EVALUATOR
+    for directory in whole_run.directories_of(train_loop, spec, workdir):
+        is_workdir = workdir is not None and directory == checkpoint.absolute(workdir)
+        with found.finding(f"the {'work ' if is_workdir else ''}directory {directory}"):
             checkpoint.prepare_directory(directory)
             if distributed.is_first_process():
-                with lock.DirectoryLock(directory):
+                with lock.DirectoryLock(directory, name):
                     pass
-    if workdir is not None:
-        with found.finding(f"the work directory {workdir}"):
-            checkpoint.prepare_directory(workdir)
 
 
 def _savers(train_loop: ActionLoop | None) -> list[CheckpointAction]:
