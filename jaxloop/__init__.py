@@ -53,7 +53,7 @@ from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
-from jaxloop.types import Batch, BatchSpec, MetricType, MetricWithMetadata, Output, PRNGType, TrainState
+from jaxloop.types import Batch, BatchSpec, MetricType, MetricWithMetadata, Output, PRNGType, State, TrainState
 
 __version__ = "0.1.0"
 
@@ -91,6 +91,7 @@ __all__ = [
     "Schedule",
     "SingleDevicePartitioner",
     "StatLoop",
+    "State",
     "Step",
     "SummaryAction",
     "TrainLoop",

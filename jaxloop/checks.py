@@ -100,6 +100,22 @@ def mark_taken(state: Any, by: str) -> None:
         leaf._jaxloop_taken_by = by  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def whole_number(value: Any) -> int | None:
+    """A non-negative whole number as an int, given as one, as a float, or as an array with one element; else None.
+
+    >>> whole_number(np.float32(8.0)), whole_number(np.array([8])), whole_number(1.5), whole_number("8")
+    (8, 8, None, None)
+    """
+    if type(value) is int:
+        return value if value >= 0 else None
+    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+        return None
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "iuf" or not float(array.item()).is_integer() or array.item() < 0:
+        return None
+    return int(array.item())
+
+
 def check_alive(state: Any, caller: str) -> None:
     """Raises where the state was donated: with several CPU devices its use would end the process."""
     deleted = _deleted_leaves(state)

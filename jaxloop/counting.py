@@ -18,6 +18,7 @@ def elapse(
     *,
     stop: Schedule | int | None = None,
     start: Elapsed | None = None,
+    num_examples: Callable[[types.Batch], int] | None = None,
     stopwatch: timing.Stopwatch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
@@ -38,13 +39,15 @@ def elapse(
       stop: after which step to end; an int counts steps. None for as long as there is data. Data that ends before is
         said in the log.
       start: how far an earlier run was.
+      num_examples: counts the examples of a batch; None for the length of its leading axis, and 1 where there is none.
       stopwatch: counts the time, where some of it is not training. None to count all.
       clock: tells the time in seconds; not asked where there is a stopwatch.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` counts this batch too: within the first, `elapsed.steps == 1`.
     """
-    return _elapse(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch or timing.Stopwatch(clock))
+    stopwatch = stopwatch or timing.Stopwatch(clock)
+    return _elapse(Counting(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch, num_examples))
 
 
 def as_stop(stop: Any) -> Schedule | None:
@@ -56,11 +59,8 @@ def as_stop(stop: Any) -> Schedule | None:
     return stop
 
 
-def _elapse(
-    iterator: Iterator[types.Batch], stop: Schedule | None, elapsed: Elapsed, stopwatch: timing.Stopwatch
-) -> Iterator[tuple[Elapsed, types.Batch]]:
-    counting = Counting(iterator, stop, elapsed, stopwatch)
-    with stopwatch.counting("rest"):
+def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
+    with counting.stopwatch.counting("rest"):
         while (drawn := counting.draw()) is not None:
             yield drawn
 
@@ -74,18 +74,26 @@ class Counting:
       stop: after which step to end; None for as long as there is data.
       start: how far an earlier run was.
       stopwatch: counts the time; it counts for "rest" when `draw` is called.
+      num_examples: see `elapse`.
 
     Attributes:
       newest: how far the run is with the batch drawn last, without what was before.
     """
 
     def __init__(
-        self, iterator: Iterator[types.Batch], stop: Schedule | None, start: Elapsed, stopwatch: timing.Stopwatch
+        self,
+        iterator: Iterator[types.Batch],
+        stop: Schedule | None,
+        start: Elapsed,
+        stopwatch: timing.Stopwatch,
+        num_examples: Callable[[types.Batch], int] | None = None,
     ):
+        if num_examples is not None and not callable(num_examples):
+            raise TypeError(f"num_examples must be a function of a batch, or None, got {num_examples!r}.")
         self.iterator: Iterator[types.Batch] = iterator
         self.stopwatch: timing.Stopwatch = stopwatch
         self.newest: Elapsed = start.without_previous()
-        self._stop, self._start = stop, start
+        self._stop, self._start, self._num_examples = stop, start, num_examples
         self._offset = start.time - stopwatch.training_secs()
         self._is_over = stop is not None and stop.stops(start.previous or start, start)
         if self._is_over:
@@ -104,7 +112,25 @@ class Counting:
         finally:
             came = stopwatch.clock()
             stopwatch.move(came - began, "data")
-        return self.count(checks.num_examples(batch) or 1, came), batch
+        return self.count(self.num_examples(batch), came), batch
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether batches of the same shapes have the same number of examples."""
+        return self._num_examples is None
+
+    def num_examples(self, batch: types.Batch) -> int:
+        """The number of examples of a batch.
+
+        Raises:
+          TypeError: the user's function returned no whole number.
+        """
+        if self._num_examples is None:
+            return checks.num_examples(batch) or 1
+        count = checks.whole_number(found := self._num_examples(batch))
+        if count is None:
+            raise TypeError(f"num_examples must return a whole number, how many examples a batch has, got {found!r}.")
+        return count
 
     def end_by(self, error: BaseException) -> None:
         """Ends the run where the iterator has raised: without another word, if that is what ends its data."""

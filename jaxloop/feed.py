@@ -9,13 +9,20 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.agreement import JointDraw
+from jaxloop.sources import is_function
 
 # Of `cycle` the first pass may be slow.
 _IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """The iterator of a dataset; raises a `TypeError` that says what to give where there is none."""
+    """Returns the iterator of a dataset, or of what a dataset function returns.
+
+    Raises:
+      TypeError: there is none; the error says what to give.
+    """
+    if is_function(dataset):
+        dataset = dataset()
     if hasattr(dataset, "__next__"):
         return dataset
     if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):

@@ -176,7 +176,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
     progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if train_step is None:
-        _check_loss(loss, optimizer, eval_step)
+        _check_loss(model, loss, optimizer, eval_step)
         options = {"loss": loss, "metrics": metrics, "inputs": inputs}
         step, step_for_eval = _steps_by_loss(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
@@ -272,7 +272,13 @@ def _steps_by_loss(
     return step, LossStep(key, model, optimizer, partitioner, **options)
 
 
-def _check_loss(loss: Any, optimizer: Any, eval_step: Any) -> None:
+def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
+    if hasattr(model, "apply_gradients"):
+        raise TypeError(
+            f"fit trains a model by a loss, and got a state in its place, {checks.describe(model)}. Give the model "
+            "itself, with loss=... and optimizer=...; or, to train your state, a train_step: "
+            "fit(state, data, train_step=function)."
+        )
     if loss is None or optimizer is None or eval_step is not None:
         raise ValueError(
             "fit takes a model with a loss and an optimizer, or a state with a train_step (and an eval_step), got "

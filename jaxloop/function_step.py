@@ -249,7 +249,7 @@ class CompiledFunction:
         grads, (outputs, logs, new_state) = jax.grad(sum_of_losses, has_aux=True)(state.params)
         new_state = (state if new_state is None else new_state).replace(params=state.params)
         new_state = _update_variables(new_state, logs.pop("updates", {}))
-        return outputs, logs, models.apply_gradients(new_state, grads)
+        return outputs, logs, types.apply_gradients(new_state, grads)
 
 
 class _PairStep(FunctionStep):

@@ -14,6 +14,10 @@ from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import FusingError, PlainStep, Step
 from jaxloop.tuning import STEPS_TRIED, find_steps_per_dispatch
+from jaxloop.types import Batch as Batch
+from jaxloop.types import BatchSpec as BatchSpec
+from jaxloop.types import Output as Output
+from jaxloop.types import State as State
 
 # Of how many steps the devices keep scalars until somebody asks for them.
 _MOST_STEPS_HELD = 1024

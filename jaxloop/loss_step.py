@@ -304,7 +304,7 @@ class LossStep(NumpyStep):
             grads, values, state = self._gradients(state, batch, mask, keys)
         else:
             grads, values, state = self._accumulated_gradients(state, batch, mask, keys)
-        return models.apply_gradients(state, grads), values
+        return types.apply_gradients(state, grads), values
 
     def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
         """Returns the mean loss and `(values, outputs, updates)`."""

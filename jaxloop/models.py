@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax.training import train_state
 
 from jaxloop import checks, types
 from jaxloop.types import nnx
@@ -126,15 +125,8 @@ def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> typ
         params, batch_stats, collections = jax.tree.map(_copy, arrays)
     else:
         params, batch_stats, collections = model.init(_key(base_prng, "params"), example_inputs(spec), init_kwargs)
-    # Not TrainState.create, which looks for a name in the parameters as if they were a dict.
-    return types.TrainState(
-        step=jnp.zeros((), jnp.int32),
-        apply_fn=model.apply_fn,
-        params=params,
-        tx=optimizer,
-        opt_state=optimizer.init(params),
-        batch_stats=batch_stats,
-        collections=collections,
+    return types.TrainState.create(
+        apply_fn=model.apply_fn, params=params, tx=optimizer, batch_stats=batch_stats, collections=collections
     )
 
 
@@ -181,16 +173,6 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
         apply_fn = apply_fn if isinstance(apply_fn, Forward) else FunctionApply(apply_fn)
         outputs, updates = apply_fn.forward(state, params, inputs, train=train, rngs=rngs)
     return outputs, updates if train else None
-
-
-def apply_gradients(state: Any, grads: Any) -> Any:
-    """`state.apply_gradients(grads=grads)`, which Flax has for parameters in a dict, for those of any model."""
-    overrides = type(state).apply_gradients is not train_state.TrainState.apply_gradients
-    if overrides or isinstance(grads, Mapping) or types.is_nnx(grads, "State"):
-        return state.apply_gradients(grads=grads)
-    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:

@@ -35,6 +35,10 @@ from jaxloop.tally import Tally
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
 from jaxloop.training import Training, step_num_of
+from jaxloop.types import Batch as Batch
+from jaxloop.types import BatchSpec as BatchSpec
+from jaxloop.types import Output as Output
+from jaxloop.types import State as State
 from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP

@@ -40,7 +40,7 @@ class EvalSpec:
     True
 
     Attributes:
-      dataset: an iterable of batches, evaluated from its start each time.
+      dataset: an iterable of batches, evaluated from its start each time, or a function that returns a new one.
       dataset_iterator: an iterator to go on with instead, `num_steps` batches each time.
       num_steps: how many batches; None for all.
       eval_loop_interval: evaluates after every so many train loops; None for each. Not asked in continuous evaluation.
@@ -51,7 +51,7 @@ class EvalSpec:
         leave it at "eval", the second is called "eval_2".
     """
 
-    dataset: Iterable[types.Batch] | None
+    dataset: Iterable[types.Batch] | Callable[[], Iterable[types.Batch]] | None
     dataset_iterator: Iterator[types.Batch] | None = None
     num_steps: int | None = None
     eval_loop_interval: int | None = None
@@ -88,14 +88,15 @@ class EvalSpec:
 
     def empty(self) -> ValueError:
         """The error of an evaluation without a batch."""
-        used_up = self.dataset_iterator is not None or iter(self.dataset) is self.dataset  # pyright: ignore
+        used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
             "An eval dataset gave no batch. "
             + (
                 "It is an iterator, which has been used up: give an iterable that starts anew each time (a list, a "
                 "tf.data.Dataset, tfds.as_numpy(...))."
                 if used_up
-                else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is."
+                else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is. "
+                "A function must return a new iterator each time."
             )
         )
 

@@ -19,6 +19,10 @@ from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
 from jaxloop.flat_state import FlatState
 from jaxloop.schedules import Elapsed
+from jaxloop.types import Batch as Batch
+from jaxloop.types import BatchSpec as BatchSpec
+from jaxloop.types import Output as Output
+from jaxloop.types import State as State
 
 NO_OPTIMIZER = optax.identity()
 """What stands for no optimizer: a step that trains with it is told so."""
@@ -161,6 +165,13 @@ class Step:
         models.check_model(model, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
+        if types.is_nnx(optimizer, "Optimizer"):
+            raise TypeError(
+                "optimizer must be an Optax transformation such as optax.adam(1e-3), got an nnx.Optimizer, which holds "
+                "one for a model of its own: give the transformation that it was made with, nnx_optimizer.tx."
+            )
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise TypeError(f"optimizer must be an Optax transformation such as optax.adam(1e-3), got {optimizer!r}.")
         if train and optimizer is NO_OPTIMIZER:
             logging.warning(
                 "%s has train=True and no optimizer: state.apply_gradients would add the gradients to the parameters. "

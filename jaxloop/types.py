@@ -9,6 +9,7 @@ from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
+import optax
 from etils import epy
 from flax import struct
 from flax.training import train_state
@@ -40,6 +41,10 @@ def is_nnx(value: Any, name: str) -> bool:
 def is_nnx_class(value: Any) -> bool:
     """Whether a value is a class of NNX modules; likewise."""
     return "flax.nnx" in sys.modules and inspect.isclass(value) and issubclass(value, nnx.Module)
+
+
+State = Any
+"""A state of any kind: a pytree, most often a `TrainState`."""
 
 
 class TrainState(train_state.TrainState):
@@ -76,10 +81,36 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
-        """Makes a state at step 0, with the optimizer's state initialised."""
-        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        """Makes a state at step 0, with the optimizer's state initialised.
+
+        Args:
+          apply_fn: the forward pass, see `TrainState`.
+          params: any pytree of arrays, such as a dict, or an Equinox module of which all leaves are arrays.
+          tx: the Optax optimizer.
+          **kwargs: the other fields.
+
+        Raises:
+          TypeError: a leaf of `params` is no array.
+        """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+                raise TypeError(
+                    f"TrainState.create takes params whose leaves are arrays, got {leaf!r} at "
+                    f"params{jax.tree_util.keystr(path)}. Keep what is no array in apply_fn. For an Equinox module: "
+                    "params, static = eqx.partition(module, eqx.is_inexact_array), and "
+                    "apply_fn=lambda params: eqx.combine(params, static)."
+                )
         # Flax counts with a Python int, which would make the first call of a jitted step a special case.
-        return state.replace(step=jnp.zeros((), jnp.int32))
+        step = jnp.zeros((), jnp.int32)
+        if not _may_overwrite(params):
+            return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
+        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs).replace(step=step)
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
+        """Returns the state after the optimizer's update, one step later."""
+        if _may_overwrite(grads):
+            return super().apply_gradients(grads=grads, **kwargs)
+        return _updated(self, grads).replace(**kwargs)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -107,6 +138,23 @@ class TrainState(train_state.TrainState):
             raise ValueError("update_variables got 'params': parameters change through apply_gradients(grads=...).")
         batch_stats = rest.pop("batch_stats", self.batch_stats)
         return self.replace(batch_stats=batch_stats, collections={**self.collections, **rest})
+
+
+def _may_overwrite(tree: Any) -> bool:
+    """Returns whether Flax may look for a name in parameters or gradients: they are like a dict."""
+    return isinstance(tree, Mapping) or is_nnx(tree, "State")
+
+
+def apply_gradients(state: Any, grads: Any) -> Any:
+    """Returns `state.apply_gradients(grads=grads)`, which Flax has for parameters in a dict, for any parameters."""
+    is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
+    return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
+
+
+def _updated(state: Any, grads: Any) -> Any:
+    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
 class MetricType(enum.Enum):

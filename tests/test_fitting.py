@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jaxloop
 from jaxloop import at, every, fitting
@@ -72,7 +73,9 @@ def squared(outputs, batch):
 def fit_linear(train_data=DICTS, eval_data=None, **options):
     defaults = {"loss": squared, "optimizer": optax.sgd(0.1), "progress": None}
     amount = {} if "num_steps" in options else {"num_epochs": 2}
-    return fit(nn.Dense(1), train_data, eval_data, **{**defaults, **amount, **options})
+    return fit(
+        **{"model": nn.Dense(1), "train_data": train_data, "eval_data": eval_data, **defaults, **amount, **options}
+    )
 
 
 def test_fit_trains_and_evaluates_each_epoch():
@@ -278,6 +281,17 @@ def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, 
         ({"optimizer": None}, ValueError, "a model with a loss and an optimizer"),
         ({"train_step": lambda state, batch: (state, None)}, ValueError, "fit got a train_step and loss"),
         ({"loss": lambda outputs, batch: outputs}, (TypeError, ValueError), r"\[8, 1\]"),
+        (
+            {"model": jaxloop.TrainState.create(apply_fn=nn.Dense(1).apply, params={"w": 1.0}, tx=optax.sgd(0.1))},
+            TypeError,
+            "got a state in its place.*Give the model.*or, to train your state, a train_step",
+        ),
+        (
+            {"optimizer": nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)},
+            TypeError,
+            "must be an Optax transformation.*got an nnx.Optimizer.*give the transformation.*nnx_optimizer.tx",
+        ),
+        ({"optimizer": 0.1}, TypeError, "must be an Optax transformation such as optax.adam.*got 0.1"),
         ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'keras', 'plain', got 'bars'"),
     ],
 )

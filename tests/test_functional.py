@@ -364,6 +364,10 @@ def test_tasks_of_another_form_are_an_error(tasks, message):
         (lambda: jf.every(-5), "positive, got -5"),
         (lambda: jf.every(steps=2, samples=3), "takes one of"),
         (lambda: jf.inner_loop("test", count, "median"), "aggregation must be one of mean, sum, min, max, last"),
+        (
+            lambda: jf.inner_loop("test", count, {"loss": "mean"}),
+            "one of mean.*got {'loss': 'mean'}",
+        ),
     ],
 )
 def test_periods_and_options_that_mean_nothing_are_errors(make, message):
@@ -1210,6 +1214,31 @@ def test_elapse_counts_along_and_says_which_step_is_the_last():
     assert [each.previous.steps for each in elapsed] == [1, 2]
     with pytest.raises(TypeError, match="A dataset is an iterator of batches"):
         jf.elapse({"x": 1})
+
+
+@pytest.mark.parametrize("callback", ["compiled", "two"])
+def test_the_examples_of_ragged_batches_are_counted_as_a_function_says(callback):
+    """Padded batches, of which a mask says what is real."""
+    mask = lambda real: np.arange(8) < real
+    batches = [{"x": np.full(8, real, np.float32), "mask": mask(real)} for real in (8, 2, 5, 8, 1)]
+    mean = jax.jit(lambda state, batch: ({"mean": batch["x"].mean()}, state + 1))
+    seen = []
+    callbacks = [mean] if callback == "compiled" else [mean, lambda state, batch, elapsed: seen.append(elapsed.samples)]
+    real_rows = lambda batch: batch["mask"].sum()
+    weigh = jf.inner_loop("test", lambda state: jf.loop(state, batches, {jf.every(1): mean}, num_examples=real_rows))
+    _, history, elapsed = jf.loop(
+        jnp.int32(0), batches, {jf.every(1): callbacks, jf.last(): weigh}, num_examples=real_rows
+    )
+    assert history.collect("samples") == [8, 10, 15, 23, 24] and elapsed.samples == 24
+    assert history.collect("test.mean") == [(64 + 4 + 25 + 64 + 1) / 24]
+    by_hand = [elapsed.samples for elapsed, _ in jf.elapse(batches, num_examples=real_rows)]
+    assert by_hand == [8, 10, 15, 23, 24] and seen in ([], by_hand)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "8", None, True, np.ones(2)])
+def test_a_count_of_examples_must_be_a_whole_number(count):
+    with pytest.raises((TypeError, ValueError), match="num_examples must return a whole number.*got"):
+        jf.loop(0, BATCHES, {jf.every(1): log_state}, num_examples=lambda batch: count)
 
 
 # Donated states --------------------------------------------------------------------------------------

@@ -100,11 +100,11 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
 
 
 FIXED_NAMES = {
-    "types": "TrainState Batch BatchSpec Output PRNGType MetricType MetricWithMetadata",
+    "types": "TrainState State Batch BatchSpec Output PRNGType MetricType MetricWithMetadata",
     "partition": "Partitioner SingleDevicePartitioner DataParallelPartitioner SPMDPartitioner "
     "FSDPPartitioner RulesPartitioner",
-    "step": "Step",
-    "loop": "Loop",
+    "step": "Step State Batch BatchSpec Output",
+    "loop": "Loop State Batch BatchSpec Output",
     "stat_loop": "StatLoop STAT_NUM_PARAMS STAT_NUM_FLOPS STAT_INIT_TIME STAT_BEGIN_TIME STAT_LIFE_TIME_SECS "
     "STAT_LOOP_TIME_SECS STAT_STEPS_PER_SEC STAT_EXAMPLES_PER_SEC",
     "action_loop": "ActionLoop",
@@ -113,7 +113,7 @@ FIXED_NAMES = {
     "actions": "Action SummaryAction CheckpointAction default_writer",
     "schedules": "Elapsed Schedule every at after first last always never",
     "history": "History",
-    "outer_loop": "OuterLoop EvalSpec EvalContext CheckpointSpec STOP_LOOP",
+    "outer_loop": "State Batch BatchSpec Output OuterLoop EvalSpec EvalContext CheckpointSpec STOP_LOOP",
 }
 
 

@@ -205,9 +205,22 @@ def test_an_eval_iterator_is_gone_on_with():
     assert [*first, *second] == whole
 
 
+def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
+    step, state, batches = examples.tiny_regression()
+    as_list, by_function = (OuterLoop(TrainLoop(step), [EvalLoop(step)]) for _ in range(2))
+    spec = EvalSpec(lambda: (batch for batch in batches[:3]))
+    report = by_function.check(state, batches, 20, 10, eval_specs=[spec])
+    assert report.ok, report
+    as_list(examples.tiny_regression()[1], batches, 20, 10, eval_specs=[EvalSpec(batches[:3])])
+    by_function(state, batches, 20, 10, eval_specs=[spec])
+    assert by_function.history.collect("eval.loss", "steps")[1] == [10, 20]
+    assert by_function.history.collect("eval.loss") == as_list.history.collect("eval.loss")
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
+        (lambda: lambda: iter([]), "gave no batch.*A function must return a new iterator each time"),
         (lambda: [], "gave no batch. Look at what its pipeline filters out"),
         (lambda: iter([]), "It is an iterator, which has been used up: give an iterable"),
     ],

@@ -1,3 +1,4 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,29 @@ def test_a_state_needs_no_more_than_flax_asks_for():
     state = types.TrainState.create(apply_fn=lambda x: x, params={"w": jnp.ones(2)}, tx=optax.adam(1e-3))
     assert state.step.dtype == jnp.int32 and state.step.shape == ()
     assert state.variables == {"params": state.params}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [eqx.nn.Linear(3, 1, key=jax.random.key(0)), [jnp.ones([3, 1]), jnp.zeros(1)], jnp.ones([3, 1])],
+    ids=["equinox", "list", "array"],
+)
+def test_a_state_has_parameters_of_any_kind(params):
+    state = types.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5))
+    grads = jax.tree.map(jnp.ones_like, params)
+    new_state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(state, grads)
+    assert int(new_state.step) == 1
+    jax.tree.map(lambda old, new: np.testing.assert_allclose(new, old - 0.5), params, new_state.params)
+
+
+def test_parameters_that_are_no_arrays_are_an_error_that_says_where_they_belong():
+    module = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"got .* at params.activation.*eqx.partition\(module, eqx.is_inexact_array"):
+        types.TrainState.create(apply_fn=None, params=module, tx=optax.sgd(0.1))
+    params, static = eqx.partition(module, eqx.is_inexact_array)
+    apply_fn = lambda params: eqx.combine(params, static)
+    state = types.TrainState.create(apply_fn=apply_fn, params=params, tx=optax.sgd(0.1))
+    assert state.apply_fn(state.params)(jnp.ones(3)).shape == (1,)
 
 
 def test_update_variables_takes_over_every_collection():

@@ -35,6 +35,7 @@ def loop(
     stop: Schedule | int | None = None,
     history: History | None = None,
     elapsed: Elapsed | None = None,
+    num_examples: Callable[[Any], int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
     """For each batch, calls the callbacks whose schedule fires, in the order in which they stand, checkpoints last.
@@ -62,6 +63,8 @@ def loop(
       stop: where to end, as in `elapse`.
       history: goes on with this one; it is the one that is returned.
       elapsed: goes on from here.
+      num_examples: counts the examples of a batch, which weigh its row in means: for padded batches, say,
+        `lambda batch: batch["mask"].sum()`. None for the length of the leading axis, and 1 where there is none.
       clock: tells the time in seconds.
 
     Returns:
@@ -90,7 +93,7 @@ def loop(
         dataset = _keep_all(loop_state, callbacks, dataset)
         start = loop_state.elapsed
         loop_state.total_steps = _steps_of(stop, start)
-        counting = Counting(as_iterator(dataset), as_stop(stop), start, stopwatch)
+        counting = Counting(as_iterator(dataset), as_stop(stop), start, stopwatch, num_examples)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
         plan = _Plan(entries)
         drawn = None if loop_state.stop_iteration else counting.draw()
@@ -322,7 +325,7 @@ class _Plan:
 
         None where the run is over, or a signal has come. The row of the last step is left to be ended.
         """
-        known = self._each_step.only_compiled(loop_state)
+        known = self._each_step.only_compiled(loop_state) if counting.counts_alike else None
         while known is not None and interruptible.signum is None:
             room = min(self._next_step - 1 - counting.newest.steps, counting.room(), CHUNK_SIZE)
             if room < 1:
@@ -395,7 +398,7 @@ def _take_some(
     if error is not None and not is_ahead:
         return counting.end_by(error), False
     if is_ahead:
-        drawn = counting.count(checks.num_examples(batch) or 1, came), batch
+        drawn = counting.count(counting.num_examples(batch), came), batch
         if error is not None and not (isinstance(error, Exception) and checks.is_alive(state)):
             end_row(loop_state)
             loop_state.elapsed = drawn[0]

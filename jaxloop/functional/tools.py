@@ -226,9 +226,10 @@ def inner_loop(
       run: takes what a callback takes, and returns what `loop` returns. The state that it returns is left alone.
       aggregation: "mean", weighted by examples, "sum", "min", "max", "last", or a function of the list of values.
     """
-    if aggregation != "mean" and aggregation not in REDUCTIONS and not callable(aggregation):
+    if not callable(aggregation) and aggregation not in ["mean", *REDUCTIONS]:
         raise ValueError(
-            f"aggregation must be one of mean, {', '.join(REDUCTIONS)} or a function, got {aggregation!r}."
+            f"aggregation must be one of mean, {', '.join(REDUCTIONS)} or a function, got {aggregation!r}. For several "
+            "kinds, add several inner loops, or give a function of the list of values."
         )
     return _InnerLoop(name, run, aggregation)
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from jaxloop import checks, types
 from jaxloop.data import is_endless, is_one_pass, num_batches
+from jaxloop.feed import as_iterator
 from jaxloop.forecast import Calls
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment
@@ -74,7 +75,7 @@ def first_eval_batch(
         _look_at_amount(where, spec, num_batches(spec.dataset), calls, found)
         _look_at_repeats(where, spec, calls, found)
         return None, "batches of an iterator"
-    batches: Any = iter(spec.dataset)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    batches: Any = as_iterator(spec.dataset)
     try:
         first = next(batches, None)
         if first is None:
