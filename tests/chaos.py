@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import launching, whole_run
+from programs import directories, launching, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -698,6 +698,47 @@ def small_disk(directory: pathlib.Path) -> Iterator[Callable[[int | None], None]
         subprocess.run(["umount", str(directory)], check=True)
 
 
+def lost_directories(arena: Arena, count: int, seed: int) -> Broken:
+    """Moves or replaces the directory of the checkpoints during a run, or takes the inodes; then undoes it."""
+    options = {**OPTIONS[0], "pace": 0.1}
+    arena.whole(options)
+    for number in range(count):
+        name = list(directories.LOSSES)[number % len(directories.LOSSES)]
+        directory = arena.new_directory(name)
+        with directories.few_inodes(directory):
+            child = arena.server.start(directory, **options)
+            child.wait_for("action")
+            with directories.LOSSES[name](directory):
+                code, text = child.wait(), child.log.read_text()
+            problems = [] if code == 1 else [f"{name}: the exit code is {code}: {text[-3000:]}"]
+            if "CheckpointError: Saving the checkpoint of step" not in text:
+                problems.append(f"{name}: another error: {text[-3000:]}")
+            yield 1, problems + arena.finish([child], directory, options, exact=False)
+
+
+def impostors(arena: Arena, count: int, seed: int) -> Broken:
+    """Puts something else in the place of the lock file, which the run must refuse or take over, and not wait for."""
+    options = OPTIONS[0]
+    arena.whole(options)
+    for number in range(count):
+        name = list(directories.IMPOSTORS)[number % len(directories.IMPOSTORS)]
+        make, words = directories.IMPOSTORS[name]
+        directory = arena.new_directory("impostor")
+        place = directory / "checkpoints" / directories.LOCK
+        place.parent.mkdir(parents=True)
+        make(place)
+        if words is None:
+            yield 1, arena.finish([], directory, options, exact=True)
+            continue
+        child = arena.server.start(directory, **options)
+        code, text = child.wait(), child.log.read_text()
+        problems = [] if code == 1 and words in text else [f"{name}: it ended with {code}: {text[-3000:]}"]
+        if [path.name for path in place.parent.iterdir()] != [place.name]:
+            problems.append(f"{name}: there is {list(place.parent.iterdir())}")
+        directories.remove(place)
+        yield 1, problems + arena.finish([child], directory, options, exact=True)
+
+
 def two_trainers(arena: Arena, count: int, seed: int) -> Broken:
     """Starts a second trainer in a directory; then kills the first, and starts another."""
     for _ in range(count):
@@ -853,6 +894,8 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "ends": (ends, 88),
     "damaged": (damaged, 500),
     "disk_full": (disk_full, 10),
+    "lost_directories": (lost_directories, 9),
+    "impostors": (impostors, 10),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),

@@ -1,0 +1,92 @@
+"""What can happen to the directory of a run, or stand in it, and what the run must make of that; for `chaos.py`."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LOCK = ".trainer.lock"
+
+
+@contextlib.contextmanager
+def moved(directory: pathlib.Path) -> Iterator[None]:
+    """Moves the directory of the checkpoints elsewhere; then moves it back."""
+    (directory / "checkpoints").rename(directory / "elsewhere")
+    yield
+    assert not (directory / "checkpoints").exists(), "it was made anew"
+    (directory / "elsewhere").rename(directory / "checkpoints")
+
+
+@contextlib.contextmanager
+def replaced(directory: pathlib.Path) -> Iterator[None]:
+    """Puts an empty directory in its place; then puts it back."""
+    (directory / "checkpoints").rename(directory / "elsewhere")
+    (directory / "checkpoints").mkdir()
+    yield
+    (directory / "checkpoints").rmdir()  # Raises if something was saved there.
+    (directory / "elsewhere").rename(directory / "checkpoints")
+
+
+@contextlib.contextmanager
+def without_inodes(directory: pathlib.Path) -> Iterator[None]:
+    """Takes all inodes of the file system; then gives them back."""
+    fillers = directory / "fillers"
+    try:
+        fillers.mkdir()
+        for number in range(100_000):
+            (fillers / str(number)).touch()
+    except OSError:
+        yield
+    else:
+        raise AssertionError("the file system has inodes without end")
+    for path in fillers.iterdir() if fillers.exists() else ():
+        path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        fillers.rmdir()
+
+
+LOSSES: dict[str, Callable[[pathlib.Path], Any]] = {
+    "moved": moved,
+    "replaced": replaced,
+    "without_inodes": without_inodes,
+}
+
+
+@contextlib.contextmanager
+def few_inodes(directory: pathlib.Path) -> Iterator[None]:
+    """A file system with few inodes in a directory."""
+    directory.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=30m,nr_inodes=2000", "tmpfs"]
+    subprocess.run(["mount", *options, str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def link(path: pathlib.Path) -> None:
+    path.symlink_to(path.parent / "target")
+
+
+def link_to_device(path: pathlib.Path) -> None:
+    path.symlink_to("/dev/full")
+
+
+def nested_json(path: pathlib.Path) -> None:
+    path.write_text("[" * 50_000_000)
+
+
+# What may stand in the place of the lock file, and the words of the error; None if the run must not mind.
+IMPOSTORS: dict[str, tuple[Callable[[pathlib.Path], Any], str | None]] = {
+    "fifo": (os.mkfifo, "found a FIFO"),
+    "directory": (os.mkdir, "found a directory"),
+    "link": (link, "found a symbolic link"),
+    "device": (link_to_device, "found a symbolic link"),
+    "nested JSON": (nested_json, None),
+}
+
+
+def remove(path: pathlib.Path) -> None:
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
