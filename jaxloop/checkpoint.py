@@ -778,8 +778,12 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     probe = path / ".write_probe"  # Of one name, for the next one to remove it if this process is killed just here.
     try:
         path.mkdir(parents=True, exist_ok=True)
-        files.open_file(probe, "wb").close()
-        probe.unlink(missing_ok=True)
+        file = files.open_file(probe, "wb")
+        try:
+            with file:
+                file.write(b"0")  # On a full disk, an empty file can be made.
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
         raise OSError(

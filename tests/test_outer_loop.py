@@ -2,6 +2,7 @@ import concurrent.futures
 import errno
 import itertools
 import os
+import resource
 import threading
 import time
 
@@ -734,3 +735,19 @@ def test_a_run_that_ctrl_c_ends_and_that_can_not_be_saved_is_an_error(tmp_path, 
     monkeypatch.setattr(seal, "write", refuse)
     with pytest.raises(checkpoint.CheckpointError, match="step 3 .*Read-only file system"):
         outer_loop(state, interrupted(batches, 2))
+
+
+def test_a_full_disk_under_the_event_file_ends_the_run(tmp_path):
+    step, state, batches = examples.tiny_regression()
+    writer = actions.default_writer(tmp_path)
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
+    batches = itertools.cycle(batches)
+    state, _ = outer_loop(state, batches, 2)  # It has compiled, and made the file.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            outer_loop(state, batches, 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        writer.close()
