@@ -183,7 +183,7 @@ class ActionLoop(StatLoop):
 
     def _forget(self) -> None:
         self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
-        self._so_far, self._is_ending = metrics.LoopOutputs(), False
+        self._so_far, self._is_ending, self._has_begun = metrics.LoopOutputs(), False, False
         self._close_sums()
         for slot in self._all_slots():
             slot.forget(self.spent)
@@ -221,11 +221,14 @@ class ActionLoop(StatLoop):
                     raise
                 logging.exception("%r could not be flushed.", slot.action)
 
-    def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        state, iterator = super().begin(state, dataset)
+    def _prepare_call(self) -> None:
+        has_begun = self._has_begun or self.steps_before > 0
+        super()._prepare_call()
         self._stop_asked = False
         self._piece, self._piece_begins = metrics.LoopOutputs(), 0
-        if self._count != self._loop_count:  # An exception ended the last call: this is another loop.
+        if self._count == self._loop_count:
+            self._has_begun = has_begun
+        else:  # An exception ended the last call: this is another loop.
             self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
             self._close_sums()
         self._so_far = self._outputs_before.copy()
@@ -237,9 +240,14 @@ class ActionLoop(StatLoop):
             for slot in self._all_slots():
                 slot.called_at = None
         self._count = self._loop_count + 1
+
+    def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
+        state, iterator = super().begin(state, dataset)
+        if self._has_begun:
+            return state, iterator
         now = self._look(self._loop_count)
         asked = dataclasses.replace(now, loops=now.loops + 1, previous=self._last_beginning)
-        for index in () if self.steps_before else range(len(self.begin_actions)):
+        for index in range(len(self.begin_actions)):
             if self._begin_actions.is_due(index, self._count, asked):
                 with self._stopwatch.counting("actions"):
                     self._begin_actions.call(index, state, None, now)
@@ -267,7 +275,7 @@ class ActionLoop(StatLoop):
             slot.take_loop(self._so_far)
         self._so_far, self._is_ending = metrics.LoopOutputs(), True
         self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
-        self._loop_count, self._is_ending = self._count, False
+        self._loop_count, self._is_ending, self._has_begun = self._count, False, False
         self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
         if self.run_info is None:
             self.call_actions_that_come_last(state)
@@ -339,6 +347,8 @@ class ActionLoop(StatLoop):
             "is_ending": self._is_ending and not self._returns_new_state,
             "has_stopped": self._stop_asked and not self._interrupt.requested,
             "steps_in_loop": self._steps_in_loop() if is_inside else self.steps_before,
+            "has_begun": self._has_begun and self._returns_new_state,
+            "wraps_dataset": self._wraps_dataset,
             "last_beginning": self._last_beginning.to_dict(),
             "steps_per_dispatch": self._steps_at_once,
             "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
@@ -357,6 +367,8 @@ class ActionLoop(StatLoop):
         self._loop_count = self._count = state_dict["loop_count"]
         self._is_ending = state_dict["is_ending"]
         self.steps_before: int = state_dict["steps_in_loop"]
+        self._has_begun = state_dict.get("has_begun", self.steps_before > 0)
+        self._wraps_dataset = state_dict.get("wraps_dataset", False)
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
         if self._steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
             self._steps_at_once = state_dict.get("steps_per_dispatch")
@@ -457,7 +469,7 @@ class ActionLoop(StatLoop):
 
     @property
     def steps_passed(self) -> int:
-        """How many steps of the last call were in those."""
+        """The number of batches of the last call that were in those."""
         return self._steps_passed
 
     def next_due(self) -> tuple[int, int]:
@@ -480,7 +492,7 @@ class ActionLoop(StatLoop):
         if not passed:
             return
         self._loops_passed = passed
-        self._steps_passed = ends[passed - 1] - self._step_num + len(self.num_examples)
+        self._steps_passed = len(self.num_examples) - (self._step_num - ends[passed - 1]) // self._updates
         ended, self._so_far = self._so_far.split(self._steps_passed)
         for slot in self._all_slots():
             slot.take_loop(ended)

@@ -100,6 +100,32 @@ def mark_taken(state: Any, by: str) -> None:
         leaf._jaxloop_taken_by = by  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def check_multiple(name: str, value: int | None, step: Any) -> None:
+    """Raises where a number of updates is not made up of whole batches of a step with `updates_per_step`."""
+    updates = step.updates_per_step
+    if value is not None and value % updates:
+        below, above = value // updates * updates, (value // updates + 1) * updates
+        raise ValueError(
+            f"{name}={value} is not a multiple of {updates}, the updates that {step!r} makes with each batch "
+            f"({type(step).__name__}.updates_per_step). Give {f'{below} or {above}' if below else above}."
+        )
+
+
+def ways_to_count(step: Any) -> str:
+    """What to do about a training step that does not count its updates."""
+    if step.updates_per_step > 1:
+        return (
+            f"Each run must add {step.updates_per_step} to it, as {type(step).__name__}.updates_per_step says: by as "
+            "many calls of state.apply_gradients(grads=...), or by state.replace(step=...). Or correct "
+            "updates_per_step."
+        )
+    return (
+        "Each run must add one to it: return state.apply_gradients(grads=...), or "
+        "state.replace(step=state.step + 1). If it makes several updates with a batch, set the class attribute "
+        "updates_per_step."
+    )
+
+
 def whole_number(value: Any) -> int | None:
     """A non-negative whole number as an int, given as one, as a float, or as an array with one element; else None.
 

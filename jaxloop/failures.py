@@ -69,7 +69,8 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
 
 
 def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
-    before = failure.step_num - 1
+    updates = step.updates_per_step
+    before = failure.step_num - updates
     saved = [(each, place) for place in failure.checkpoint_dirs for each in checkpoint.all_steps(place)]
     earlier = [pair for pair in saved if pair[0] <= before]
     base, directory = max(earlier, default=(None, None), key=lambda pair: pair[0])
@@ -83,7 +84,7 @@ def _write(folder: epath.Path, step: Step, failure: Failure) -> None:
     at_hand = [number for number in failure.batches if number <= failure.step_num]
     wanted = [number for number in at_hand if base is None or number > base]
     has_state = directory is None and base is not None
-    if base is not None and base + 1 not in wanted:
+    if base is not None and base + updates not in wanted:
         wanted = wanted[-1:]
     elif directory is not None:
         has_state = _keep_checkpoint(directory / str(base), new / _STATE / str(base))
@@ -237,9 +238,9 @@ def replay(
         dtypes = {name: (jnp.dtype(dtype), shape) for name, (dtype, shape) in noted["arrays"].items()}
         arrays = {name: np.frombuffer(file[name].tobytes(), d).reshape(s) for name, (d, s) in dtypes.items()}
     batches = {int(number): _decode_batch(each, arrays) for number, each in noted["batches"].items()}
-    state, begins = _state_before(folder, noted, checks.adopt(state), batches)
+    state, begins = _state_before(folder, noted, checks.adopt(state), batches, step.updates_per_step)
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
-    for number in range(begins + 1, failed + 1):
+    for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
         # What the run compiled, bit by bit.
         watched = contextlib.nullcontext() if policy == "ignore" else step.watched(bad_numbers.Watch(policy))
         with watched:
@@ -266,10 +267,13 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
     return max(found, key=_written_at)
 
 
-def _state_before(folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any]) -> Any:
+def _state_before(
+    folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
+) -> Any:
     """A state from which the batches lead to the failed step, and its step."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
-    leads = lambda step: all(number in batches for number in range(step + 1, failed + 1)) and step < failed
+    numbers = lambda step: range(step + updates, failed + 1, updates)
+    leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))
     if leads(given) and (base is None or given > base):
         return jax.tree.map(jnp.copy, state), given
     if base is not None and leads(base):
@@ -278,15 +282,15 @@ def _state_before(folder: epath.Path, noted: Mapping[str, Any], state: Any, batc
     if failed not in batches:
         raise ValueError(
             f"{folder} has no batch of step {failed}: the batches are too large for enough of them to be kept. "
-            + _way_to_get_there(noted, failed)
+            + _way_to_get_there(noted, failed - updates)
         )
     raise ValueError(
-        f"{folder} has the batches of steps {min(batches)} to {failed}, and the state of step {min(batches) - 1} is "
-        f"not at hand: the one given is of step {given}. Give it, replay(..., state=state). "
-        + _way_to_get_there(noted, failed)
+        f"{folder} has the batches of steps {min(batches)} to {failed}, and the state of step "
+        f"{min(batches) - updates} is not at hand: the one given is of step {given}. Give it, "
+        "replay(..., state=state). " + _way_to_get_there(noted, failed - updates)
     )
 
 
-def _way_to_get_there(noted: Mapping[str, Any], failed: int) -> str:
+def _way_to_get_there(noted: Mapping[str, Any], before: int) -> str:
     start = "its start" if noted["state_step"] is None else f"{noted['checkpoint_dir']}, step {noted['state_step']},"
-    return f"A run from {start} with train_total_steps={failed - 1} comes to that state bit by bit."
+    return f"A run from {start} with train_total_steps={before} comes to that state bit by bit."

@@ -88,6 +88,7 @@ class Course:
       pass_steps: as many steps in a pass over the data, at the end of which a loop ends; None if nobody knows.
       pass_begins: the step before which the pass under way began.
       rows: examples in a batch.
+      updates_per_step: how many steps a batch counts for, see `Step.updates_per_step`.
       knows_loops: whether no loop ends anywhere else.
       tells_end: whether the run knows of its last step when it comes to it; where the data end, only afterwards.
     """
@@ -98,6 +99,7 @@ class Course:
     pass_steps: int | None = None
     pass_begins: int = 0
     rows: int = 1
+    updates_per_step: int = 1
     knows_loops: bool = True
     tells_end: bool = True
 
@@ -191,13 +193,16 @@ class Course:
             step = loop_end if schedule is None else earliest([loop_end, schedule.next_step(now)])
             if step is None:
                 return
-            before, is_last = Elapsed(step - 1, self._samples_at(step - 1), 0.0, now.loops), step == self.end
+            updates = self.updates_per_step
+            step = now.steps + -(-(step - now.steps) // updates) * updates
+            earlier, is_last = step - updates, step == self.end
+            before = Elapsed(earlier, self._samples_at(earlier), 0.0, now.loops)
             is_last &= self.tells_end
             now = Elapsed(step, self._samples_at(step), 0.0, now.loops + (step == loop_end), is_last, before)
             yield dataclasses.replace(now, loops=before.loops, is_last=False) if within_step else now
 
     def _samples_at(self, step: int) -> int:
-        return self.start.samples + (step - self.start.steps) * self.rows
+        return self.start.samples + (step - self.start.steps) // self.updates_per_step * self.rows
 
     def _next_loop_end(self, step: int) -> int | None:
         ends = [self.end]

@@ -1,5 +1,6 @@
 """A bounded series of steps over one dataset. The only place that repeats steps."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,9 @@ class Loop:
     A call goes `begin -> run -> end`.
 
     Hooks:
-      begin: before the first step; returns the state and the iterator to draw batches from.
+      begin: before the first step of a loop, once; returns the state and the iterator to draw batches from. A run that
+        resumes inside a loop calls it again only if it had returned another iterator than it was given, and then drops
+        the state that it returns.
       run: then; to take the steps is its work, so call that of `super()`.
       end: after the last step, with the outputs on the host; not where the data had no batch.
       update_outputs: for each step, in order, when its outputs have reached the host, which is some steps later.
@@ -52,7 +55,7 @@ class Loop:
         a CPU for 4 dispatches where those are more, and for 8 where several devices are one CPU.
 
     Attributes:
-      steps_before: how many steps of the next loop an earlier run has done; the next call goes on after them.
+      steps_before: how many batches of the next loop an earlier run has trained on; the next call resumes after them.
       source: what counts the batches that are drawn in its `count`; an `OuterLoop`, which keeps the position in the
         data, sets it.
     """
@@ -79,6 +82,9 @@ class Loop:
         self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
         self._rescued_state: Any = None
+        self._rescue_problem: str | None = None
+        self._has_begun = False  # Whether `begin` was called for the loop that the next call runs.
+        self._wraps_dataset = False  # Whether it returned another iterator than it was given.
         is_shared = agreement.is_shared(step.partitioner.mesh)
         self._agreed_secs = 0.0  # With other processes: what the stopwatch of the first has counted.
         self._interrupt = interrupt.Interruptible(defers=is_shared)
@@ -107,7 +113,12 @@ class Loop:
         For a state without `step`, the number of steps that this loop has run.
         """
         taken = len(self._num_examples) - self._counted if self._returns_new_state else 0
-        return self._step_num + taken
+        return self._step_num + taken * self._updates
+
+    @property
+    def _updates(self) -> int:
+        """By how much a batch advances the count: an evaluation counts batches."""
+        return self._step.updates_per_step if self._returns_new_state else 1
 
     @property
     def num_examples(self) -> list[int]:
@@ -185,6 +196,11 @@ class Loop:
         """
         return self._rescued_state
 
+    @property
+    def rescue_problem(self) -> str | None:
+        """The reason why `rescued_state` is None, if an exception ended the last call."""
+        return self._rescue_problem
+
     def __call__(
         self,
         state: Any,
@@ -200,7 +216,7 @@ class Loop:
         Args:
           state: the train state. It is donated, unless `return_state_from_step` is False.
           dataset_iterator: the batches; an iterable is run through from its start.
-          num_steps: how many; None for all there are.
+          num_steps: how many steps, that is updates, see `Step.updates_per_step`; None for all batches there are.
           return_state_from_step: False to give every step the same state, and to return that: then the steps can't
             change it.
 
@@ -213,6 +229,8 @@ class Loop:
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         self._returns_new_state = return_state_from_step
+        if return_state_from_step:
+            checks.check_multiple("num_steps", num_steps, self._step)
         self._num_examples, self._counted = [], 0
         self._rescued_state = None
         self._was_interrupted = self._made_iterator = False
@@ -226,7 +244,8 @@ class Loop:
             checks.mark_taken(self._newest_state, f"{self!r}, which began at step {self._step_num},")
         try:
             with self._interrupt, self._stopwatch.counting("rest"):
-                state, dataset = self.begin(self._newest_state, dataset_iterator)
+                self._prepare_call()
+                state, dataset = self._begin(self._newest_state, dataset_iterator)
                 state, outputs = self.run(state, dataset, num_steps)
                 outputs = self._with_num_examples(outputs)
                 if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
@@ -234,8 +253,8 @@ class Loop:
                 if self._interrupt.outermost is self._interrupt:
                     self._job.any_stops()  # Of a signal that came since the last batch.
         except BaseException:
-            can_rescue = self._may_rescue() and checks.is_alive(self._newest_state)
-            self._rescued_state = self._newest_state if can_rescue else None
+            self._rescue_problem = self._why_not_rescued()
+            self._rescued_state = self._newest_state if self._rescue_problem is None else None
             raise
         finally:
             self._newest_state = None  # It is the caller's.
@@ -247,18 +266,32 @@ class Loop:
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
+    def _prepare_call(self) -> None:
+        """Called before the hooks of each call."""
+        self._has_begun = False
+
+    def _begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
+        """Begins a call, and a loop, unless an earlier call has begun it."""
+        if self._has_begun:
+            begin = self.begin if self._wraps_dataset else functools.partial(Loop.begin, self)
+            return state, begin(state, dataset)[1]
+        state, iterator = self.begin(state, dataset)
+        self._has_begun, self._wraps_dataset = True, hasattr(dataset, "__next__") and iterator is not dataset
+        return state, iterator
+
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        """Runs before the first step; returns the state and the iterator to draw batches from."""
+        """Runs before the first step of a loop; returns the state and the iterator to draw batches from."""
         iterator = as_iterator(dataset)
         self._made_iterator = iterator is not dataset
         return state, iterator
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
+        num_batches = num_steps and num_steps // self._updates
         outputs, queue, feed, take = (
             metrics.LoopOutputs(),
             self._new_queue(),
-            self._begin_drawing(dataset, num_steps),
+            self._begin_drawing(dataset, num_batches),
             None,
         )
         due = self._next_event() if self._returns_new_state else NEVER
@@ -267,8 +300,8 @@ class Loop:
         try:
             state = self._step.prepare_state(state)
             take = self._quick_step()
-            while len(self._num_examples) != num_steps:
-                left = NEVER[0] if num_steps is None else num_steps - len(self._num_examples)
+            while len(self._num_examples) != num_batches:
+                left = NEVER[0] if num_batches is None else num_batches - len(self._num_examples)
                 state, arrived = self._take_up_to(due, left, take, state, feed, queue)
                 take = take or self._quick_step()
                 if arrived:
@@ -276,9 +309,9 @@ class Loop:
                 if feed.has_ended:
                     break
                 if self._interrupt.requested:
-                    self._was_interrupted = len(self._num_examples) != num_steps
+                    self._was_interrupted = len(self._num_examples) != num_batches
                     break
-                if len(self._num_examples) != num_steps and self._has_come(due):
+                if len(self._num_examples) != num_batches and self._has_come(due):
                     now = self._now(self._loops_ended())
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
                     if now.is_last or not self._has_more(feed, now):
@@ -304,9 +337,9 @@ class Loop:
                 self._step.remember(self._newest_state)
         return state, outputs
 
-    def _begin_drawing(self, dataset: Iterator[types.Batch], num_steps: int | None) -> Feed:
+    def _begin_drawing(self, dataset: Iterator[types.Batch], num_batches: int | None) -> Feed:
         feed, self._fused_step = self._feed_of(dataset), None
-        feed.begin(num_steps)
+        feed.begin(num_batches)
         if self._job.is_shared and not feed.num_ahead:
             self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
         self._consumed = self.source.count - feed.num_ahead
@@ -337,7 +370,8 @@ class Loop:
             return self._take_some(self._take_careful, state, feed, queue, 1, next_time)
         if self._job.is_shared and next_time < math.inf:  # All have one clock, which goes on from batch to batch.
             return self._take_quickly(take, state, feed, queue, 1, math.inf)
-        return self._take_quickly(take, state, feed, queue, min(left, next_step - self._step_num), next_time)
+        batches_to_event = -(-(next_step - self._step_num) // self._updates)
+        return self._take_quickly(take, state, feed, queue, min(left, batches_to_event), next_time)
 
     def _take_quickly(
         self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
@@ -480,7 +514,7 @@ class Loop:
 
     def _take_careful(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Takes one step where there is more to do than to give the batch to the devices."""
-        self._examples_at_hand = num_examples = self._step.num_examples(batch)
+        self._examples_at_hand = num_examples = self._step.count_examples(batch)
         number = self.steps_before + len(self._num_examples)
         state, outputs = self._run_one_step(state, batch, number)
         return state, outputs, num_examples
@@ -531,7 +565,7 @@ class Loop:
             repr(self),
             draw,
             before_drawing=lambda: self.source.mark(if_cheap=True),
-            count=self._step.num_examples,
+            count=self._step.count_examples,
             requests=self._interrupt,
             secs=self._stopwatch.training_secs,
             fill_to=self._step.filler(),
@@ -612,11 +646,11 @@ class Loop:
         self._counted += len(new)
         samples = sum(new)
         self._samples += samples
-        self._stopwatch.steps += len(new)
+        self._stopwatch.steps += len(new) * self._updates
         self._stopwatch.samples += samples
         self._consumed = self.source.count - self._feed.num_ahead - undone
         if self._returns_new_state:
-            self._step_num += len(new)
+            self._step_num += len(new) * self._updates
         return len(new)
 
     def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
@@ -635,7 +669,7 @@ class Loop:
         """How far the training is now. Schedules in terms of time are asked from one look to the next."""
         earlier = self._looked
         if self._num_examples and self._returns_new_state:
-            steps, samples = self._step_num - 1, self._samples - self._num_examples[-1]
+            steps, samples = self._step_num - self._updates, self._samples - self._num_examples[-1]
             # What passed since then in actions, say, belongs to this step.
             time = earlier.time if earlier.steps == steps else self._time_offset + self._time_before_step
             earlier = Elapsed(steps, samples, time, earlier.loops)
@@ -654,8 +688,8 @@ class Loop:
         if before.steps != self._step_num or before.loops != self._loops_ended():
             before = self._look(self._loops_ended())
         joint = self._feed.joint
-        samples = self._step.num_examples(batch) if joint is None else joint.next_examples
-        self._before_step = before.advance(samples=samples, time=self._training_secs())
+        samples = self._step.count_examples(batch) if joint is None else joint.next_examples
+        self._before_step = before.advance(samples=samples, time=self._training_secs(), steps=self._updates)
         return self._before_step
 
     def _next_event(self) -> tuple[int, float]:
@@ -676,9 +710,9 @@ class Loop:
         """The merged `clu.metrics` states of an earlier call that was broken off amid its sums."""
         return {}
 
-    def _may_rescue(self) -> bool:
-        """Whether the state as of the last whole step is one to go on with."""
-        return True
+    def _why_not_rescued(self) -> str | None:
+        """The reason why no run may resume from the state as of the last whole step; None if one may."""
+        return None if checks.is_alive(self._newest_state) else "the step that failed had taken it over"
 
     def _weights(self) -> list[int]:
         """For each step of the call how many examples its values stand for."""

@@ -10,7 +10,6 @@ from etils import epath
 
 from jaxloop import (
     agreement,
-    bad_numbers,
     checkpoint,
     checks,
     distributed,
@@ -169,7 +168,7 @@ class OuterLoop:
           state: the train state, taken over by the train loop. Only evaluated, it stays usable.
           train_dataset: an iterator of batches, gone on with from loop to loop; an iterable is turned into one.
           train_total_steps: optimizer updates in all, those before a resume included; None for as long as there is
-            data.
+            data. Like `train_loop_steps`, a multiple of `Step.updates_per_step`.
           train_loop_steps: updates in a loop; loops end at its multiples. None for one loop through the dataset.
           eval_specs: one for each eval loop.
           log_train_total_steps: logs from where to where the training goes.
@@ -311,8 +310,8 @@ class OuterLoop:
         return RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
-        has_train_loop = self._train_loop is not None
-        return spec.errors(has_train_loop=has_train_loop, num_eval_loops=len(self._eval_loops))
+        step = self._train_loop.step if self._train_loop is not None else None
+        return spec.errors(step, num_eval_loops=len(self._eval_loops))
 
     def _descriptions(self) -> list[str]:
         return [line for loop in self._loops for line in loop.description()]
@@ -399,9 +398,7 @@ class OuterLoop:
             if self._job.knows(error) and isinstance(error, Exception | SystemExit):
                 training.save_now(state, step_num)
         elif checkpoint_actions(loop):
-            is_bad = isinstance(error, bad_numbers.BadNumberError)
-            reason = "its numbers are bad" if is_bad else "the step that failed had taken it over"
-            logging.error("The state of step %d is not saved: %s.", step_num, reason)
+            logging.error("The state of step %d is not saved: %s", step_num, loop.rescue_problem)
 
     def _directory_of_failures(self) -> epath.PathLike | None:
         return self._workdir or next((action.directory for action in checkpoint_actions(self._loops[0])), None)
@@ -416,7 +413,7 @@ class OuterLoop:
             return
         if not isinstance(error, Exception) or not loop.stopwatch.steps:  # The very first step fails again at once.
             return
-        state = self._rescued_state if loop.step_num == loop.failed_step - 1 else None
+        state = self._rescued_state if loop.step_num == loop.failed_step - loop.step.updates_per_step else None
         failure = failures.Failure(
             loop.failed_step,
             error,

@@ -159,7 +159,8 @@ class PositionedIterator(Iterator[types.Batch]):
         iterate = _iterate if iterate is None else iterate
         iterator = iterate(dataset)
         if isinstance(iterator, PositionedIterator):
-            self.__dict__ = iterator.__dict__  # For there is one position.
+            # Both share one position. In a dict of its own: Python 3.13 collects values that an object holds inline.
+            self.__dict__ = iterator.__dict__ = dict(vars(iterator))
             self._skippable |= skippable
             if prefetch:
                 self._draw_ahead(prefetch)

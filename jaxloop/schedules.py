@@ -38,7 +38,7 @@ class Elapsed:
       time: seconds of training, those before a resume included, without evaluation and checkpointing.
       loops: train loops that have ended.
       is_last: whether this is known to be the last step of the run.
-      previous: how far the run was a step earlier; None where nobody has kept it.
+      previous: how far the run was a batch earlier; None where nobody has kept it.
 
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
     >>> elapsed
@@ -73,14 +73,15 @@ class Elapsed:
     def __lt__(self, point: "Schedule") -> bool:
         return not point.reached(self) if isinstance(point, Schedule) else NotImplemented
 
-    def advance(self, *, samples: int, time: float) -> "Elapsed":
-        """One step further.
+    def advance(self, *, samples: int, time: float, steps: int = 1) -> "Elapsed":
+        """The progress one batch later.
 
         Args:
-          samples: examples of that step's batch.
+          samples: examples of that batch.
           time: training time at its end, in seconds from the start of the run.
+          steps: updates made with it, see `Step.updates_per_step`.
         """
-        return Elapsed(self.steps + 1, self.samples + samples, time, self.loops, previous=self.without_previous())
+        return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
     def without_previous(self) -> "Elapsed":
         """The same, for keeping: it holds on to no other."""

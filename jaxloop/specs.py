@@ -171,12 +171,15 @@ class RunSpec:
     epochs: int | None = None
     on_exhausted: str = "stop"
 
-    def errors(self, *, has_train_loop: bool, num_eval_loops: int) -> Iterator[Exception]:
-        """What is wrong with it, for an `OuterLoop` with such loops."""
+    def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
+        """What is wrong with it, for an `OuterLoop` with so many eval loops, and with a train loop of this step."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
             checks.check_positive("train_epochs", self.epochs, optional=True)
+            if train_step is not None:
+                checks.check_multiple("train_total_steps", self.total_steps, train_step)
+                checks.check_multiple("train_loop_steps", self.loop_steps, train_step)
         except (TypeError, ValueError) as error:
             yield error
             return
@@ -185,6 +188,7 @@ class RunSpec:
         yield from self._errors_of_epochs()
         if self.stop is not None and not isinstance(self.stop, Schedule):
             yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
+        has_train_loop = train_step is not None
         if has_train_loop != (self.train_dataset is not None):
             got, missing = ("train_loop", "train_dataset") if has_train_loop else ("train_dataset", "train_loop")
             yield ValueError(

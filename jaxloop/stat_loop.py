@@ -1,7 +1,7 @@
 """A loop that measures itself."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxloop.step import Step
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
-"""Floating-point operations of one step, as XLA counts them before it optimizes."""
+"""Floating-point operations of one `run`, as XLA counts them before it optimizes."""
 STAT_MFU = "jaxloop/model_flops_utilization"
 """`STAT_NUM_FLOPS` a second over what the devices could do at most, from 0 to 1: `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
@@ -62,8 +62,8 @@ class StatLoop(Loop):
     """Adds statistics to the outputs, plain numbers under their names.
 
     Hooks:
-      begin, end: see `Loop`; call those of `super()`, which measure.
-      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+      end: see `Loop`; call that of `super()`, which measures.
+      begin, run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -107,9 +107,9 @@ class StatLoop(Loop):
         self.peak_flops_per_sec: float | None = None
         self._has_said_peak = False
 
-    def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
+    def _prepare_call(self) -> None:
+        super()._prepare_call()
         self._begin_time, self._spent_before = time.time(), self.spent
-        return super().begin(state, dataset)
 
     def _quick_step(self) -> Any:
         # The first step is to count them.
@@ -134,14 +134,15 @@ class StatLoop(Loop):
     def _stats(self, state: Any, spent: timing.Spent) -> dict[str, Any]:
         """The statistics of an interval, by name."""
         seconds = max(spent.training, 1e-9)
-        examples = spent.steps * self._global_batch_size if self._global_batch_size else spent.samples
+        batches = spent.steps // self._updates
+        examples = batches * self._global_batch_size if self._global_batch_size else spent.samples
         num_params = self.step.num_params
         if num_params is None and hasattr(state, "params"):
             num_params = self.step.compute_num_params(state)
         stats = {
             STAT_NUM_PARAMS: num_params,
             STAT_NUM_FLOPS: self.step.num_flops,
-            STAT_MFU: self._utilization(spent.steps / seconds) if STAT_MFU in self._stat_names else None,
+            STAT_MFU: self._utilization(batches / seconds) if STAT_MFU in self._stat_names else None,
             STAT_INIT_TIME: self._init_time,
             STAT_BEGIN_TIME: self._begin_time,
             STAT_LIFE_TIME_SECS: self._clock() - self._init_clock,
@@ -156,7 +157,7 @@ class StatLoop(Loop):
         }
         return {name: stats[name] for name in self._stat_names if stats[name] is not None}
 
-    def _utilization(self, steps_per_sec: float) -> float | None:
+    def _utilization(self, batches_per_sec: float) -> float | None:
         mesh = self.step.partitioner.mesh
         devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
         peak = self.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
@@ -170,4 +171,4 @@ class StatLoop(Loop):
             )
         if peak is None or self.step.num_flops is None:
             return None
-        return self.step.num_flops * steps_per_sec / (peak * len(devices))
+        return self.step.num_flops * batches_per_sec / (peak * len(devices))

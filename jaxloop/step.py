@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 from etils import epath
+from jax.extend import core as jax_core
+from jax.interpreters import partial_eval
 
 from jaxloop import bad_numbers, checkpoint, checks, cost, data, metrics, models, partition, types
 from jaxloop.actions.action import Action
@@ -56,12 +58,12 @@ class Traced(NamedTuple):
     Attributes:
       state: the new state.
       outputs: the outputs.
-      counts: whether it changes `state.step`.
+      updates: how much it adds to `state.step`; None for a state without, and where that depends on the data.
     """
 
     state: Any
     outputs: types.Output
-    counts: bool
+    updates: int | None
 
 
 class FusingError(ValueError):
@@ -149,6 +151,13 @@ class Step:
     max_batch_shapes: int = 16
     """How many shapes of batches may come in training, each of which compiles `run` anew, before that is an error."""
 
+    updates_per_step: int = 1
+    """How many optimizer updates a training `run` makes with one batch, which is how much it adds to `state.step`.
+
+    Steps are counted in updates everywhere: `state.step`, `num_steps`, `train_total_steps`, schedules and the names of
+    checkpoints. With `updates_per_step = 16` each batch advances them by 16, and totals must be multiples of 16.
+    """
+
     def __init__(
         self,
         base_prng: types.PRNGType,
@@ -172,6 +181,7 @@ class Step:
             )
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(f"optimizer must be an Optax transformation such as optax.adam(1e-3), got {optimizer!r}.")
+        checks.check_positive(f"{type(self).__name__}.updates_per_step", self.updates_per_step)
         if train and optimizer is NO_OPTIMIZER:
             logging.warning(
                 "%s has train=True and no optimizer: state.apply_gradients would add the gradients to the parameters. "
@@ -214,7 +224,10 @@ class Step:
         return state, batch
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Computes `(state, outputs)` from one batch. Pure and jitted; a training step adds one to `state.step`."""
+        """Computes `(state, outputs)` from one batch. Pure and jitted.
+
+        In training it adds `updates_per_step`, which is one by default, to `state.step`.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
     def end(self, state: Any, outputs: types.Output) -> tuple[Any, types.Output]:
@@ -224,7 +237,8 @@ class Step:
     def num_examples(self, batch: types.Batch) -> int:
         """How many examples a batch, as the dataset gave it, counts for in weighted means.
 
-        By default the length of its leading axis; override it for batches with padding, or whose leaves differ.
+        By default the length of its leading axis; override it for batches with padding, or whose leaves differ. It may
+        return any whole number that is not negative: an int, a float, or an array with one element.
         """
         count = checks.num_examples(batch)
         if count is None and not self._has_said_count:
@@ -235,6 +249,21 @@ class Step:
                 self,
             )
         return 1 if count is None else count
+
+    def count_examples(self, batch: types.Batch) -> int:
+        """Returns `num_examples` as an int.
+
+        Raises:
+          ValueError: it is no whole number, or negative.
+        """
+        value = self.num_examples(batch)
+        count = checks.whole_number(value)
+        if count is None:
+            raise ValueError(
+                f"{type(self).__name__}.num_examples must return a whole number, how many examples the batch has, got "
+                f"{value!r} for {checks.batch_in_words(batch)}."
+            )
+        return count
 
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Makes the first state, at step 0. Pure; `initialize_model` compiles it, and has each leaf made in its place.
@@ -451,14 +480,12 @@ class Step:
         """
         if evaluates:
             evaluate = lambda state, batch: self._checked_outputs(state, batch)
-            return Traced(state, jax.eval_shape(evaluate, state, batch), False)
+            return Traced(state, jax.eval_shape(evaluate, state, batch), 0)
         run = lambda state, batch: self._checked_run(state, batch)
         jaxpr, (new_state, outputs) = jax.make_jaxpr(run, return_shape=True)(state, batch)
         step = getattr(new_state, "step", None)
         place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
-        # It is as it was where what goes in comes out.
-        counts = place is not None and jaxpr.jaxpr.outvars[place] is not jaxpr.jaxpr.invars[place]
-        return Traced(new_state, outputs, counts)
+        return Traced(new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place))
 
     def cost_analysis(self, state: Any = None, batch: types.BatchSpec = None) -> cost.Cost:
         """Operations and memory of the compiled step: of the one that `compile` compiled last, or of this one.
@@ -682,13 +709,13 @@ class Step:
         counts = evaluates or self._has_hooks_of_batches()
 
         def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-            number = self.num_examples(batch) if counts else None
+            number = self.count_examples(batch) if counts else None
             if has_own_hooks:
                 state, batch = self.before_run(state, batch)
             if not evaluates:
                 rows = look(batch)
                 if number is None:
-                    number = self.num_examples(batch) if rows is None else rows
+                    number = self.count_examples(batch) if rows is None else rows
             return state, batch, number  # pyright: ignore[reportReturnType]
 
         return prepare
@@ -883,6 +910,17 @@ class NumpyStep(Step):
 
 
 _OPTIONS = models.options_of(Step)
+
+
+def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
+    """How much a traced program adds to an integer that it takes and returns at this place; None where it depends."""
+    is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
+    needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
+    if any(needs_it and number != place for number, needs_it in enumerate(needs)):
+        return None
+    before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # Any number that is not special, and fits an int8.
+    (after,) = jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(needed, jaxpr.consts))(*[before] * any(needs))
+    return int(metrics.fetch(after)) - 41
 
 
 def _explain(error: Exception, batch: types.Batch) -> None:

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,7 +15,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue, chunk_size
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import Step
 
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
@@ -53,7 +53,7 @@ class TrainLoop(ActionLoop):
     3 ('outputs/loss', 'params/bias', 'params/kernel')
 
     Args:
-      step: what happens to one batch.
+      step: what happens to one batch; made with `train=True`.
       stat_names: see `StatLoop`.
       begin_actions: see `ActionLoop`, as `end_actions`.
       global_batch_size: see `StatLoop`, as `clock`.
@@ -91,6 +91,11 @@ class TrainLoop(ActionLoop):
         steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
     ):
+        if isinstance(step, Step) and not step.train:
+            raise ValueError(
+                f"{type(self).__name__} got {step!r}, a step with train=False: its run would not train, or would train "
+                f"a model in evaluation mode. Make it with {type(step).__name__}(..., train=True)."
+            )
         self._kept = _KeptBatches()
         super().__init__(
             step,
@@ -116,6 +121,7 @@ class TrainLoop(ActionLoop):
         self._said_skipped = 0
         self._failed_step: int | None = None
         self._count_is_checked = False
+        self._most_steps = NEVER[0]  # What `state.step` can count to, once it was looked at.
 
     @property
     def nan_policy(self) -> bad_numbers.NanPolicy:
@@ -130,9 +136,11 @@ class TrainLoop(ActionLoop):
     @property
     def kept_batches(self) -> dict[int, types.Batch]:
         """The last batches, as the dataset gave them, by their steps; only in a run that wants them."""
-        newest = self.step_num + 1 if self._failed_step == self.step_num + 1 else self.step_num
+        failed, updates = self._failed_step, self._updates
+        newest = failed if failed == self.step_num + updates else self.step_num
         batches = list(self._kept.batches)
-        return dict(zip(range(newest - len(batches) + 1, newest + 1), batches, strict=True))
+        first = newest - (len(batches) - 1) * updates
+        return dict(zip(range(first, newest + 1, updates), batches, strict=True))
 
     def __call__(
         self,
@@ -158,15 +166,10 @@ class TrainLoop(ActionLoop):
         super().resume(elapsed)
         self._kept = _KeptBatches()
 
-    def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
+    def _prepare_call(self) -> None:
+        super()._prepare_call()
         if self._watch is not None:
             self._watch.restart()
-        return super().begin(state, dataset)
-
-    def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # Once is enough, and costs nothing now that the outputs have been read.
-        self._check_count(state)
-        return super().end(state, outputs)
 
     def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
         keeps = self.run_info is not None and self.run_info.keeps_batches
@@ -179,7 +182,7 @@ class TrainLoop(ActionLoop):
             super()._find_steps_at_once(state, feed)
 
     def _note_failed_step(self) -> None:
-        self._failed_step = self._step_num + 1
+        self._failed_step = self._step_num + self._updates
 
     def next_due(self) -> tuple[int, int]:
         # What was found is told, and left out of means, loop by loop.
@@ -189,6 +192,7 @@ class TrainLoop(ActionLoop):
 
     def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
         arrived = super()._push(state, queue, num_steps)
+        self._check_count(state)
         if self._watch is not None:
             self._look_at(self._watch.look(state, in_step=self._job.is_shared))
         return arrived
@@ -206,14 +210,14 @@ class TrainLoop(ActionLoop):
         if self._nan_policy == "skip":
             self._skipped += found
         elif found and self._bad is None:
-            self._bad = bad_numbers.BadNumberError(self._first_step + found[0].index, found[0].names)
+            self._bad = bad_numbers.BadNumberError(self._step_at(found[0].index), found[0].names)
             self._failed_step = self._bad.step_num
             if not self._is_failing:
                 raise self._bad
 
-    @property
-    def _first_step(self) -> int:
-        return self._step_num - len(self.num_examples) + 1
+    def _step_at(self, index: int) -> int:
+        """The step number after a batch of the call."""
+        return self._step_num - (len(self.num_examples) - 1 - index) * self._updates
 
     def _warn_of_skipped(self) -> None:
         new = self._skipped[self._said_skipped :]
@@ -223,7 +227,7 @@ class TrainLoop(ActionLoop):
                 self,
                 len(new),
                 "s" if len(new) > 1 else "",
-                self._first_step + new[0].index,
+                self._step_at(new[0].index),
                 ", ".join(new[0].names[:6]),
             )
             self._said_skipped = len(self._skipped)
@@ -235,8 +239,16 @@ class TrainLoop(ActionLoop):
         if self._bad is not None:
             error.add_note(f"before that: {self._bad}")
 
-    def _may_rescue(self) -> bool:
-        return self._bad is None
+    def _why_not_rescued(self) -> str | None:
+        if self._bad is not None:
+            return "its numbers are bad"
+        problem = super()._why_not_rescued()
+        if problem is None:
+            try:
+                self._check_count(self._newest_state)
+            except Exception as error:  # Also what the devices raise when the count is read.
+                problem = str(error)
+        return problem
 
     def _weights(self) -> list[int]:
         weights = super()._weights()
@@ -253,32 +265,27 @@ class TrainLoop(ActionLoop):
 
     # The count ---------------------------------------------------------------------------------------
 
-    def _at_event(
-        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
-    ) -> tuple[metrics.LoopOutputs, bool]:
-        if metrics.is_ready(getattr(state, "step", None)):
-            self._check_count(state)
-        return super()._at_event(now, state, outputs, queue)
-
     def _check_count(self, state: Any) -> None:
-        if self._count_is_checked or not hasattr(state, "step"):
+        """Raises where `state.step` is not what the loop has counted; reads it after the first steps alone."""
+        if not self._returns_new_state or not hasattr(state, "step"):
             return
-        count = int(metrics.fetch(state.step))
-        most = np.iinfo(state.step.dtype).max if hasattr(state.step, "dtype") else self.step_num
-        if count != self.step_num and self.step_num > most:
+        if not self._count_is_checked and hasattr(state.step, "dtype"):
+            self._most_steps = np.iinfo(state.step.dtype).max
+        if self._step_num > self._most_steps:
             raise ValueError(
-                f"state.step, {checks.describe(state.step)}, counts to {most}, and should be {self.step_num} by "
-                f"now: it is {count}. Begin with a smaller state.step."
+                f"state.step, {checks.describe(state.step)}, counts to {self._most_steps}, and should be "
+                f"{self._step_num} by now. Begin with a smaller state.step."
             )
-        if count != self.step_num:
-            steps = len(self.num_examples)
+        if self._count_is_checked:
+            return
+        count, batches = int(metrics.fetch(state.step)), len(self.num_examples)
+        if count != self._step_num:
+            begin = self._step_num - batches * self._updates
             raise ValueError(
-                f"{self.step!r} ran {steps} steps from state.step {self.step_num - steps}, and state.step is now "
-                f"{count}, not {self.step_num}. Each run must add one to it: return "
-                "state.apply_gradients(grads=...), or state.replace(step=state.step + 1)."
-                + ("" if self.step.train else " (The step has train=False: did you mean Step(..., train=True)?)")
+                f"{self.step!r} ran on {batches} batch{'es' if batches > 1 else ''} from state.step {begin}, and "
+                f"state.step is now {count}, not {self._step_num}. {checks.ways_to_count(self.step)}"
             )
-        self._count_is_checked = True
+        self._count_is_checked = batches > 0
 
 
 class _KeptBatches:

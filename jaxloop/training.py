@@ -69,6 +69,8 @@ class Training:
           says_so: logs from where to where the training goes.
         """
         state, step_num, resumed = self._resume(state)
+        if self._spec.total_steps is not None or self._spec.loop_steps is not None:
+            checks.check_multiple("state.step", step_num, self._loop.step)
         if self._checkpoint_spec is not None:
             for action in dict.fromkeys(each for loop in self._loops for each in loop.actions):
                 action.begin_run(step_num)
@@ -123,7 +125,7 @@ class Training:
             loops_before = loop.loop_count
             state, loop_outputs, pass_has_ended = self._run_loop(state, step_num)
             has_ended, steps_run = loop.loop_count > loops_before, self._tally.count(loop)
-            step_num += steps_run
+            step_num = loop.step_num
             self.newest = (state, step_num)
             goes_on = not loop_outputs.asks_to_stop
             if not self._interrupt.requested:
@@ -154,7 +156,8 @@ class Training:
         """Runs the next train loop, or several in one; returns the state, its outputs, and whether the data ended."""
         # A run may have been broken off after the last step of a loop, and before its end.
         only_ends = self._loop.steps_before > 0 and self._spec.ends_loop(step_num)
-        num_steps = 1 if only_ends else self._spec.steps_of_next_loop(step_num)
+        updates = self._loop.step.updates_per_step
+        num_steps = updates if only_ends else self._spec.steps_of_next_loop(step_num)
         ends = self._quiet_ends(step_num)
         if len(ends) > 1:
             num_steps = ends[-1] - step_num
@@ -162,7 +165,7 @@ class Training:
         assert run_info is not None
         self.newest, self._loop.source, run_info.quiet_ends = None, source, ends[:-1]
         state, outputs = self._loop(state, iter(()) if only_ends or source is None else source, num_steps)
-        is_short = num_steps is None or len(self._loop.num_examples) < num_steps
+        is_short = num_steps is None or len(self._loop.num_examples) * updates < num_steps
         if self._loop.steps_passed:
             stops = outputs.asks_to_stop
             _, outputs = outputs.split(self._loop.steps_passed)
@@ -291,6 +294,7 @@ class Training:
             )
             assert restored is not None
             state, saved_step = restored
+            _check_count(state, saved_step, spec.checkpoint_dir)
             resumed = self.run.load(spec.checkpoint_dir, saved_step, given)
             logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
         if distributed.is_first_process():  # Evaluators of this directory shall wait for what is trained now.
@@ -355,6 +359,17 @@ class Training:
             measured=lambda: self.run.measured_at(elapsed.steps),
         )
         return goes_on and (not resumed.knows_position or loop.call_missed_actions(state, comes_last=True))
+
+
+def _check_count(state: Any, saved_step: int, directory: Any) -> None:
+    """Raises where a checkpoint is not of the step that it was saved under."""
+    if hasattr(state, "step") and (count := step_num_of(state)) != saved_step:
+        raise ValueError(
+            f"The checkpoint {saved_step} in {directory} has state.step={count}, and must have {saved_step}, the name "
+            "of its directory: no run can resume from it. A run whose step made another number of updates than it "
+            "said, or a program that counts something else, saved it. Remove that directory, or give another "
+            "checkpoint_dir; to begin with its parameters, call step.restore_model(state, directory)."
+        )
 
 
 def step_num_of(state: Any) -> int:

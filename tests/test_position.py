@@ -548,3 +548,9 @@ def test_options_are_joined():
     assert position.skippable(data.prefetch(BATCHES, 2)) == joined
     assert not data.is_one_pass(joined) and data.is_one_pass(data.prefetch(skippable(generate()), 2))
     assert values(joined) == values(joined) == values(BATCHES)
+
+
+def test_two_that_share_a_position_survive_the_garbage_collector():
+    both = PositionedIterator(skippable(lambda: iter([{"x": 1}])))
+    gc.collect()
+    assert next(both) == {"x": 1}

@@ -196,3 +196,53 @@ def test_a_dataset_that_ends_early_can_be_an_error_which_loses_nothing(tmp_path)
     assert checkpoint.all_steps(tmp_path) == [5, 8]
     with pytest.raises(ValueError, match="must be .stop. or .raise., got 'warn'"):
         run(tmp_path, 20, on_exhausted="warn")
+
+
+class Keyed(TrainLoop):
+    """Puts a new key into the state when a loop begins."""
+
+    wraps = False
+
+    def begin(self, state, dataset):
+        BEGUN.append(int(state.step))
+        state = state.replace(collections={"key": jax.random.split(state.collections["key"])[0]})
+        state, iterator = super().begin(state, dataset)
+        return state, map(doubled, iterator) if self.wraps else iterator
+
+
+class Wrapping(Keyed):
+    wraps = True
+
+
+BEGUN = []
+
+
+def doubled(batch):
+    return {**batch, "y": 2 * batch["y"]}
+
+
+class Noisy(type(STEP)):
+    def run(self, state, batch):
+        noise = jax.random.normal(state.collections["key"], batch["y"].shape)
+        return super().run(state, {**batch, "y": batch["y"] + noise})
+
+
+NOISY = Noisy(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+
+
+@pytest.mark.parametrize("stop", [4, 6, 8])
+@pytest.mark.parametrize("kind", [Keyed, Wrapping])
+def test_a_loop_begins_once_however_often_its_run_is_resumed(kind, stop, tmp_path, assert_same, interrupted):
+    def train(directory, number=None):
+        save = CheckpointAction(directory, every(steps=100))
+        outer_loop = OuterLoop(kind(NOISY, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory))
+        state = jax.tree.map(jax.numpy.copy, STATE).replace(collections={"key": jax.random.PRNGKey(1)})
+        return outer_loop(state, data.skippable(lambda: interrupted(BATCHES, number)), 12, 4)[0]
+
+    BEGUN.clear()
+    whole = train(tmp_path / "whole")
+    assert BEGUN == [0, 4, 8]
+    BEGUN.clear()
+    assert int(train(tmp_path / "broken", stop - 1).step) == stop
+    assert_same(train(tmp_path / "broken"), whole)
+    assert kind is Wrapping or BEGUN == [0, 4, 8]

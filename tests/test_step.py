@@ -1,4 +1,5 @@
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -384,7 +385,7 @@ def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
     first, _ = step(state, batches[0])
     with pytest.raises(
         ValueError,
-        match=r"(?s)_RegressionStep\(model=Dense, train=False\) has already taken.*params/bias.*jax.tree.map\(jnp.copy",
+        match=r"(?s)_RegressionStep\(model=Dense, train=True\) has already taken.*params/bias.*jax.tree.map\(jnp.copy",
     ):
         step(state, batches[0])
     with pytest.raises(ValueError, match="has already taken"):
@@ -578,3 +579,36 @@ def test_integers_that_jax_would_cut_are_refused(dtype, fits, too_large):
     ):
         step(state, batch_of(8, id=np.full(8, too_large, dtype)))
     assert int(step(state, batch_of(8, id=np.zeros(8, dtype)))[0].step) == 2
+
+
+class Counted(type(examples.tiny_regression()[0])):
+    """Says of each batch what it was made to say."""
+
+    said = None
+
+    def num_examples(self, batch):
+        return self.said
+
+
+@pytest.mark.parametrize(
+    "said", [3, 3.0, np.int64(3), np.float32(3), np.asarray([3]), np.asarray(3.0), jnp.int32(3), jnp.asarray([[3.0]])]
+)
+def test_a_number_of_examples_may_be_any_whole_number(said):
+    _, state, batches = examples.tiny_regression()
+    step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
+    step.said = said
+    loop = TrainLoop(step)
+    loop(state, batches, num_steps=2)
+    assert loop.num_examples == [3, 3] and all(type(number) is int for number in loop.num_examples)
+
+
+@pytest.mark.parametrize("said", [-1, 1.5, float("nan"), "3", None, True, np.asarray([3, 4]), np.float32(-2)], ids=repr)
+def test_another_number_of_examples_is_refused_at_the_first_batch(said):
+    _, state, batches = examples.tiny_regression()
+    step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
+    step.said = said
+    message = re.escape(
+        f"Counted.num_examples must return a whole number, how many examples the batch has, got {said!r}"
+    )
+    with pytest.raises(ValueError, match=message):
+        TrainLoop(step)(state, batches, num_steps=2)

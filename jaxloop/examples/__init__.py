@@ -21,13 +21,15 @@ class _RegressionStep(Step):
         return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def tiny_regression(num_batches: int = 100, **step_options: Any) -> tuple[Step, Any, list[dict[str, np.ndarray]]]:
+def tiny_regression(
+    num_batches: int = 100, *, train: bool = True, **step_options: Any
+) -> tuple[Step, Any, list[dict[str, np.ndarray]]]:
     """A linear regression that trains in a moment, for the examples in docstrings.
 
     Returns:
       `(step, state, batches)`: the state initialised, the batches a list of `{"x": [8, 3], "y": [8, 1]}`.
     """
-    step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), **step_options)
+    step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=train, **step_options)
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(num_batches, 8, 3)).astype(np.float32)
     weights = np.array([[1.0], [-2.0], [0.5]], np.float32)

@@ -166,7 +166,7 @@ class _StepCallback(CallbackOf):
 
 class _LoopCallback(CallbackOf):
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        state, outputs = self.of(loop_state.state, [loop_state.batch], num_steps=1)
+        state, outputs = self.of(loop_state.state, [loop_state.batch])
         if outputs.pop(types.STOP_LOOP, False):
             loop_state.stop_iteration = True
         # The statistics of one batch say nothing.

@@ -75,7 +75,9 @@ def _look_at_training(
     """What is known of the train steps; None where there is no state or no batch for them."""
     if state.shapes is None or data.batch is None:
         return None
-    return look_at_step(TRAIN, loop, state, data.batch, found, longest_loop=course.steps_of_longest_loop)
+    longest = course.steps_of_longest_loop
+    longest_loop = longest and longest // course.updates_per_step
+    return look_at_step(TRAIN, loop, state, data.batch, found, longest_loop=longest_loop)
 
 
 def _look_at_evaluation(

@@ -15,8 +15,9 @@ from jaxloop.schedules import Schedule, earliest
 
 def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
     """How far the run goes; where its data end before `train_total_steps`, which is said, up to that."""
-    start, known, epochs = begin.elapsed, data.num_batches, experiment.epochs
-    pass_begins, end = start.steps - begin.batches, experiment.total_steps
+    start, epochs, updates = begin.elapsed, experiment.epochs, experiment.updates_per_step
+    known = data.num_batches and data.num_batches * updates
+    pass_begins, end = start.steps - begin.batches * updates, experiment.total_steps
     if known is not None and epochs is not None:
         end = earliest([end, pass_begins + known * max(epochs - begin.passes, 0)])
     elif known is not None and end is None:
@@ -28,6 +29,7 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
         known if epochs is not None else None,
         pass_begins,
         checks.num_examples(data.batch) or 1,
+        updates,
         knows_loops=epochs in (None, 1) or known is not None,
         tells_end=end == experiment.total_steps,
     )
@@ -74,10 +76,10 @@ def _look_at_end_of_data(
     experiment: Experiment, course: Course, begin: Begin, data: TrainData, found: Findings
 ) -> None:
     """Says where the data end before the run, or neither of them ends."""
-    total_steps, known = experiment.total_steps, data.num_batches
+    total_steps, known, updates = experiment.total_steps, data.num_batches, experiment.updates_per_step
     if experiment.epochs is not None:
         return
-    data_end = None if known is None else course.start.steps - begin.batches + known
+    data_end = None if known is None else course.start.steps + (known - begin.batches) * updates
     if total_steps is not None and data_end is not None and data_end < (course.end or 0):
         found.add(
             "the train data",

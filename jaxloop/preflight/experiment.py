@@ -46,6 +46,11 @@ class Experiment:
     on_exhausted: str
     passes: int
 
+    @property
+    def updates_per_step(self) -> int:
+        """How many steps a batch of the training counts for."""
+        return 1 if self.train_loop is None else self.train_loop.step.updates_per_step
+
 
 @final
 @dataclasses.dataclass(frozen=True)

@@ -41,14 +41,10 @@ def look_at_state(given: Any, found: Findings) -> State:
 
 
 def look_at_new_state(where: str, step: Step, state: Any, traced: Traced, found: Findings) -> None:
-    """Says where a training step does not count, or makes a state for which it is compiled anew."""
-    if hasattr(state, "step") and not traced.counts:
-        found.add(
-            where,
-            f"{type(step).__name__}.run returns state.step as it was, and each training step must add one to it: "
-            "return state.apply_gradients(grads=...), or state.replace(step=state.step + 1)."
-            + ("" if step.train else " (The step has train=False: did you mean Step(..., train=True)?)"),
-        )
+    """Says where a training step counts wrongly, or makes a state for which it is compiled anew."""
+    if hasattr(state, "step") and traced.updates not in (None, step.updates_per_step):
+        adds = f"adds {traced.updates} to state.step" if traced.updates else "returns state.step as it was"
+        found.add(where, f"{type(step).__name__}.run {adds}. {checks.ways_to_count(step)}")
     before, after = checks.leaves_by_path(state), checks.leaves_by_path(traced.state)
     for what, one, other in (
         (f"{type(step).__name__}.run returns", after, before),

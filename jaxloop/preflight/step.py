@@ -46,7 +46,7 @@ def look_at_step(
 
     Args:
       evaluates: whether it is done as in an evaluation.
-      longest_loop: so many steps in the longest loop, for which outputs are kept; None if nobody knows.
+      longest_loop: so many batches in the longest loop, for which outputs are kept; None if nobody knows.
     """
     step = loop.step
     with found.finding(where):

@@ -106,7 +106,7 @@ def calls_in_training(action: Action, course: Course, *, at: str) -> Calls:
     if at == "end":
         return course.loops(interval)
     longest = course.steps_of_longest_loop
-    return Calls(is_all=longest is not None and longest < interval)
+    return Calls(is_all=longest is not None and longest // course.updates_per_step < interval)
 
 
 def say_if_never_called(called: CalledAction, course: Course, found: Findings) -> None:

@@ -1,0 +1,206 @@
+"""A step is one optimizer update: what a batch adds to `state.step`, one update or several, is counted and checked."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxloop
+from jaxloop import CheckpointAction, CheckpointSpec, checkpoint, examples, schedules
+
+BASE, STATE, BATCHES = examples.tiny_regression(40)
+STATE = jax.tree.map(np.asarray, STATE)
+
+
+class Repeated(type(BASE)):
+    """Makes several updates with each batch."""
+
+    updates_per_step = 4
+    makes = 4
+
+    def run(self, state, batch):
+        for _ in range(self.makes):
+            state, outputs = super().run(state, batch)
+        return state, outputs
+
+
+class Uncounted(type(BASE)):
+    def run(self, state, batch):
+        return state.replace(params=super().run(state, batch)[0].params), {}
+
+
+class CountsDouble(Repeated):
+    updates_per_step, makes = 1, 2
+
+
+class CountsLess(Repeated):
+    makes = 3
+
+
+def make(kind=Repeated, **options):
+    return kind(BASE.base_prng, BASE.model, BASE.optimizer, train=True, **options)
+
+
+STEP = make()  # Compiled once for most tests.
+
+
+def new_state():
+    return jax.tree.map(jax.numpy.asarray, STATE)
+
+
+class Seen(jaxloop.Action):
+    """Keeps when it was called, and with how many outputs."""
+
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.calls = []
+
+    def __call__(self, state, outputs, *, step_num, elapsed, **kwargs):
+        self.calls.append((step_num, int(state.step), elapsed.samples, len(outputs["loss"])))
+
+
+def experiment(directory, step=STEP, *actions, **options):
+    save = CheckpointAction(directory, schedules.every(40), keep=None)
+    loop = jaxloop.TrainLoop(step, end_actions=[*actions, save], stat_names=[], **options)
+    return jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(directory))
+
+
+WRONG = {
+    "none": (Uncounted, r"state.step is now 0, not \d+. Each run must add one to it"),
+    "two": (CountsDouble, r"state.step is now \d+, not \d+. .*set the class attribute updates_per_step"),
+    "three of four": (
+        CountsLess,
+        r"state.step is now 3, not 4. Each run must add 4 to it, as CountsLess.updates_per_s",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_run_that_miscounts_ends_at_its_first_steps_and_saves_nothing(kind, tmp_path):
+    cls, message = WRONG[kind]
+    seen, save = Seen(schedules.always()), CheckpointAction(tmp_path, schedules.always())
+    loop = jaxloop.TrainLoop(make(cls), end_actions=[seen, save])
+    outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        outer_loop(new_state(), BATCHES, 40)
+    assert checkpoint.all_steps(tmp_path) == [] and seen.calls == [] and outer_loop.rescued_state is None
+
+
+def test_a_rescue_of_a_run_that_miscounts_saves_nothing(tmp_path):
+    def batches():
+        yield BATCHES[0]
+        yield BATCHES[1]
+        raise OSError("the data are gone")
+
+    loop = jaxloop.TrainLoop(make(CountsDouble), end_actions=[CheckpointAction(tmp_path, schedules.every(30))])
+    with pytest.raises(OSError, match="the data are gone"):
+        jaxloop.OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(new_state(), batches(), 40)
+    assert checkpoint.all_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_check_reports_a_run_that_makes_another_number_of_updates(kind, tmp_path):
+    cls, _ = WRONG[kind]
+    (problem,) = experiment(tmp_path, make(cls)).check(new_state(), BATCHES, 40).errors
+    adds = {"none": "returns state.step as it was", "two": "adds 2 to", "three of four": "adds 3 to"}[kind]
+    assert problem.where == "the train loop" and adds in problem.text and "Each run must add" in problem.text
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 5}], ids=["", "fused"])
+def test_steps_are_updates_everywhere(options, tmp_path):
+    seen = Seen(schedules.every(10))
+    outer_loop = experiment(tmp_path, STEP, seen, **options)
+    assert outer_loop.check(new_state(), BATCHES, 120, 24).ok
+    state, outputs = outer_loop(new_state(), BATCHES, 120, 24)
+    assert int(state.step) == 120 and len(outputs["loss"]) == 6  # Of the last loop's 24 steps.
+    # Where the count passes a multiple of 10; a batch has 8 examples.
+    steps = [12, 20, 32, 40, 52, 60, 72, 80, 92, 100, 112, 120]
+    assert [call[:3] for call in seen.calls] == [(step, step, step // 4 * 8) for step in steps]
+    assert sum(call[3] for call in seen.calls) == 30 and checkpoint.all_steps(tmp_path) == [40, 80, 120]
+    assert outer_loop.history.collect("steps") == [24, 48, 72, 96, 120]
+    assert "120 steps" in str(outer_loop.spent)
+
+
+def test_a_schedule_fires_where_check_says(tmp_path):
+    seen = Seen(schedules.every(10) & ~schedules.every(30) | schedules.at(samples=50))
+    outer_loop = experiment(tmp_path, STEP, seen)
+    report = outer_loop.check(new_state(), BATCHES, 120)
+    outer_loop(new_state(), BATCHES, 120)
+    assert list(report.calls[seen].steps) == [call[0] for call in seen.calls]
+
+
+@pytest.mark.parametrize("stop", [20, 28, 60])
+def test_a_run_broken_off_after_any_batch_resumes_bit_by_bit(stop, tmp_path, assert_same, interrupted):
+    whole, _ = experiment(tmp_path / "whole")(new_state(), BATCHES, 80, 40)
+    data = lambda number: jaxloop.skippable(lambda: interrupted(BATCHES, number))
+    broken, _ = experiment(tmp_path / "broken")(new_state(), data(stop // 4 - 1), 80, 40)
+    assert int(broken.step) == stop and stop in checkpoint.all_steps(tmp_path / "broken")
+    resumed, _ = experiment(tmp_path / "broken")(new_state(), data(None), 80, 40)
+    assert int(resumed.step) == 80
+    assert_same(resumed, whole)
+
+
+def test_a_loop_counts_updates():
+    loop = jaxloop.TrainLoop(STEP, stat_names=[])
+    state, outputs = loop(new_state(), BATCHES, num_steps=12)
+    assert int(state.step) == loop.step_num == 12 and len(outputs["loss"]) == 3
+    _, outputs = jaxloop.EvalLoop(Repeated(BASE.base_prng, BASE.model), stat_names=[])(state, BATCHES, num_steps=3)
+    assert len(outputs["loss"]) == 3  # An evaluation makes no updates: it counts batches.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (BATCHES, 30),
+            r"train_total_steps=30 is not a multiple of 4, .* \(Repeated.updates_per_step\). Give 28 or 32",
+        ),
+        ((BATCHES, 40, 3), "train_loop_steps=3 is not a multiple of 4, .* Give 4."),
+    ],
+)
+def test_a_total_is_made_of_whole_batches(arguments, message, tmp_path):
+    outer_loop = experiment(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        outer_loop(new_state(), *arguments)
+    assert outer_loop.check(new_state(), *arguments).errors[0].where == "the arguments"
+
+
+def test_a_number_of_steps_is_made_of_whole_batches():
+    with pytest.raises(ValueError, match="num_steps=6 is not a multiple of 4"):
+        jaxloop.TrainLoop(STEP)(new_state(), BATCHES, num_steps=6)
+    state = new_state().replace(step=jax.numpy.int32(2))
+    with pytest.raises(ValueError, match="state.step=2 is not a multiple of 4"):
+        jaxloop.OuterLoop(jaxloop.TrainLoop(STEP))(state, BATCHES, 40)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4"])
+def test_updates_per_step_is_a_positive_int(value):
+    with pytest.raises((TypeError, ValueError), match="Repeated.*updates_per_step must be a positive int"):
+        make(type("Repeated", (Repeated,), {"updates_per_step": value}))
+
+
+def test_a_checkpoint_of_another_step_than_its_name_is_refused(tmp_path):
+    run = lambda total: experiment(tmp_path, BASE)(new_state(), BATCHES, total)
+    run(40)
+    (tmp_path / "40").rename(tmp_path / "30")
+    with pytest.raises(
+        ValueError, match=r"(?s)checkpoint 30 in .* has state.step=40, and must have 30.*Remove that dir"
+    ):
+        run(40)
+
+
+def test_a_train_loop_takes_a_step_that_trains():
+    step = Repeated(BASE.base_prng, BASE.model, BASE.optimizer)
+    with pytest.raises(
+        ValueError, match=r"TrainLoop got Repeated\(.*train=False.* Make it with Repeated\(..., train=True"
+    ):
+        jaxloop.TrainLoop(step)
+
+
+def test_a_failed_step_of_several_updates_is_replayed(tmp_path):
+    batches = [dict(batch) for batch in BATCHES[:5]]
+    batches[3] = {"x": np.full_like(batches[3]["x"], np.nan), "y": batches[3]["y"]}
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, nan_policy="raise"), workdir=tmp_path)
+    with pytest.raises(FloatingPointError, match="Step 16 is the first"):
+        outer_loop(new_state(), batches, 20)
+    state, outputs = jaxloop.replay(tmp_path, STEP, state=new_state())
+    assert int(state.step) == 16 and np.isnan(outputs["loss"])
