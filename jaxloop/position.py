@@ -159,12 +159,12 @@ class PositionedIterator(Iterator[types.Batch]):
         iterate = _iterate if iterate is None else iterate
         iterator = iterate(dataset)
         if isinstance(iterator, PositionedIterator):
-            # Both share one position. In a dict of its own: Python 3.13 collects values that an object holds inline.
-            self.__dict__ = iterator.__dict__ = dict(vars(iterator))
+            self.__dict__ = iterator.__dict__  # For there is one position.
             self._skippable |= skippable
             if prefetch:
                 self._draw_ahead(prefetch)
             return
+        self.__dict__ = {}  # To share. Of a dict that Python 3.13 makes itself, its garbage collector loses the values.
         self._dataset, self._iterate, self._prefetch, self._skippable = dataset, iterate, prefetch, skippable
         self._source = source_of(dataset, iterator)
         self._fingerprint = {"source": describe_source(dataset)}

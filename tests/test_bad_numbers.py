@@ -259,7 +259,7 @@ def test_one_bad_number_among_many_is_found_wherever_it_is(size, value, dtype, m
         return {"big": state["big"] + batch["x"], "step": state["step"] + 1}, None
 
     if name not in made:
-        made[name] = FunctionStep(add)
+        made[name] = FunctionStep(add, train=True)
     loop = lambda *args: jaxloop.TrainLoop(made[name], nan_policy="raise")(*args)
     zeros, most = np.zeros(size, np.float32), np.full(size, float(jnp.finfo(dtype).max))
     zeros, most = zeros.astype(dtype), most.astype(dtype)
@@ -276,7 +276,7 @@ def test_of_many_leaves_the_bad_one_is_named():
     def add(state, batch):
         return {**state, "p77": state["p77"] + batch["x"]}, None
 
-    step = FunctionStep(add)
+    step = FunctionStep(add, train=True)
     state = {f"p{i}": jnp.zeros([2]) for i in range(100)}
     with pytest.raises(bad_numbers.BadNumberError) as raised:
         jaxloop.TrainLoop(step, nan_policy="raise")(state, [{"x": np.full([2], np.inf, np.float32)}], num_steps=1)

@@ -69,7 +69,7 @@ def test_asking_for_a_new_state_is_refused():
 
 
 def test_an_endless_dataset_is_said_out_loud(warnings_logged):
-    step, state, batches = examples.tiny_regression()
+    step, state, batches = examples.tiny_regression(train=False)
     endless = itertools.islice(itertools.cycle(batches), 120)  # For the test to end.
     EvalLoop(step, endless_after=100)(state, endless)
     assert len(warnings_logged()) == 1
@@ -78,7 +78,7 @@ def test_an_endless_dataset_is_said_out_loud(warnings_logged):
 
 
 def test_a_dataset_of_many_steps_that_was_asked_for_is_not(warnings_logged):
-    step, state, batches = examples.tiny_regression()
+    step, state, batches = examples.tiny_regression(train=False)
     EvalLoop(step, endless_after=10)(state, batches, num_steps=20)
     assert warnings_logged() == []
 

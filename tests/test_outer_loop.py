@@ -237,7 +237,7 @@ def test_an_empty_eval_dataset_is_an_error(dataset, message, tmp_path):
 
 
 def test_an_evaluation_that_nothing_let_run_is_said(tmp_path, warnings_logged):
-    step, state, batches = examples.tiny_regression()
+    step, state, batches = examples.tiny_regression(train=False)
     spec = EvalSpec(batches[:2], should_eval_fn=lambda context: False)
     assert OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[spec]) == (state, None)
     (tmp_path / "STOPPED").touch()
@@ -246,7 +246,7 @@ def test_an_evaluation_that_nothing_let_run_is_said(tmp_path, warnings_logged):
 
 
 def test_an_eval_dataset_shorter_than_asked_for_is_said(warnings_logged):
-    step, state, batches = examples.tiny_regression()
+    step, state, batches = examples.tiny_regression(train=False)
     OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5], num_steps=7)])
     assert "ended after 5 of num_steps=7 batches" in warnings_logged()[0]
 
@@ -526,7 +526,8 @@ def test_a_stop_function_replaces_the_stopped_file(tmp_path):
 def test_what_never_ran_is_said_in_one_warning(tmp_path, writer, warnings_logged):
     step, state, batches = examples.tiny_regression(end_actions=[Note(interval=50)])
     summary = actions.SummaryAction(writer, interval=100)
-    outer_loop = OuterLoop(TrainLoop(step, end_actions=[summary, Note()]), [EvalLoop(step, end_actions=[summary])] * 1)
+    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[summary])
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[summary, Note()]), [eval_loop])
     spec = EvalSpec(batches[:3], eval_loop_interval=20)
     outer_loop(state, batches, 100, 10, eval_specs=[spec])
     assert len(warnings_logged()) == 1
@@ -540,9 +541,8 @@ def test_what_never_ran_is_said_in_one_warning(tmp_path, writer, warnings_logged
 def test_what_ran_is_not_mentioned(warnings_logged):
     step, state, batches = examples.tiny_regression()
     train_loop = TrainLoop(step, end_actions=[Note(), Note(10)])
-    OuterLoop(train_loop, [EvalLoop(step, end_actions=[Note(3)])])(
-        state, batches, 100, 10, eval_specs=[EvalSpec(batches[:1])]
-    )
+    eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[Note(3)])
+    OuterLoop(train_loop, [eval_loop])(state, batches, 100, 10, eval_specs=[EvalSpec(batches[:1])])
     assert warnings_logged() == []
 
 

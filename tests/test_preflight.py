@@ -70,7 +70,6 @@ class Plan:
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.sgd(0.1, momentum=0.9))
     model: nn.Module = dataclasses.field(default_factory=Network)
     seed: int = 0
-    train: bool = True
     eval_train: bool = False
     step_actions: tuple = ()
     begin_actions: tuple = ()
@@ -91,9 +90,7 @@ class Plan:
         """The loops and the arguments of a call."""
         key, directory = jax.random.key(self.seed), self.directory / "checkpoints"
         options = {"partitioner": self.partitioner}
-        train_step = self.step(
-            key, self.model, self.optimizer, train=self.train, end_actions=self.step_actions, **options
-        )
+        train_step = self.step(key, self.model, self.optimizer, train=True, end_actions=self.step_actions, **options)
         eval_step = self.step(key, self.model, self.optimizer, train=self.eval_train, **options)
         train_actions = [*self.train_actions]
         if self.save is not None:
@@ -325,7 +322,12 @@ MISTAKES = {
         "outputs as a dict",
         True,
     ),
-    "a step that does not count": ({"train": False}, "the train loop", "did you mean Step.*train=True", True),
+    "a step that does not count": (
+        {"step": run_that(lambda state, outputs: (state.replace(step=state.step - 1), outputs))},
+        "the train loop",
+        "returns state.step as it was. Each run must add one to it",
+        True,
+    ),
     "a value that is read in run": (
         {"step": run_that(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))},
         "the train loop",
