@@ -48,7 +48,7 @@ def batches_drawn_by(dataset, into):
 
 def test_other_keys_are_refused(tmp_path):
     run(tmp_path)
-    other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer)
+    other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer, train=True)
     with pytest.raises(
         ValueError, match="of a run with other PRNG keys .*made from the same seed, or give another dir"
     ):
