@@ -119,7 +119,9 @@ def test_sigterm_ends_the_run_after_its_step_saves_it_and_exits(tmp_path, writer
     with pytest.raises(SystemExit) as caught:
         run(tmp_path / "broken", 20, preempted(BATCHES), train_actions=[SummaryAction(writer, every(steps=3))])
     assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
-    assert checkpoint.all_steps(tmp_path / "broken") == [5, 8] and writer.flushes == 1
+    assert (
+        checkpoint.all_steps(tmp_path / "broken") == [5, 8] and writer.flushes == 3
+    )  # Before each save, and at the end.
     assert not (tmp_path / "broken" / "STOPPED").exists() and not (tmp_path / "broken" / ".trainer.lock").exists()
     _, state = run(tmp_path / "broken", 20, restore_data=True, dataset=data.skippable(lambda: iter(BATCHES)))
     assert_same(state, run(tmp_path / "whole", 20)[1])
