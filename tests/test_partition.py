@@ -182,3 +182,40 @@ def test_a_state_made_elsewhere_is_moved_to_the_mesh():
     step, _, _ = examples.tiny_regression(partitioner=partition.DataParallelPartitioner(AUTO, "data"))
     state, _ = step(state, batches[0])
     assert jax.tree.leaves(state.params)[0].sharding.mesh == AUTO
+
+
+RESULTS = {
+    "an array": lambda state, batch: state.params["w"].sum() + batch["x"].mean(),
+    "a dict": lambda state, batch: {"w": state.params["w"].sum()},
+    "None": lambda state, batch: None,
+    "a triple": lambda state, batch: (state.step, batch["x"].mean(), {"more": state.step + 1}),
+    "a pair without a state": lambda state, batch: (batch["x"].mean(), state.step),
+    "a state alone": lambda state, batch: state.replace(step=state.step + 1),
+    "a state and outputs": lambda state, batch: (state.replace(step=state.step + 1), {"x": batch["x"].mean()}),
+    "a state and an array": lambda state, batch: (state.replace(step=state.step + 1), batch["x"].mean()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("kind", ["one device", "data parallel", "fully sharded", "annotated"])
+@pytest.mark.parametrize("result", RESULTS)
+def test_any_pure_function_of_state_and_batch_is_compiled(kind, result):
+    mesh = partition.create_mesh(data=-1)
+    partitioner = {
+        "one device": partition.SingleDevicePartitioner,
+        "data parallel": lambda: partition.DataParallelPartitioner(mesh, "data"),
+        "fully sharded": lambda: partition.FSDPPartitioner(mesh, "data", min_size=8),
+        "annotated": lambda: partition.SPMDPartitioner(mesh, "data"),
+    }[kind]()
+    optimizer = optax.identity()
+    make = lambda: types.TrainState.create(apply_fn=None, params={"w": jnp.ones([16, 2])}, tx=optimizer)
+    make_state, batch = partitioner.shard_init_fn(make), {"x": np.arange(8, dtype=np.float32)}
+    expected = RESULTS[result](make(), jax.tree.map(jnp.asarray, batch))
+    compiled = partitioner.partition(RESULTS[result])
+    for _ in range(2):
+        state = make_state()
+        layout = jax.tree.map(lambda leaf: leaf.sharding, state)
+        got = compiled(state, partitioner.shard_batch(batch))
+        jax.tree.map(np.testing.assert_allclose, got, expected)
+        if result.startswith("a state and"):
+            assert jax.tree.map(lambda leaf: leaf.sharding, got[0]) == layout and state.params["w"].is_deleted()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxloop import checks, types
+from jaxloop import checks, structures, types
 from jaxloop.partition.meshes import names_of
 from jaxloop.partition.partitioner import Partitioner
 
@@ -140,9 +140,68 @@ class MeshPartitioner(Partitioner):
             with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
                 return fn(*args, **kwargs)
 
-        return jax.jit(
-            with_mesh, **{"donate_argnums": 0, "out_shardings": (self.sharding, self.output_sharding), **jit_kwargs}
-        )
+        if "out_shardings" in jit_kwargs:
+            return jax.jit(with_mesh, **{"donate_argnums": 0, **jit_kwargs})
+        return _OfAnyResult(with_mesh, lambda: (self.sharding, self.output_sharding), jit_kwargs)
+
+
+class _OtherResult(Exception):
+    """A function that is traced returns a new state as well as outputs, or does not, against what was assumed."""
+
+
+@final
+class _OfAnyResult:
+    """A compiled function of `(state, batch)`: if it returns a pair with a new state, that is laid out as the state is.
+
+    It is compiled for such a pair first, and for any other result if tracing shows that it returns one.
+
+    Args:
+      fn: the function.
+      pair_shardings: returns the shardings of a new state and of outputs.
+      jit_kwargs: arguments of `jax.jit`.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], pair_shardings: Callable[[], tuple[Any, Any]], jit_kwargs: dict[str, Any]
+    ):
+        self._fn, self._pair_shardings = fn, pair_shardings
+        self._jit_kwargs = {"donate_argnums": 0, **jit_kwargs}
+        self._other: Any = None
+
+    @functools.cached_property
+    def _compiled(self) -> Any:  # At the first call: of some partitioners the layout is known only then.
+        return self._compile(is_pair=True)
+
+    def _compile(self, *, is_pair: bool) -> Any:
+        fn, of_pair = self._fn, self._pair_shardings()
+
+        @functools.wraps(fn)
+        def checked(state, batch):
+            result = fn(state, batch)
+            if is_pair != (type(result) is tuple and len(result) == 2 and structures.are_alike(result[0], state)):
+                raise _OtherResult
+            return result
+
+        return jax.jit(checked, **{"out_shardings": of_pair if is_pair else of_pair[1], **self._jit_kwargs})
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        try:
+            return self._compiled(state, batch)
+        except _OtherResult:
+            self._turn()
+            return self._compiled(state, batch)
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lowers the function for arguments like these, which may be shapes."""
+        try:
+            return self._compiled.lower(state, batch)
+        except _OtherResult:
+            self._turn()
+            return self._compiled.lower(state, batch)
+
+    def _turn(self) -> None:
+        other = self._other or self._compile(is_pair=False)
+        self._compiled, self._other = other, self._compiled
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:

@@ -139,10 +139,12 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        """Compiles `fn(state, batch) -> (state, outputs)`, which takes over (donates) the state.
+        """Compiles `fn(state, batch)`, which donates the state.
 
         Args:
-          fn: a pure function.
+          fn: a pure function, which may return anything. If it returns a pair, and the first has the structure of the
+            state, that is laid out as the state is. JAX warns if no result can use the donated memory: then give
+            `donate_argnums=()`.
           **jit_kwargs: arguments of `jax.jit`, which must replace the partitioner's own, as in
             `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`: an evaluation gives `donate_argnums=()`.
         """
