@@ -605,7 +605,7 @@ class ActionLoop(StatLoop):
         """Tells the other processes where an action raises: they stop at the same step, and save."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._job.is_shared and not slot.saves:  # To save is to wait for the others, who would wait there.
                 agreement.tell_failure(error)
             raise

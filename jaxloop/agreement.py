@@ -272,8 +272,8 @@ class JointDraw:
         self._told: deque[tuple[_Answers, list[types.Batch], int]] = deque()
         self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
         self._handed_out: deque[tuple[int, float]] = deque()  # Examples in all processes, and the time; not counted.
-        self._error: Exception | None = None  # Of this process.
-        self._end: Exception | None = None  # Of all, after what is agreed on.
+        self._error: Exception | SystemExit | None = None  # Of this process.
+        self._end: Exception | SystemExit | None = None  # Of all, after what is agreed on.
         self._empty: types.Batch = None  # A batch without a row.
         self._left: float = math.inf
         self._next_size = 1
@@ -329,7 +329,7 @@ class JointDraw:
                 batch = self._own.popleft() if self._own else self._draw()
                 sizes += [checks.num_examples(batch) or 0, self._count(batch)]
                 batches.append(batch)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._error = error
         self._left -= size
         if batches:
@@ -385,7 +385,7 @@ class JointDraw:
             if isinstance(self._error, StopIteration) or self._error is self._end:
                 self._error = None
 
-    def _end_of_all(self, failed: np.ndarray) -> Exception:
+    def _end_of_all(self, failed: np.ndarray) -> Exception | SystemExit:
         """What ends the series in this process, where these have failed; where none has, it is the end of the data."""
         if not failed.any():
             return StopIteration()

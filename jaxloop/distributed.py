@@ -1,5 +1,6 @@
 """Many processes: how those of a job find each other, and how they end."""
 
+import atexit
 import os
 import sys
 import traceback
@@ -95,6 +96,21 @@ def is_first_process() -> bool:
     """
     # To ask before JAX has started would start it.
     return not (jax.distributed.is_initialized() or _has_started()) or jax.process_index() == 0
+
+
+def exit_without_waiting(error: SystemExit) -> None:
+    """Has the program, which ends by an error that only this process met, not wait for the others at its end.
+
+    They may wait for this one. Whoever ends well waits, see `shutdown_secs`.
+    """
+
+    def exit_now() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error.code, int) else 1)
+
+    if error.code not in (None, 0):
+        atexit.register(exit_now)
 
 
 def _has_started() -> bool:

@@ -71,7 +71,7 @@ class Feed:
         self.joint: JointDraw | None = join and join(self._draw)
         if self.joint is not None:
             self._draw, self._is_in_memory = self.joint, False
-        self._error: Exception | None = None
+        self._error: Exception | SystemExit | None = None
 
     @property
     def num_ahead(self) -> int:
@@ -107,7 +107,7 @@ class Feed:
             try:
                 for _ in range(number - len(batches)):
                     add(draw())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._error = error
         if not batches:
             self.has_ended = isinstance(self._error, StopIteration)
@@ -124,7 +124,7 @@ class Feed:
         if not self.ahead and self._error is None:
             try:
                 self.ahead.append(self._draw())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._error = error
         self.has_ended = not self.ahead and isinstance(self._error, StopIteration)
         return not self.has_ended

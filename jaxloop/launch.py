@@ -1,8 +1,10 @@
 """Starts the processes of a job on one machine: `python -m jaxloop.launch --processes 2 --devices 2 driver.py ...`.
 
 Each has so many devices of the CPU; without `--devices` those that JAX finds. What they print comes line by line, with
-the number of the process before it. Where one fails, it is said which was the first, the others are killed after three
-seconds, and the exit code is that of the first. Ctrl-C and SIGTERM go to all.
+the number of the process before it. Where one fails, the launcher names the first that did, kills the others three
+seconds later, and exits with the code of the first. Ctrl-C and SIGTERM go to all; SIGHUP, which a closed terminal
+sends, reaches them as SIGTERM. Processes that are still there 15 seconds after the first signal (`--signal-secs`) are
+killed. A process is killed with all that it has started; so are those of a launcher that is killed itself.
 """
 
 import argparse
@@ -15,12 +17,35 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxloop import distributed
 
 # So long the others may take to end by themselves, once one has failed.
 _GRACE_SECS = 3.0
 _POLL_SECS = 0.05
+# What ends the processes where the launcher is killed: each is the leader of a group, whose number comes line by line.
+_GUARD = """
+import os, signal, sys, time
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signum, signal.SIG_IGN)
+lines = sys.stdin.read().split()
+groups = [] if "done" in lines else [int(line) for line in lines]
+deadline = time.monotonic() + float(sys.argv[1])
+for signum in (signal.SIGTERM, signal.SIGKILL):
+    for group in list(groups):
+        try:
+            os.killpg(group, signum)
+        except OSError:
+            groups.remove(group)
+    while groups and time.monotonic() < deadline:
+        time.sleep(0.05)
+        for group in list(groups):
+            try:
+                os.killpg(group, 0)
+            except OSError:
+                groups.remove(group)
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxloop.launch", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", type=int, required=True, help="how many processes")
     parser.add_argument("--devices", type=int, help="devices of the CPU for each process")
+    parser.add_argument(
+        "--signal-secs", type=float, default=15.0, help="seconds after a signal until processes are killed (15)"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="a file, or a module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the program")
@@ -36,13 +64,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--processes and --devices are positive numbers")
     command = [sys.executable, "-u", *(["-m"] if options.module else []), options.program, *options.arguments]
     address = f"127.0.0.1:{_free_port()}"
-    processes = [
-        _Process(command, _environment(address, options.processes, place, options.devices), place)
-        for place in range(options.processes)
-    ]
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: [each.send(signum) for each in processes])
-    return _wait_for(processes)
+    job = _Job(options.signal_secs)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signum != signal.SIGHUP or signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` has it ignored.
+            signal.signal(signum, job.on_signal)
+    for place in range(options.processes):
+        job.start(command, _environment(address, options.processes, place, options.devices), place)
+    return job.wait()
+
+
+class _Job:
+    """The processes, and what ends them."""
+
+    def __init__(self, signal_secs: float):
+        self._signal_secs = signal_secs
+        self._processes: list[_Process] = []
+        self._signum: int | None = None  # The first signal.
+        self._deadline = float("inf")
+        # In a session of its own: what kills the launcher's group does not kill the guard.
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD, str(signal_secs)], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def on_signal(self, signum: int, frame: Any) -> None:
+        passed_on = signal.SIGTERM if signum == signal.SIGHUP else signum
+        if self._signum is None:
+            self._signum, self._deadline = passed_on, time.monotonic() + self._signal_secs
+        for each in self._processes:
+            each.send(passed_on)
+
+    def start(self, command: Sequence[str], environment: dict[str, str], place: int) -> None:
+        process = _Process(command, environment, place)
+        self._processes.append(process)
+        self._tell_guard(str(process.group))
+        if self._signum is not None:  # It came while this one was being started.
+            process.send(self._signum)
+
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):  # Somebody has killed it.
+            self._guard.stdin.write(f"{line}\n".encode())
+            self._guard.stdin.flush()
+
+    def wait(self) -> int:
+        """Waits until all have ended; returns the exit code."""
+        processes, killed = self._processes, []
+        while any(each.is_running for each in processes):
+            time.sleep(_POLL_SECS)
+            now = time.monotonic()
+            for each in processes:
+                each.look(now)
+            if any(each.has_failed for each in processes):
+                self._deadline = min(self._deadline, now + _GRACE_SECS)
+            if now > self._deadline and not killed:
+                killed = [each for each in processes if each.is_running]
+                for each in killed:
+                    each.kill()
+        code = _report(processes, killed, self._signum, self._signal_secs)
+        if code or self._signum is not None:
+            for each in processes:
+                each.kill()  # What is left of what it has started.
+        for each in processes:
+            each.finish()
+        self._tell_guard("done")
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+        return code
 
 
 class _Process:
@@ -76,10 +164,15 @@ class _Process:
         if self.is_running:
             self._process.send_signal(signum)
 
+    @property
+    def group(self) -> int:
+        """The number of its process group: all that it starts is in it, and outlives it there."""
+        return self._process.pid
+
     def kill(self) -> None:
         """Kills it and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, signal.SIGKILL)
 
     def _print_lines(self) -> None:
         assert self._process.stdout is not None
@@ -93,31 +186,24 @@ class _Process:
         self._printer.join(timeout=_POLL_SECS * 20)
 
 
-def _wait_for(processes: Sequence[_Process]) -> int:
-    deadline, killed = float("inf"), []
-    while any(each.is_running for each in processes):
-        time.sleep(_POLL_SECS)
-        now = time.monotonic()
-        for each in processes:
-            each.look(now)
-        if deadline == float("inf") and any(each.has_failed for each in processes):
-            deadline = now + _GRACE_SECS
-        if now > deadline and not killed:
-            killed = [each for each in processes if each.is_running]
-            for each in killed:
-                each.kill()
-    for each in processes:
-        each.finish()
+def _report(
+    processes: "Sequence[_Process]", killed: "Sequence[_Process]", signum: int | None, signal_secs: float
+) -> int:
+    """Says how processes have failed; returns the exit code of the first that did."""
     failed = sorted((each for each in processes if each.code), key=lambda each: (each in killed, *_rank(each)))
+    hangs = bool(failed) and failed[0] in killed  # None has failed by itself.
+    since = f"{_GRACE_SECS:.0f} s later" if not hangs else f"{signal_secs:g} s after {signal.Signals(signum or 0).name}"
     for number, each in enumerate(failed):
         if each in killed:
-            _say(f"Process {each.place} was still there {_GRACE_SECS:.0f} s later, hanging perhaps, and was killed.")
+            _say(f"Process {each.place} was still there {since}, hanging perhaps, and was killed.")
         else:
             has_failed = "has ended too" if number else "has failed"
             _say(f"Process {each.place} {has_failed}: {_in_words(each.code)}.")
     for each in processes if failed else ():
         if not each.code:
             _say(f"Process {each.place} had ended well.")
+    if hangs:
+        return 128 + (signum or 0)
     code = (failed[0].code or 0) if failed else 0
     return code if code >= 0 else 128 - code
 

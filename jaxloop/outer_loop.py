@@ -216,6 +216,8 @@ class OuterLoop:
                     self._rescue_state(training, error)
                 self._close_actions(raise_errors=False)
                 self._record_failure(error)
+                if self._job.is_shared and isinstance(error, SystemExit):
+                    distributed.exit_without_waiting(error)
                 raise
             finally:
                 if training is not None:

@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from programs import leaving
 from programs.launching import JOB, break_and_go_on, final_of, launch
 
 from jaxloop import agreement, checkpoint, distributed, interrupt
@@ -254,3 +255,18 @@ def test_once_jax_has_started_it_is_too_late():
 def test_all_about_the_others_or_nothing():
     with pytest.raises(ValueError, match="or none of them, got no num_processes, process_id"):
         distributed.initialize("localhost:1234")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGKILL, signal.SIGTERM])
+def test_with_a_launcher_end_its_processes_and_what_they_have_started(signum, tmp_path):
+    assert leaving.problems_of_killing(tmp_path / "job", signum) == []
+
+
+@pytest.mark.parametrize(("fault", "code"), [("sys_exit", 7), ("hang", 143)])
+def test_a_process_that_exits_or_hangs_ends_the_job(fault, code, tmp_path):
+    job, _ = launch("--signal-secs=3", JOB, tmp_path, f"--fault={fault}", "--at=13", processes=2)
+    ended = time.time() - (tmp_path / "fired").stat().st_mtime
+    assert job.returncode == code, job.stdout + job.stderr
+    assert ended < 15  # JAX itself gives a process that is silent up after more.
+    said = {"sys_exit": "Process 1 has failed: exit code 7.", "hang": "was still there 3 s after SIGTERM"}
+    assert said[fault] in job.stderr

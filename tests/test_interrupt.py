@@ -1,4 +1,7 @@
+import concurrent.futures
 import faulthandler
+import importlib.util
+import pathlib
 import signal
 import subprocess
 import sys
@@ -6,6 +9,7 @@ import threading
 import time
 
 import pytest
+from programs import stubborn
 
 import jaxloop.interrupt
 from jaxloop.interrupt import Interruptible
@@ -322,3 +326,16 @@ def test_a_signal_that_others_have_told_of_is_the_same_when_it_comes_here():
         assert interrupt.requested and interrupt.signal_name == "Ctrl-C"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc").exists(), reason="looks for workers in /proc")
+def test_the_second_signal_ends_a_run_that_is_stuck(tmp_path):
+    """The main thread waits for a writer, in data that swallow `KeyboardInterrupt`, or in native code."""
+    kinds = [kind for kind in stubborn.KINDS if kind != "workers" or importlib.util.find_spec("grain")]
+    runs = [stubborn.Stubborn(tmp_path / kind, kind) for kind in kinds]
+    problems = {}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        for run in runs:
+            signum = signal.SIGINT if run.kind in ("writer", "iterator") else signal.SIGTERM
+            problems[run.kind] = threads.submit(run.problems, [signum] * 2)
+    assert {kind: found.result() for kind, found in problems.items()} == {kind: [] for kind in kinds}

@@ -53,6 +53,11 @@ def fire(fault):
             os.kill(os.getpid(), signal.SIGTERM)
         case "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
+        case "sys_exit":
+            sys.exit(7)
+        case "hang" | "hang_alone":  # The signal comes to the launcher, or to this process alone.
+            os.kill(os.getppid() if fault == "hang" else os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
         case _:
             raise OSError("the disk is gone")
 
@@ -103,7 +108,7 @@ def loss(outputs, batch):
 
 
 def make_batch(index):
-    for fault in ("kill", "stop", "exit", "term", "term_twice", "interrupt", "data"):
+    for fault in ("kill", "stop", "exit", "term", "term_twice", "interrupt", "data", "sys_exit", "hang", "hang_alone"):
         if index == options.at:
             fire(fault)
     if mine and options.fault == "end" and index == options.at and not fired.exists():

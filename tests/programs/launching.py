@@ -27,7 +27,12 @@ FAULTS = {
     "interrupt": 0,
     "end": 0,
     "stop_loop": 0,
+    "sys_exit": 7,
+    "hang": 143,
+    "hang_alone": 143,
 }
+# Faults that are not noticed at once: after how many seconds.
+NOTICED_AFTER = {"never_joins": 6, "hang": 15, "hang_alone": 15}
 MOST_SECS = 15
 
 
@@ -53,11 +58,12 @@ def break_and_go_on(directory, fault, *, at=33, place=1, then=(2, 2)):
     if not fired.exists():
         return [f"the fault did not come: {output}"]
     problems, secs = [], time.time() - fired.stat().st_mtime
-    # Of those that never join, the others wait six seconds from their own start on.
-    if secs > MOST_SECS + (6 if fault == "never_joins" else 0):
+    if secs > MOST_SECS + NOTICED_AFTER.get(fault, 0):
         problems.append(f"the job ended {secs:.1f} s after the fault")
     if job.returncode != FAULTS[fault]:
         problems.append(f"it ended with {job.returncode}: {output}")
+    if fault in ("sys_exit", "data", "action") and f"Process {place} has failed" not in output:
+        problems.append(f"another process was named: {output}")
     if "ended by SIGTERM" in output:  # By the signal itself, which has the same code, and not in order.
         problems.append(f"a process was killed amid its end: {output}")
     processes, devices = then

@@ -1,0 +1,144 @@
+"""Runs that do not end when a signal asks them to, and what ends them: `stubborn.py DIRECTORY KIND`."""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+KINDS = ["writer", "iterator", "native", "workers"]
+MOST_SECS = 30  # Of which 5 are for cleanup; the rest is for a busy machine.
+
+
+def say(word):
+    os.write(1, f"{word}\n".encode())
+
+
+class BlockingWriter:
+    """Writes a few rows, and never comes back from the next one."""
+
+    def write_scalars(self, step, scalars):
+        if step == 15:
+            say("ready")
+            threading.Event().wait()
+
+    def flush(self):
+        pass
+
+
+def stubborn(batches, kind):
+    """Gives batches; at the 15th, waits in a way that depends on the kind."""
+    for number in range(1000):
+        if number == 14 and kind != "writer":
+            say("ready")
+            if kind == "native":  # No signal breaks this off, and Python hears of none.
+                mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+                libc.pthread_mutex_lock(mutex)
+                libc.pthread_mutex_lock(mutex)
+            while True:
+                try:
+                    time.sleep(1000)
+                except KeyboardInterrupt:
+                    if kind != "iterator":
+                        raise
+        yield batches[number % len(batches)]
+
+
+def grain_workers():
+    """Has Grain start workers."""
+    import grain
+    from absl import flags
+
+    flags.FLAGS(["grain"])
+    dataset = grain.MapDataset.range(1000).repeat().to_iter_dataset()
+    iterator = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)))
+    next(iterator)
+    return iterator
+
+
+def main(directory, kind):
+    import jaxloop
+    from jaxloop import every, examples
+
+    workers = grain_workers() if kind == "workers" else None
+    step, state, batches = examples.tiny_regression()
+    saves = jaxloop.CheckpointAction(directory, every(steps=5))
+    summaries = jaxloop.SummaryAction(BlockingWriter(), every(steps=1))
+    actions = [saves, summaries] if kind == "writer" else [saves]
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions))
+    outer_loop(state, jaxloop.skippable(lambda: stubborn(batches, kind)), 1000)
+    del workers
+
+
+class Stubborn:
+    """A run in a process of its own, which is stuck once this is made."""
+
+    def __init__(self, directory, kind):
+        self.directory, self.kind = pathlib.Path(directory), kind
+        command = [sys.executable, __file__, str(directory), kind]
+        self._errors = open(f"{directory}.txt", "w+")  # noqa: SIM115
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+
+    def wait_until_stuck(self):
+        return self._process.stdout.readline() == "ready\n"
+
+    def problems(self, signums, pause=0.3):
+        """Sends signals; returns what is wrong with how the run ends."""
+        with self._errors, self._process.stdout:
+            return self._problems(signums, pause)
+
+    def _problems(self, signums, pause):
+        from jaxloop import checkpoint, seal
+
+        if not self.wait_until_stuck():
+            self._errors.seek(0)
+            return [f"it did not begin: {self._errors.read()}"]
+        children = [int(pid) for pid in self._children().split()]
+        for signum in signums:
+            time.sleep(pause)  # Not the same one, sent twice.
+            self._process.send_signal(signum)
+        problems, began = [], time.monotonic()
+        try:
+            code = self._process.wait(MOST_SECS)
+        except subprocess.TimeoutExpired:
+            problems.append(f"it is alive {MOST_SECS} s after {len(signums)} signals")
+            self._process.kill()
+            self._process.wait()
+            code = None
+        if code not in (None, 128 + signums[-1], -signums[-1]):
+            problems.append(f"it ended with {code} after {time.monotonic() - began:.1f} s")
+        deadline = time.monotonic() + MOST_SECS
+        while (left := [pid for pid in children if is_alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            problems.append(f"its worker {pid} is alive")
+            os.kill(pid, signal.SIGKILL)
+        if not checkpoint.all_steps(self.directory):
+            problems.append("it has no checkpoint")
+        for step in checkpoint.all_steps(self.directory):
+            problems += seal.problems(self.directory / str(step))
+        return problems
+
+    def _children(self):
+        found = []
+        for path in pathlib.Path(f"/proc/{self._process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # A thread that has ended meanwhile.
+                found.append(path.read_text())
+        return " ".join(found)
+
+
+def is_alive(pid):
+    """Whether a process runs, and is not only waited for."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(*sys.argv[1:])
