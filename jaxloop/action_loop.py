@@ -17,6 +17,7 @@ from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest
 from jaxloop.slots import Slot, class_name, remembered
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
+from jaxloop.text import printable
 
 # Of a subclass: with one of them, each loop is a call.
 _HOOKS = ("__call__", "begin", "run", "end", "update_outputs", "_get_next_batch")
@@ -421,7 +422,7 @@ class ActionLoop(StatLoop):
                 "%r has outputs that a checkpoint can't keep: %s. After a resume, an action that is called once in "
                 "many steps sees only those of the steps after it.",
                 self,
-                ", ".join(left_out),
+                ", ".join(map(printable, left_out)),
             )
         return encoded
 

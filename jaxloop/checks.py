@@ -10,6 +10,7 @@ import numpy as np
 from absl import logging
 
 from jaxloop import structures, types
+from jaxloop.text import printable
 
 
 def path_name(path: Any) -> str:
@@ -42,7 +43,7 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
     """
-    names = list(names)
+    names = list(map(printable, names))
     return ", ".join(names[:show]) + (f" and {len(names) - show} more" if len(names) > show else "")
 
 

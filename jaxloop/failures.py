@@ -17,6 +17,7 @@ from etils import epath
 
 from jaxloop import bad_numbers, checkpoint, checks, encoding, files, metrics, types
 from jaxloop.step import Step
+from jaxloop.text import printable
 
 FOLDER = "failures"
 """The folder in a work directory with one folder for each failed step."""
@@ -247,7 +248,12 @@ def replay(
             state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
     names = bad_numbers.names(state, outputs)
     if names:
-        logging.warning("In step %d these are not finite, the first being %s: %s.", failed, names[0], ", ".join(names))
+        logging.warning(
+            "In step %d these are not finite, the first being %s: %s.",
+            failed,
+            printable(names[0]),
+            ", ".join(map(printable, names)),
+        )
     return state, outputs
 
 

@@ -22,6 +22,7 @@ from jax import core
 from jaxloop import checks, files, metrics
 from jaxloop.output_queue import CHUNK_SIZE, OutputQueue
 from jaxloop.schedules import Elapsed
+from jaxloop.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -414,7 +415,7 @@ class History:
                 logging.warning(
                     "No row of the history has all of %s, so the lists are empty. Train metrics and each evaluation "
                     "have rows of their own: collect them one after the other.",
-                    ", ".join(names),
+                    ", ".join(map(printable, names)),
                 )
         lists = []
         for end in wanted:
@@ -636,7 +637,7 @@ class History:
                 for path, value in self._on_their_way(number).items():
                     if isinstance(value, jax.Array) and value.is_deleted():
                         self._columns[path].put([number], [math.nan])
-                        lost.append(f"{path} at step {self._steps_at(number)}")
+                        lost.append(f"{printable(path)} at step {self._steps_at(number)}")
             if not lost:
                 raise
             # The rest still waits, for the next to read.
@@ -709,11 +710,11 @@ def _copied(logs: Any, seen: set[str], prefix: str = "") -> dict[str, Any]:
             copy[key] = _copied(value, seen, f"{path}.")
             continue
         if path in seen:
-            raise ValueError(f"The logs have two values under the path {path}. Give one another key.")
+            raise ValueError(f"The logs have two values under the path {printable(path)}. Give one another key.")
         if path in _UNITS:
             raise ValueError(
                 f"The logs have a value under {path!r}, and that name is asked of elapsed. Leave it out, or give it "
-                f"another key, such as 'my_{path}'."
+                f"another key, such as 'my_{printable(path)}'."
             )
         seen.add(path)
         copy[key] = _checked_on_device(value, path) if isinstance(value, jax.Array) else _plain(value, path)
@@ -723,15 +724,15 @@ def _copied(logs: Any, seen: set[str], prefix: str = "") -> dict[str, Any]:
 def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
     if isinstance(value, core.Tracer):
         raise TypeError(
-            f"A history takes the values of a step, got a tracer of one that is being compiled, under {path}. Return "
-            "the value from the jitted function, and commit what it returned."
+            f"A history takes the values of a step, got a tracer of one that is being compiled, under "
+            f"{printable(path)}. Return the value from the jitted function, and commit what it returned."
         )
     if value.ndim or not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
         raise _no_scalar(value, path)
     if value.is_deleted():
         raise ValueError(
-            f"The value under {path} was donated to a step, which has reused its memory. Commit what that step "
-            "returned, or a copy made before: jnp.copy(value)."
+            f"The value under {printable(path)} was donated to a step, which has reused its memory. "
+            "Commit what that step returned, or a copy made before: jnp.copy(value)."
         )
     return value
 
@@ -765,8 +766,8 @@ def _plain(value: Any, path: str) -> bool | int | float | str:
 
 def _no_scalar(value: Any, path: str) -> TypeError:
     return TypeError(
-        f"The logs of a history hold scalars, got {checks.describe(value)} under {path}. Reduce it to one, with "
-        "value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
+        f"The logs of a history hold scalars, got {checks.describe(value)} under {printable(path)}. Reduce it to one, "
+        "with value.mean() or metric.compute(), say, or keep it as it is: history.add_outputs(elapsed, outputs)."
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxloop import checks
+from jaxloop.text import printable
 
 # So many pictures at most: of each kind of layout one.
 _MOST_PICTURES = 8
@@ -104,8 +105,9 @@ class Layout:
     def __str__(self) -> str:
         head = ("path", "shape", "dtype", "spec", "per device", "")
         rows = [
-            (leaf.path, str(list(leaf.shape)), str(leaf.dtype), leaf.spec, readable(leaf.bytes_per_device), leaf.reason)
+            (path, str(list(leaf.shape)), str(leaf.dtype), leaf.spec, readable(leaf.bytes_per_device), leaf.reason)
             for leaf in self.leaves
+            for path in [printable(leaf.path)]
         ]
         total = ("", "", "", "", readable(self.bytes_per_device), f"of {readable(self.bytes)} in all")
         widths = [max(len(row[column]) for row in (head, *rows, total)) for column in range(len(head) - 1)]

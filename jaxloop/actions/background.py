@@ -17,6 +17,7 @@ import numpy as np
 from absl import logging
 
 from jaxloop import distributed, encoding
+from jaxloop.text import printable
 
 MOST_PENDING = 64
 """How many calls may wait for a thread. Whoever has more waits."""
@@ -85,7 +86,7 @@ class _Write:
             else:
                 getattr(writer, method)(*arguments, **options)
         except BaseException as error:
-            names = f" of {', '.join(values)}" if values else ""
+            names = f" of {', '.join(map(printable, values))}" if values else ""
             error.add_note(f"in {self.action!r}, after step {self.step}: {method}{names}")
             raise
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO, final
 
 from jaxloop import checks
+from jaxloop.text import printable
 
 _KERAS_WIDTH = 30
 
@@ -152,7 +153,7 @@ class TqdmBar(Bar):
     def draw(self, progress: Progress) -> None:
         self._tqdm.total = progress.total
         self._tqdm.set_postfix_str(
-            ", ".join(f"{name}={number(value)}" for name, value in progress.values.items()), refresh=False
+            ", ".join(f"{printable(name)}={number(value)}" for name, value in progress.values.items()), refresh=False
         )
         if progress.steps == self._tqdm.n:
             self._tqdm.refresh()
@@ -194,7 +195,7 @@ def keras_line(progress: Progress, *, is_final: bool = False) -> str:
         parts.append(f"ETA: {_keras_duration(progress.seconds_left)}")
     else:
         parts.append(f"{progress.seconds:.0f}s{_keras_pace(progress.seconds_per_step)}")
-    parts += [f"{name}: {number(progress.values[name])}" for name in sorted(progress.values)]
+    parts += [f"{printable(name)}: {number(progress.values[name])}" for name in sorted(progress.values)]
     return " - ".join(parts)
 
 
@@ -232,7 +233,7 @@ def plain_line(progress: Progress, *, is_final: bool = False) -> str:
 
 def named_numbers(values: Mapping[str, float]) -> list[str]:
     """Each metric as `loss 0.0718`."""
-    return [f"{name} {number(value)}" for name, value in values.items()]
+    return [f"{printable(name)} {number(value)}" for name, value in values.items()]
 
 
 def _clock_time(seconds: float) -> str:

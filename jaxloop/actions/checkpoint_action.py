@@ -14,6 +14,7 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.text import printable
 
 _LONG_WAIT_SECS = 1.0
 """How long a save may wait for the one before without it being worth a word."""
@@ -205,7 +206,7 @@ class CheckpointAction(Action):
                 "interval coincide with the evaluations: interval=every(steps=500) here, and schedule=every(steps=500) "
                 "in the EvalSpec.",
                 self,
-                self._monitor.name,
+                printable(self._monitor.name),
                 self._saves,
             )
         self._saves = self._saves_measured = 0  # The next run counts its own.

@@ -14,6 +14,7 @@ from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
+from jaxloop.text import printable
 
 
 class EarlyStoppingAction(Action):
@@ -173,12 +174,16 @@ class EarlyStoppingAction(Action):
                 "copy is not part of a checkpoint. The newest state is returned. CheckpointAction(directory, best=%r) "
                 "keeps the best on disk.",
                 self,
-                self._monitor.name,
+                printable(self._monitor.name),
                 self._best[1].steps,
-                self._monitor.name,
+                printable(self._monitor.name),
             )
             return state
-        logging.info("The run returns the state of step %d, with the best %s.", self._best[1].steps, self._monitor.name)
+        logging.info(
+            "The run returns the state of step %d, with the best %s.",
+            self._best[1].steps,
+            printable(self._monitor.name),
+        )
         return best_state
 
     def _warn_if_blind(self) -> None:
@@ -187,7 +192,7 @@ class EarlyStoppingAction(Action):
                 "%r could not stop the run: at none of its calls was %s measured. Let its interval coincide with the "
                 "evaluations, or give it to the end_actions of the eval loop.",
                 self,
-                self._monitor.name,
+                printable(self._monitor.name),
             )
 
     def close(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop import metrics, types
+from jaxloop import checks, metrics, types
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed
+from jaxloop.text import printable
 
 _MODES = ("auto", "min", "max")
 _GOOD = frozenset(
@@ -101,7 +102,7 @@ class Monitor:
         """That nothing of this name is measured, and what is."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
-        return f"Nothing named {self._name!r} is measured. There is: {', '.join(self._nearest_first(there))}."
+        return f"Nothing named {self._name!r} is measured. There is: {checks.listed(self._nearest_first(there))}."
 
     def _as_number(self, value: Any) -> float:
         if isinstance(value, str):
@@ -116,7 +117,9 @@ class Monitor:
         for matches in (lambda parts: parts == wanted, lambda parts: parts[-len(wanted) :] == wanted):
             found = [name for name in names if matches(_parts(name))]
             if len(found) > 1:
-                raise ValueError(f"{self._name!r} may be any of {', '.join(sorted(found))}. Write the one in full.")
+                raise ValueError(
+                    f"{self._name!r} may be any of {', '.join(map(printable, sorted(found)))}. Write the one in full."
+                )
             if found:
                 return found[0]
         return None

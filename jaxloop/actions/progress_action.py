@@ -23,6 +23,7 @@ from jaxloop.actions.bars import (
 )
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed, Schedule, every, first, last
+from jaxloop.text import printable
 
 _BARS = ("auto", "tqdm", "keras", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
@@ -230,8 +231,8 @@ class ProgressAction(Action):
         if missing:
             logging.warning(
                 "ProgressAction showed no %s, because no output is named so. There were: %s.",
-                ", ".join(missing),
-                ", ".join(sorted(self._outputs)) or "none",
+                ", ".join(map(printable, missing)),
+                ", ".join(map(printable, sorted(self._outputs))) or "none",
             )
 
 
@@ -266,7 +267,7 @@ def _result_lines(row: Row) -> Iterator[str]:
             groups.setdefault(group, {})[name.replace(".", "/")] = value
     for group, values in groups.items():
         first, *rest = named_numbers({name: values[name] for name in sorted(values)})
-        yield "  ".join([f"step {row.elapsed.steps:,}", f"{group}: {first}", *rest])
+        yield "  ".join([f"step {row.elapsed.steps:,}", f"{printable(group)}: {first}", *rest])
 
 
 def _leaves(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.background import Call, writer_of
 from jaxloop.schedules import Schedule
+from jaxloop.text import printable
 
 
 @final
@@ -82,7 +83,7 @@ class SummaryAction(Action):
             logging.warning(
                 "SummaryAction wrote %s twice for step %d. Where a train and an eval loop share it, give the eval loop "
                 "one of its own, SummaryAction(writer, prefix='eval/').",
-                ", ".join(sorted(names & last_names)),
+                ", ".join(map(printable, sorted(names & last_names))),
                 step,
             )
         self._last_written = (step, names)

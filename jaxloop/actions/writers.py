@@ -10,6 +10,7 @@ from etils import epath
 
 from jaxloop import checkpoint, checks, distributed
 from jaxloop.actions.event_file import EventFile
+from jaxloop.text import printable
 
 
 def default_writer(workdir: epath.PathLike) -> Any:
@@ -71,11 +72,12 @@ class LogWriter:
     """
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        logging.info("[%d] %s", step, ", ".join(f"{name}={float(value):.6g}" for name, value in scalars.items()))
+        shown = (f"{printable(name)}={float(value):.6g}" for name, value in scalars.items())
+        logging.info("[%d] %s", step, ", ".join(shown))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
-            logging.info("[%d] %s: %s", step, name, text)
+            logging.info("[%d] %s: %s", step, printable(name), "\n".join(map(printable, text.splitlines())))
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
         self._log_shapes(step, "images", images)

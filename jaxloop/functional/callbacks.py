@@ -22,6 +22,7 @@ from jaxloop.history import History
 from jaxloop.loop import Loop
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import Step
+from jaxloop.text import printable
 
 
 def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["CallbackOf"]) -> "CallbackOf":
@@ -288,7 +289,7 @@ class ActionCallback(CallbackOf):
         self._was_measured = any(f".{path.replace('/', '.')}".endswith(end) for path in paths)
         if self._was_measured or not paths or not all(each.was_called for each in self._reporters):
             return self._was_measured
-        there = ", ".join(sorted({path.replace(".", "/") for path in paths}))
+        there = ", ".join(map(printable, sorted({path.replace(".", "/") for path in paths})))
         text = f"Nothing named {self._monitor!r} was logged. There is: {there}."
         if all(each.has_reported for each in self._reporters):
             raise ValueError(f"{text} Give the name of one of them to {self.name}.")

@@ -7,6 +7,7 @@ from typing import final
 
 from jaxloop.actions.action import Action
 from jaxloop.forecast import Calls
+from jaxloop.text import printable
 
 _WIDTH = 110
 
@@ -81,12 +82,13 @@ class Report:
         counts = [(len(self.errors), "error"), (len(self.warnings), "warning")]
         found = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
         lines = [f"{', '.join(found) or 'No problem'}. Nothing was run; it took {self.secs:.1f} s.", ""]
-        width = max((len(name) for name in self.plan), default=0)
-        for name, text in self.plan.items():
+        plan = {printable(name): "\n".join(map(printable, text.split("\n"))) for name, text in self.plan.items()}
+        width = max(map(len, plan), default=0)
+        for name, text in plan.items():
             lines += _wrapped(text, f"  {name:<{width}}  ", " " * (width + 4))
         for problem in self.problems:
-            lines += ["", f"  {'error' if problem.is_error else 'warning'} in {problem.where}:"]
-            for line in problem.text.splitlines():
+            lines += ["", f"  {'error' if problem.is_error else 'warning'} in {printable(problem.where)}:"]
+            for line in map(printable, problem.text.splitlines()):
                 lines += _wrapped(line, "    ", "      " if line.startswith(" ") else "    ")
         return "\n".join(lines)
 
