@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import directories, launching, whole_run
+from programs import directories, launching, leaving, stubborn, summaries, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -817,6 +817,41 @@ def processes(arena: Arena, count: int, seed: int) -> Broken:
         yield 1, [f"{fault} in process {place} at step {at}, then {then}: {problem}" for problem in problems]
 
 
+def stuck(arena: Arena, count: int, seed: int) -> Broken:
+    """Sends two signals to a run that is stuck: in a writer, in its data, in native code, or that has workers."""
+    rng = random.Random(seed)
+    for number in range(count):
+        kind, directory = stubborn.KINDS[number % len(stubborn.KINDS)], arena.new_directory("stuck")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        signums, pause = rng.choices([signal.SIGINT, signal.SIGTERM], k=2), rng.uniform(0.15, 1.0)
+        problems = stubborn.Stubborn(directory, kind).problems(signums, pause)
+        yield 1, [f"{kind}, {signums}: {problem}" for problem in problems]
+
+
+def launchers(arena: Arena, count: int, seed: int) -> Broken:
+    """Ends a launcher by a signal: its processes end too, and so does what they have started."""
+    signums = [signal.SIGHUP, signal.SIGKILL, signal.SIGTERM]
+    for number in range(count):
+        directory = arena.new_directory("launcher")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        problems = leaving.problems_of_killing(directory, signums[number % len(signums)])
+        yield 1, [f"{signums[number % len(signums)]}: {problem}" for problem in problems]
+
+
+def event_files(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
+    """Kills runs at random steps: in the end, TensorBoard shows each point once."""
+    rng, done, expected = random.Random(seed), 0, {}
+    while done < count:
+        api = rng.choice(["objects", "functions"])
+        if api not in expected:
+            expected[api] = summaries.kill_and_resume(arena.new_directory("whole"), api, [])
+        kills = sorted(rng.choices(range(1, summaries.NUM_STEPS), k=min(per_run, count - done)))
+        found = summaries.kill_and_resume(arena.new_directory("killed"), api, kills)
+        names = [name for name in {**found, **expected[api]} if found.get(name) != expected[api].get(name)]
+        done += len(kills)
+        yield len(kills), [f"{api}, killed at {kills}: {name}: {found.get(name)}" for name in names]
+
+
 def transformer(arena: Arena, count: int, seed: int) -> Broken:
     """Kills the transformer's example in one of two processes."""
     for _ in range(count):
@@ -899,6 +934,9 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),
+    "stuck": (stuck, 8),
+    "launchers": (launchers, 6),
+    "event_files": (event_files, 12),
     "transformer": (transformer, 1),
     "donated": (donated, 12),
 }

@@ -1,5 +1,4 @@
 import contextlib
-import json
 import pathlib
 import signal
 import subprocess
@@ -14,25 +13,6 @@ from jaxloop.train_loop import TrainLoop
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
-# As TensorBoard's pages read a directory, in a process that has no TensorFlow. Times differ between any two runs.
-READ = """
-import json, sys
-sys.modules["tensorflow"] = None
-from tensorboard.backend.event_processing import plugin_event_accumulator
-from tensorboard.util import tensor_util
-def points(directory):
-    events = plugin_event_accumulator.EventAccumulator(directory, size_guidance={"tensors": 0})
-    events.Reload()
-    read = lambda tag: [(each.step, str(tensor_util.make_ndarray(each.tensor_proto))) for each in events.Tensors(tag)]
-    return {tag: read(tag) for tag in events.Tags()["tensors"] if "jaxloop/" not in tag}
-print(json.dumps([points(directory) for directory in sys.argv[1:]]))
-"""
-
-
-def points_in(*directories):
-    command = [sys.executable, "-W", "ignore", "-c", READ, *map(str, directories)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
 
 @pytest.mark.parametrize(("api", "kinds"), [("objects", ["at_once", "flushed"]), ("functions", ["at_once"])])
 def test_after_sigkill_tensorboard_shows_each_point_once(api, kinds, tmp_path):
@@ -42,7 +22,7 @@ def test_after_sigkill_tensorboard_shows_each_point_once(api, kinds, tmp_path):
     for process, kind in zip(killed, kinds, strict=True):
         assert process.wait() == -signal.SIGKILL
         summaries.run(tmp_path / kind, api=api)
-    whole, *resumed = points_in(*(tmp_path / kind / "events" for kind in ["whole", *kinds]))
+    whole, *resumed = summaries.points_in(*(tmp_path / kind / "events" for kind in ["whole", *kinds]))
     assert [step for step, _ in whole["each/loss"]] == list(range(1, summaries.NUM_STEPS + 1))
     assert api == "functions" or whole.keys() >= {"loop/loss", "eval/loss", "more/image", "more/histogram"}
     assert resumed == [whole] * len(kinds)
@@ -57,7 +37,7 @@ def test_files_made_within_a_second_or_by_a_clock_that_was_wrong_are_read_in_the
         writer.resume(1, None)
         writer.write_scalars(2, {"loss": 0.25})
     assert len(list(tmp_path.iterdir())) == 3
-    assert points_in(tmp_path)[0]["loss"][1:] == [[2, "0.25"]]
+    assert summaries.points_in(tmp_path)[0]["loss"][1:] == [[2, "0.25"]]
 
 
 @pytest.mark.parametrize(
@@ -92,15 +72,15 @@ def test_writers_of_clu_hide_the_points_after_the_checkpoint(tmp_path):
 
     for begins in (0, 2):
         writer = metric_writers.create_default_writer(tmp_path, asynchronous=False)
-        summaries = actions.SummaryAction(writer)
+        action = actions.SummaryAction(writer)
         if begins:
-            summaries.load_state_dict({})
-        summaries.begin_run(begins)
+            action.load_state_dict({})
+        action.begin_run(begins)
         for step in range(begins + 1, 5):
-            summaries(None, {"loss": float(begins)}, step_num=step)
-        summaries.close()
+            action(None, {"loss": float(begins)}, step_num=step)
+        action.close()
         writer.close()
-    assert points_in(tmp_path)[0]["loss"] == [[1, "0.0"], [2, "0.0"], [3, "2.0"], [4, "2.0"]]
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.0"], [2, "0.0"], [3, "2.0"], [4, "2.0"]]
 
 
 def test_an_action_of_yours_has_written_all_before_a_checkpoint_is_saved(tmp_path):

@@ -1,8 +1,10 @@
 """A run that writes points of all kinds for TensorBoard, and that kills itself."""
 
+import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 
@@ -22,6 +24,10 @@ class Kill(actions.Action):
         self._directory, self._summaries, self._when = directory, summaries, when
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
+        if self._when.startswith("step "):
+            if step_num == int(self._when.removeprefix("step ")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
         if self._when == "never" or step_num < KILLED_AT:
             return
         while SAVED_AT not in checkpoint.all_steps(self._directory):
@@ -56,7 +62,7 @@ class Pictures(actions.Action):
 
 
 def run(directory, make_writer=jaxloop.default_writer, *, api="objects", kill="never"):
-    """Runs, or resumes; `kill` is "never", "at_once" or "flushed"."""
+    """Runs, or resumes; `kill` is "never", "at_once", "flushed" or "step 13"."""
     directory = pathlib.Path(directory)
     step, state, batches = examples.tiny_regression()
     data, places = jaxloop.from_index(lambda index: batches[index % 100]), directory / "checkpoints"
@@ -74,6 +80,36 @@ def run(directory, make_writer=jaxloop.default_writer, *, api="objects", kill="n
         outer_loop = jaxloop.OuterLoop(train_loop, [eval_loop], jaxloop.CheckpointSpec(places))
         outer_loop(state, data, NUM_STEPS, 10, [jaxloop.EvalSpec(batches[:2], eval_loop_interval=1)])
     writer.close()
+
+
+# As TensorBoard's pages read a directory, in a process that has no TensorFlow. Times differ between any two runs.
+READ = """
+import json, sys
+sys.modules["tensorflow"] = None
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.util import tensor_util
+def points(directory):
+    events = plugin_event_accumulator.EventAccumulator(directory, size_guidance={"tensors": 0})
+    events.Reload()
+    read = lambda tag: [(each.step, str(tensor_util.make_ndarray(each.tensor_proto))) for each in events.Tensors(tag)]
+    return {tag: read(tag) for tag in events.Tags()["tensors"] if "jaxloop/" not in tag}
+print(json.dumps([points(directory) for directory in sys.argv[1:]]))
+"""
+
+
+def points_in(*directories):
+    command = [sys.executable, "-W", "ignore", "-c", READ, *map(str, directories)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def kill_and_resume(directory, api, steps):
+    """Kills a run at these steps, one after the other, and lets it end; returns the points that TensorBoard shows."""
+    command = [sys.executable, __file__, str(directory), api]
+    for kill in [*(f"step {step}" for step in steps), "never"]:
+        run = subprocess.run([*command, kill], capture_output=True, text=True)
+        if run.returncode not in (0, -signal.SIGKILL):
+            raise RuntimeError(run.stderr)
+    return points_in(directory / "events")[0]
 
 
 if __name__ == "__main__":
