@@ -208,7 +208,8 @@ def test_an_eval_iterator_is_gone_on_with():
 
 def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
     step, state, batches = examples.tiny_regression()
-    as_list, by_function = (OuterLoop(TrainLoop(step), [EvalLoop(step)]) for _ in range(2))
+    eval_step, _, _ = examples.tiny_regression(train=False)
+    as_list, by_function = (OuterLoop(TrainLoop(step), [EvalLoop(eval_step)]) for _ in range(2))
     spec = EvalSpec(lambda: (batch for batch in batches[:3]))
     report = by_function.check(state, batches, 20, 10, eval_specs=[spec])
     assert report.ok, report
