@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -479,9 +480,9 @@ class Step:
           Whatever `run` raises; and see `run` for what it must return.
         """
         if evaluates:
-            evaluate = lambda state, batch: self._checked_outputs(state, batch)
+            evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
             return Traced(state, jax.eval_shape(evaluate, state, batch), 0)
-        run = lambda state, batch: self._checked_run(state, batch)
+        run = functools.wraps(self.run)(lambda state, batch: self._checked_run(state, batch))
         jaxpr, (new_state, outputs) = jax.make_jaxpr(run, return_shape=True)(state, batch)
         step = getattr(new_state, "step", None)
         place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
