@@ -314,6 +314,17 @@ class ActionLoop(StatLoop):
         self._call_actions(self._due(now, at_end=True), state, now, comes_last=True)
         return not self._stop_asked
 
+    def call_actions_before_the_first_step(self, state: Any, *, comes_last: bool) -> bool:
+        """Calls the actions whose schedule fires before the first update, with empty outputs.
+
+        An `OuterLoop` calls it twice: for those that come last after the evaluations, and before for the others.
+        Returns whether the run continues.
+        """
+        now, self._stop_asked, self._spent_at_look = self._look(self._loop_count), False, self.spent
+        self._consumed = self.source.count - self.batches_ahead(self.source)
+        self._call_actions(self._due(now, at_end=False), state, now, comes_last=comes_last)
+        return not self._stop_asked
+
     def call_actions_of_the_last_step(self, state: Any, *, comes_last: bool) -> None:
         """Calls the actions whose schedule waits for the last step of a run, which has ended.
 
@@ -583,7 +594,7 @@ class ActionLoop(StatLoop):
     def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
         spent, run = self._spent_at_look, self.run_info or Run()
         outputs, since = slot.hand_over(newest), spent - slot.spent_before
-        if slot.reads_outputs:
+        if slot.reads_outputs and now.steps:  # Before the first step there is nothing to measure.
             outputs.update(self._stats(state, since))
         counting = self._stopwatch.counting(slot.action.time_goes_to)
         with counting, slot.keeping(outputs), self._telling_failure(slot):

@@ -188,6 +188,8 @@ class Course:
     def _moments(self, schedule: Schedule | None, *, within_step: bool = False) -> Iterator[Elapsed]:
         """The steps at which a schedule may fire, and the ends of loops; of None these alone."""
         now = self.start
+        if schedule is not None and not within_step and now.steps == 0:
+            yield now
         while self.end is None or now.steps < self.end:
             loop_end = self._next_loop_end(now.steps)
             step = loop_end if schedule is None else earliest([loop_end, schedule.next_step(now)])

@@ -141,8 +141,9 @@ class Schedule(abc.ABC):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
         """Whether it fires after `before`, up to and at `now`.
 
-        A loop asks at every step at which it can fire, with `before` a step earlier. Asked over more steps at once,
-        `a & b` says whether both fired among them, and `~a` whether `a` did not.
+        A loop asks at every step at which it can fire, with `before` a step earlier. A run that begins at step 0
+        asks once before its first update, where both are `Elapsed()`. Asked over more steps at once, `a & b` says
+        whether both fired among them, and `~a` whether `a` did not.
         """
 
     @abc.abstractmethod
@@ -226,6 +227,8 @@ def at(
     loops: int | None = None,
 ) -> "Schedule":
     """Fires once, at the step which reaches a point. As the stop of a run, the point where it ends.
+
+    `at(0)` fires before the first update of a run that begins at step 0, and not again when the run is resumed.
 
     Takes one argument, counted as in `every`.
 
@@ -398,7 +401,7 @@ class _Point(_Counted):
 
 class _At(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now) and not self.reached(before)
+        return self.reached(now) and (not self.reached(before) or now.steps == 0)
 
     def _next_step_past_it(self, now: Elapsed) -> int | None:
         return None
@@ -443,7 +446,7 @@ class _Then(Schedule):
             since = self._since_start(now)
             found = self.schedule.next_step(since)
             # What fires at a step for its samples or the time, say, may do so at the very first.
-            if found == 1 or self.schedule.next_time(since) is not None:
+            if found == 1 or self.schedule.next_time(since) is not None or self.schedule.fires(since, since):
                 return first_step
         else:
             found = self.schedule.next_step(self._since_start(now))

@@ -89,8 +89,26 @@ class Training:
             eval_schedules=self._evaluations.schedules,
             evaluate=self._evaluations.inside_loop,
         )
+        if resumed is None and step_num == 0:
+            state = self._loop.step.prepare_state(state)
+            if not self._do_what_comes_before_the_first_step(state):
+                logging.info("Stopped before the first step, as an evaluation or an action asked.")
+                return state, None
         self.newest, self.has_begun = (state, step_num), True
         return self._train(state, step_num, is_resumed=resumed is not None)
+
+    def _do_what_comes_before_the_first_step(self, state: Any) -> bool:
+        """Calls the actions and evaluations whose schedule fires before the first update, such as `at(0)`.
+
+        Returns whether the run goes on.
+        """
+        loop, source = self._loop, self.run.source
+        if source is not None:
+            loop.source = source
+        goes_on = loop.call_actions_before_the_first_step(state, comes_last=False)
+        start = loop.elapsed.without_previous()
+        goes_on &= self._evaluations.inside_loop(state, dataclasses.replace(start, previous=start))
+        return loop.call_actions_before_the_first_step(state, comes_last=True) and goes_on
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
         """Has the train loop's `CheckpointAction`s save a run whose interval has not come; returns their errors."""
@@ -273,7 +291,7 @@ class Training:
                 run.passes = 0
                 for each in self._loops:
                     each.resume(Elapsed(step_num))
-            run.resume_history(step_num)
+            run.resume_history(step_num, None if step_num else 0)  # The rows of step 0 are made again.
         if self._spec.loop_steps is not None and (resumed is None or not resumed.knows_position):
             loop.loop_count = step_num // self._spec.loop_steps
             self._evaluations.count_train_loops(loop.loop_count)

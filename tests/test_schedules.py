@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from programs.clock import Clock
 
 import jaxloop
-from jaxloop import Elapsed, after, always, at, every, first, last, never
+from jaxloop import Elapsed, after, always, at, every, examples, first, last, never
+from jaxloop import functional as jf
 
 # The algebra ---------------------------------------------------------------------------------------
 
@@ -290,3 +291,88 @@ def test_loops_may_run_freely_up_to_the_next_step_or_the_end_of_the_next_loop(pl
             by_step = next_step is not None and step < next_step <= fired[0]
             by_loop = next_loop is not None and run[step].loops < next_loop <= run[fired[0]].loops
             assert by_step or by_loop or (next_time is not None and next_time <= run[fired[0]].time)
+
+
+# Before the first update -------------------------------------------------------------------------------
+
+
+class FirstOutputs(jaxloop.Action):
+    """Notes after which steps it is called, and with what the first time."""
+
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.steps, self.first = [], None
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        assert int(state.step) == step_num
+        self.first = dict(outputs) if self.first is None else self.first
+        self.steps.append(step_num)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        (at(0), [0]),
+        (at(samples=0) | every(4), [0, 4, 8, 12]),
+        (at(0) & at(time=0), [0]),
+        (after(0).then(at(0)), [0]),
+        (after(4).then(at(0)), [4]),
+        (~at(5) & every(5), [10]),
+    ],
+    ids=str,
+)
+def test_what_fires_at_step_0_comes_before_the_first_update(schedule, steps):
+    step, state, batches = examples.tiny_regression()
+    note, evaluated = FirstOutputs(schedule), FirstOutputs(1)
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[note]), [jaxloop.EvalLoop(step, end_actions=[evaluated])]
+    )
+    spec = jaxloop.EvalSpec(batches[:2], schedule=schedule)
+    report = outer_loop.check(state, batches, 12, 12, [spec])
+    assert list(report.calls[note].steps) == steps
+    outer_loop(state, batches, 12, 12, [spec])
+    assert note.steps == evaluated.steps == outer_loop.history.collect("steps", "eval.loss")[0] == steps
+    assert (note.first == {}) == (steps[0] == 0)
+
+
+@pytest.mark.parametrize("resumed_at", [0, 8])
+def test_what_has_fired_at_step_0_does_not_after_a_resume(resumed_at, tmp_path):
+    schedule = at(0) | every(8)
+
+    def run(total):
+        step, state, batches = examples.tiny_regression()
+        note = FirstOutputs(schedule)
+        end_actions = [note, jaxloop.CheckpointAction(tmp_path, at(0) | at(resumed_at), keep=None)]
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(step, end_actions=end_actions),
+            [jaxloop.EvalLoop(step)],
+            jaxloop.CheckpointSpec(tmp_path),
+        )
+        outer_loop(state, batches, total, total, [jaxloop.EvalSpec(batches[:2], schedule=schedule)])
+        return note.steps, outer_loop.history.collect("steps", "eval.loss")[0]
+
+    assert run(8) == ([0, 8], [0, 8])
+    assert run(16) == ([step for step in (8, 16) if step > resumed_at], [0, 8, 16])
+
+
+def test_a_run_that_begins_later_has_no_step_0():
+    step, state, batches = examples.tiny_regression()
+    note = FirstOutputs(at(0) | every(4))
+    jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[note]))(state.replace(step=state.step + 2), batches, 8, 8)
+    assert note.steps == [4, 8]
+
+
+def test_the_loop_language_has_a_step_0_too(tmp_path):
+    batches, seen = [{"x": np.ones(4)}] * 10, []
+
+    def note(state, batch, elapsed):
+        seen.append((elapsed.steps, batch is None))
+        return {"noted": np.float32(state)}
+
+    def run(stop):
+        save = jf.checkpoint(tmp_path, keep=None, resume=True)
+        tasks = {every(1): lambda state: state + 1, at(0) | every(4): note, at(0): save}
+        return jf.loop(np.int32(0), batches, tasks, stop=stop)[1].collect("steps", "noted")
+
+    assert run(5) == ([0, 4], [0, 4]) and run(5) == ([0, 4], [0, 4])
+    assert seen == [(0, True), (4, False), (4, False)]

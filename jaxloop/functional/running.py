@@ -78,7 +78,8 @@ def loop(
     """
     stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history
-    loop_state = LoopState(state, history, elapsed or Elapsed())
+    begin = elapsed or Elapsed()
+    loop_state = LoopState(state, history, begin)
     entries = _compile(tasks, loop_state)
     callbacks = list({id(each): each for entry in entries for each in entry.callbacks}.values())
     checks.check_only_process("jf.loop")
@@ -92,9 +93,12 @@ def loop(
     ):
         dataset = _keep_all(loop_state, callbacks, dataset)
         start = loop_state.elapsed
+        is_new = start is begin and start.steps == 0
         loop_state.total_steps = _steps_of(stop, start)
         counting = Counting(as_iterator(dataset), as_stop(stop), start, stopwatch, num_examples)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
+        if is_new:
+            _Due(entry for entry in entries if entry.when(start)).call(loop_state, stopwatch)
         plan = _Plan(entries)
         drawn = None if loop_state.stop_iteration else counting.draw()
         while drawn is not None:
