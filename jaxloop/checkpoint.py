@@ -11,8 +11,10 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -36,15 +38,27 @@ _METRICS_ITEM = "metrics"
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 # In our metadata, which metric tells the best and how: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
-# And that there must be a seal.
+# And what only this module reads. There must be a seal:
 _SEALED_KEY = "jaxloop/sealed"
-# And what leaves the state has: to ask Orbax takes half as long as to read them.
+# What leaves the state has: to ask Orbax takes half as long as to read them.
 _LEAVES_KEY = "jaxloop/leaves"
+# The format of `run` and of the metadata, and the version of jaxloop that saved.
+_FORMAT_KEY, _VERSION_KEY = "jaxloop/format", "jaxloop/version"
+# The run that saved.
+_RUN_ID_KEY = "jaxloop/run"
+_OWN_PREFIX = "jaxloop/"
+# Increased whenever an earlier version of jaxloop could not resume from what this one saves, or the other way round.
+_FORMAT = 1
+# In the directory of each item: a partial copy of a checkpoint is known by it.
+_MARKER_FILE = "SAVED_BY_JAXLOOP"
+# In a directory of checkpoints, the id of the run that saves there.
+_RUN_ID_FILE, _RUN_ID = ".run_id", re.compile(r"[0-9a-f]{32}")
 # Where in a directory damaged checkpoints are kept. No name of a step, so neither Orbax nor we look there.
 _DAMAGED = "damaged"
 # Orbax numbers the saves of a process and keeps the current number in a global variable. Two threads that start saves
 # at the same time would wait for each other's directories, for ever.
 _start_of_a_save = threading.Lock()
+_DELETION_POLL_SECS = 0.1
 
 
 class CheckpointError(Exception):
@@ -80,7 +94,7 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
       CheckpointError: the file in which it is noted is damaged.
     """
     path, _ = _verified(directory, step, _METADATA_FILE)
-    return {key: value for key, value in _noted(path).items() if key not in (_SEALED_KEY, _LEAVES_KEY)}
+    return {key: value for key, value in _noted(path).items() if not key.startswith(_OWN_PREFIX)}
 
 
 def _noted(path: epath.Path) -> dict[str, Any]:
@@ -88,8 +102,44 @@ def _noted(path: epath.Path) -> dict[str, Any]:
         return {}
     with _reading(path, _METADATA_FILE):
         if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
-            return files.parse_json(files.read_bytes(path / _METADATA_FILE))["custom_metadata"]
+            return {**files.parse_json(files.read_bytes(path / _METADATA_FILE))["custom_metadata"]}
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
+
+
+@contextlib.contextmanager
+def understanding(directory: epath.PathLike, step: int) -> Iterator[None]:
+    """Turns errors in interpreting what was saved with a checkpoint into a `CheckpointError` that names both versions.
+
+    Raises:
+      CheckpointError: the checkpoint was saved in another format, or the body raised a KeyError or the like.
+    """
+    path = _step_directory(directory, step)
+    noted = _noted(path)
+    by, version = noted.get(_VERSION_KEY, "an unknown version"), _version()
+    if _SEALED_KEY in noted and noted.get(_FORMAT_KEY) != _FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {path} was saved by jaxloop {by} in format {noted.get(_FORMAT_KEY)}, and jaxloop "
+            f"{version} resumes from format {_FORMAT}. Resume it with jaxloop {by}, or restore its train state alone "
+            "with step.restore_model(state, directory) and start a run in another directory.",
+            path.parent,
+            [step],
+        )
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"The checkpoint {path}, saved by jaxloop {by}, does not hold what jaxloop {version} expects "
+            f"({type(error).__name__}: {error}). Resume it with the version and the program that saved it, or restore "
+            "its train state alone with step.restore_model(state, directory) and start a run in another directory.",
+            path.parent,
+            [step],
+        ) from error
+
+
+def _version() -> str:
+    import jaxloop
+
+    return jaxloop.__version__
 
 
 def _metrics(directory: epath.PathLike, step: int) -> dict[str, Any]:
@@ -117,7 +167,8 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
     steps = all_steps(directory)
     if best is None and steps:
         noted = metadata(directory, steps[-1]).get(_BEST_KEY)
-        best = noted and (noted["name"], noted["mode"])
+        with understanding(directory, steps[-1]):
+            best = noted and (noted["name"], noted["mode"])
     if not best:
         return None
     qualities = {step: _quality(_metrics(directory, step), best) for step in steps}
@@ -282,11 +333,64 @@ def _step_directory(directory: epath.PathLike, step: int) -> epath.Path:
 def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[epath.Path, bool]:
     """The directory of a checkpoint, and whether it is sealed; raises where what is below a path was damaged."""
     path = _step_directory(directory, step)
-    sealed = seal.is_sealed(path) or _SEALED_KEY in _noted(path)
+    sealed = seal.is_sealed(path) or _is_of_jaxloop(path)
     problems = seal.problems(path, below) if sealed else []
+    if not problems and sealed:
+        problems = _problems_of_run_id(path)
     if problems:
         raise _damaged(path, problems)
     return path, sealed
+
+
+def _is_of_jaxloop(path: epath.Path) -> bool:
+    """Returns whether a `CheckpointWriter` of a directory saved this: each part of it tells, where others are missing.
+
+    What plain Orbax managers save, ours among them, has no such mark.
+    """
+    return any((each / _MARKER_FILE).exists() for each in path.iterdir()) or _SEALED_KEY in _noted(path)
+
+
+def _problems_of_run_id(path: epath.Path) -> list[str]:
+    directory_id, saved_id = _read_run_id(path.parent), _noted(path).get(_RUN_ID_KEY)
+    if directory_id is None or saved_id is None or directory_id == saved_id:
+        return []
+    return [f"another run saved it: run {saved_id}, and this directory belongs to run {directory_id}"]
+
+
+def _read_run_id(directory: epath.Path) -> str | None:
+    """The id of the run to which a directory belongs; None where none is known."""
+    if not (directory / _RUN_ID_FILE).exists():
+        return None
+    try:
+        found = files.read_bytes(directory / _RUN_ID_FILE, 100).decode().strip()
+    except ValueError:
+        return None
+    return found if _RUN_ID.fullmatch(found) else None
+
+
+def _run_id_of(directory: epath.Path) -> str:
+    """The id of the run that saves in a directory; if it has none, that of its newest checkpoint, or a new one."""
+    run_id = _read_run_id(directory)
+    if run_id is None:
+        saved = (_noted(directory / str(step)).get(_RUN_ID_KEY) for step in reversed(all_steps(directory)))
+        run_id = next((each for each in saved if isinstance(each, str) and _RUN_ID.fullmatch(each)), uuid.uuid4().hex)
+    return run_id
+
+
+def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
+    """Returns whether a checkpoint is gone; where it becomes smaller, waits until it is."""
+    path = absolute(directory) / str(step)
+    names = None
+    while path.exists():
+        before, names = names, _names_below(path)
+        if names == before:
+            return False
+        time.sleep(_DELETION_POLL_SECS)
+    return True
+
+
+def _names_below(path: epath.Path) -> list[str]:
+    return sorted(str(name) for parent in os.walk(path) for name in (*parent[1], *parent[2]))
 
 
 def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
@@ -522,6 +626,7 @@ class CheckpointWriter:
         saved = _saved_form(checks.adopt(state), "the state")
         if self._owns_manager:
             noted |= {_SEALED_KEY: True, _LEAVES_KEY: _fingerprint(saved)}
+            noted |= {_FORMAT_KEY: _FORMAT, _VERSION_KEY: _version()}
             args = _items(saved, run or {}, trees or {})
         else:
             args = ocp.args.PyTreeSave(saved)
@@ -543,6 +648,8 @@ class CheckpointWriter:
                 return False
             if not self._owns_manager:
                 self._wait_for_the_one_before()  # Only now: the manager may have passed this step over.
+            if self._owns_manager:
+                noted[_RUN_ID_KEY] = _run_id_of(self._directory)
             self._step, self._noted = step, noted
             with _start_of_a_save:
                 return manager.save(
@@ -630,9 +737,16 @@ class CheckpointWriter:
         path = self._directory / f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}"
         if not path.exists():
             path = self._directory / str(self._step)  # Where a store can't rename, there is no temporary directory.
+        for item in path.iterdir():
+            if item.is_dir():
+                with files.open_file(item / _MARKER_FILE, "w") as file:
+                    file.write("A part of a checkpoint that jaxloop saved, with a SEAL in the directory above.\n")
         # Orbax is still writing this file, and puts the time of the commit into it afterwards.
         seal.write(path, {_METADATA_FILE: {"custom_metadata": self._noted}})
         self._lock.check()
+        if _read_run_id(self._directory) is None:
+            with files.open_file(self._directory / _RUN_ID_FILE, "w") as file:
+                file.write(f"{self._noted[_RUN_ID_KEY]}\n")
 
     @contextlib.contextmanager
     def _named(self, step: int | None) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from absl import logging
 
-from jaxloop import agreement, checkpoint, interrupt, metrics, types
+from jaxloop import agreement, checkpoint, checks, interrupt, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.feed import as_iterator
 from jaxloop.history import History
@@ -145,24 +145,25 @@ class Evaluations:
             for step_num in [step_num for step_num in found if step_num not in seen]:
                 seen.add(step_num)
                 restored = self._restore(state, spec, step_num)
-                if self._job.any_stops(restored is None):
+                if self._job.any_stops(restored is None) or restored is None:
                     continue
+                restored_state, elapsed = restored
                 context = EvalContext(is_continuous_eval=True, step_num=step_num, loop_count=len(seen) - 1)
-                elapsed = elapsed_at(spec.checkpoint_dir, step_num).without_previous()
-                outputs = self._run_due(restored, self._all, context, elapsed) or outputs
+                outputs = self._run_due(restored_state, self._all, context, elapsed) or outputs
                 if not _goes_on(outputs) or self._interrupt.requested:
                     return outputs
             if no_more_will_come or self._interrupt.requested:
                 return outputs
             self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
 
-    def _restore(self, state: Any, spec: CheckpointSpec, step_num: int) -> Any:
-        """The state of a checkpoint; None where the training has deleted it."""
-        step = self._all[0][1].step
+    def _restore(self, state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
+        """The state of a checkpoint and how far the run was; None where the training deletes it at the same time."""
+        directory = spec.checkpoint_dir
         try:
-            return step.restore_model(state, spec.checkpoint_dir, step_num, spec.transforms)
+            restored = checkpoint.restore(directory, step_num, checks.adopt(state), transforms=spec.transforms)
+            return restored, elapsed_at(directory, step_num).without_previous()
         except Exception:
-            if step_num in checkpoint.all_steps(spec.checkpoint_dir):
+            if not checkpoint.is_being_deleted(directory, step_num):
                 raise
             logging.warning("The checkpoint of step %d was deleted before it could be evaluated.", step_num)
             return None

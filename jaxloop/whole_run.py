@@ -174,10 +174,20 @@ class WholeRun:
           CheckpointError: the checkpoint is damaged.
           ValueError: it is of a run with other PRNG keys.
         """
+        with checkpoint.understanding(directory, step):
+            return self._load(directory, step, state)
+
+    def _load(self, directory: epath.PathLike, step: int, state: Any) -> Resumed:
         noted, run = checkpoint.metadata(directory, step), checkpoint.run(directory, step)
         elapsed = elapsed_at(directory, step)
         was_broken_off, steps_in_loop = noted.get("was_broken_off", False), noted.get("batches_in_loop", 0)
         if not run:
+            logging.warning(
+                "The checkpoint of step %d in %s holds a train state alone, as an Orbax CheckpointManager saves it: "
+                "the data, the actions and open means start afresh, and damage to it can't be detected.",
+                step,
+                directory,
+            )
             for part in self._parts.values():
                 part.resume(elapsed)
             self._main.steps_before = steps_in_loop
@@ -261,8 +271,9 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
     """How far the run was at the checkpoint of a step, as far as that says so; `previous` is a step earlier."""
     noted = checkpoint.metadata(directory, step)
-    previous = Elapsed(**noted["previous"]) if "previous" in noted else None
-    return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
+    with checkpoint.understanding(directory, step):
+        previous = Elapsed(**noted["previous"]) if "previous" in noted else None
+        return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
 
 
 def directories_of(

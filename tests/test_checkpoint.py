@@ -1,6 +1,8 @@
 import concurrent.futures
 import contextlib
 import errno
+import itertools
+import json
 import math
 import os
 import pathlib
@@ -20,7 +22,7 @@ from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 
-from jaxloop import checkpoint, examples, partition, seal
+from jaxloop import CheckpointSpec, OuterLoop, TrainLoop, checkpoint, examples, partition, seal
 from jaxloop.actions import CheckpointAction
 from jaxloop.history import History
 from jaxloop.lock import DirectoryLock
@@ -725,7 +727,7 @@ def test_a_save_that_fails_is_said_once_and_can_be_made_again(tmp_path, kept, su
     assert caught.value.steps == (2,) and caught.value.directory == tmp_path
     assert "Saving the checkpoint of step 2" in str(caught.value) and "File too large" in str(caught.value)
     assert "Complete checkpoints there: 1." in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]  # No leftovers.
+    assert {path.name for path in tmp_path.iterdir()} == {"1", ".run_id"}  # No leftovers.
     writer.wait()
     assert writer.save(2, **kept)
     writer.close()
@@ -865,11 +867,11 @@ def test_what_killed_saves_left_is_cleared(runs, logs):
     with pytest.raises(SystemExit):
         manager.wait_until_finished()
     manager.close()
-    left = [path.name for path in runs.iterdir() if not path.name.isdigit()]
+    left = [path.name for path in runs.iterdir() if not path.name.isdigit() and path.name != ".run_id"]
     assert len(left) == 1 and checkpoint.all_steps(runs) == [1, 2]
     assert checkpoint.clear_leftovers(runs) == left and left[0] in logs.messages[-1]
     assert checkpoint.clear_leftovers(runs) == [] == checkpoint.clear_leftovers(runs / "nowhere")
-    assert sorted(path.name for path in runs.iterdir()) == ["1", "2"]
+    assert sorted(path.name for path in runs.iterdir()) == [".run_id", "1", "2"]
     assert checkpoint.restore_newest(runs, a_run(0)[0])[1] == 2
 
 
@@ -896,3 +898,118 @@ def test_a_state_that_is_empty_in_other_places_is_restored_too(tmp_path):
     other = {**state, "opt_state": (*state["opt_state"], optax.EmptyState())}
     for like in (state, other):
         np.testing.assert_array_equal(checkpoint.restore(tmp_path, 1, like)["params"]["w"], np.ones(3))
+
+
+PARTS_OF_A_CHECKPOINT = ("SEAL", "_CHECKPOINT_METADATA", "default", "run")
+
+
+def run_of_twenty_steps(directory, total=20):
+    step, state, batches = examples.tiny_regression()
+    save = CheckpointAction(directory, every(steps=10))
+    outer_loop = OuterLoop(
+        TrainLoop(step, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory), log_interval=every(steps=5)
+    )
+    return outer_loop(state, batches, train_total_steps=total, train_loop_steps=10)[0]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    return directory, run_of_twenty_steps(directory)
+
+
+def subsets(names):
+    return [each for size in range(1, len(names) + 1) for each in itertools.combinations(names, size)]
+
+
+@pytest.mark.parametrize("missing", subsets(PARTS_OF_A_CHECKPOINT), ids="+".join)
+def test_a_checkpoint_of_which_a_part_is_missing_is_damaged(missing, whole_run, tmp_path, assert_same):
+    directory, state = tmp_path / "copy", whole_run[1]
+    shutil.copytree(whole_run[0], directory)
+    for name in missing:
+        path = directory / "20" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    template = examples.tiny_regression()[1]
+    with pytest.raises(checkpoint.CheckpointError, match="is damaged"):
+        checkpoint.restore(directory, 20, template)
+    assert checkpoint.restore_newest(directory, template, moves_aside=False)[1] == 10
+    assert_same(run_of_twenty_steps(directory), state)
+    assert (directory / "damaged" / "20").exists() and checkpoint.all_steps(directory) == [10, 20]
+
+
+@pytest.mark.parametrize("step", [20, 30])
+def test_a_checkpoint_copied_from_another_run_is_set_aside(step, whole_run, tmp_path, warnings_logged):
+    directory, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(whole_run[0], directory)
+    run_of_twenty_steps(other, total=30)
+    shutil.rmtree(directory / str(step), ignore_errors=True)
+    shutil.copytree(other / str(step), directory / str(step))
+    newest = 10 if step == 20 else 20
+    assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == newest
+    assert (directory / "damaged" / str(step)).exists()
+    assert any("another run saved it" in text for text in warnings_logged())
+
+
+def test_a_checkpoint_copied_into_an_empty_directory_begins_its_run_there(whole_run, tmp_path, assert_same):
+    shutil.copytree(whole_run[0] / "10", tmp_path / "new" / "10")
+    assert_same(run_of_twenty_steps(tmp_path / "new"), whole_run[1])
+    assert checkpoint.restore_newest(tmp_path / "new", examples.tiny_regression()[1])[1] == 20
+
+
+def change_metadata(path, change):
+    """Changes what is noted with a checkpoint, and seals it again."""
+    file = path / "_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    change(content["custom_metadata"])
+    file.write_text(json.dumps(content))
+    (path / "SEAL").unlink()
+    seal.write(path, {"_CHECKPOINT_METADATA": {"custom_metadata": content["custom_metadata"]}})
+
+
+def change_run(path, change):
+    file = path / "run" / "metadata"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    change_metadata(path, lambda noted: None)
+
+
+def test_a_checkpoint_of_another_format_is_an_error_with_both_versions(whole_run, tmp_path):
+    directory = tmp_path / "copy"
+    shutil.copytree(whole_run[0], directory)
+    change_metadata(directory / "20", lambda noted: noted.update({"jaxloop/format": 99, "jaxloop/version": "9.9.9"}))
+    expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 1"
+    with pytest.raises(checkpoint.CheckpointError, match=expected):
+        run_of_twenty_steps(directory)
+    assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20  # The state alone.
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda noted: noted["elapsed"].update(more=1), change_metadata),
+        (lambda noted: noted.update(elapsed=7), change_metadata),
+        (lambda noted: noted.update(previous=[]), change_metadata),
+        (lambda run: run.pop("passes"), change_run),
+        (lambda run: run.pop("history_rows"), change_run),
+        (lambda run: run.update(parts=3), change_run),
+        (lambda run: run["parts"]["train"].pop("slots"), change_run),
+        (lambda run: run["positions"][0].pop("data"), change_run),
+        (lambda run: run.update(positions=[]), change_run),
+        (lambda run: run.update(kept_states=None), change_run),
+    ],
+)
+def test_what_a_checkpoint_keeps_in_another_form_is_a_checkpoint_error(change, where, whole_run, tmp_path):
+    directory = tmp_path / "copy"
+    shutil.copytree(whole_run[0], directory)
+    where(directory / "20", change)
+    with pytest.raises(checkpoint.CheckpointError, match=r"saved by jaxloop \S+, does not hold what jaxloop \S+ exp"):
+        run_of_twenty_steps(directory)
+
+
+def test_resuming_from_a_state_that_a_plain_manager_saved_is_a_warning(tmp_path, warnings_logged):
+    _, state, _ = examples.tiny_regression()
+    with orbax_checkpoint.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=orbax_checkpoint.args.PyTreeSave(state))
+    run_of_twenty_steps(tmp_path)
+    assert any("holds a train state alone" in text for text in warnings_logged())

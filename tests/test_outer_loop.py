@@ -3,6 +3,7 @@ import errno
 import itertools
 import os
 import resource
+import shutil
 import threading
 import time
 
@@ -506,6 +507,47 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
     continuous(tmp_path, note)
     trainer.join()
     assert note.noted == [10, 20, 30]
+
+
+@pytest.mark.parametrize("moment", ["before it is read", "half before", "after it was read"])
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_skipped(moment, tmp_path, monkeypatch, warnings_logged):
+    resumable(tmp_path, 30)
+    restore = checkpoint.restore
+
+    def delete():
+        for step_num in (10, 20):
+            shutil.rmtree(tmp_path / str(step_num), ignore_errors=True)
+
+    def restore_while_it_is_deleted(directory, step_num, *args, **kwargs):
+        if step_num == 20 and moment == "before it is read":
+            delete()
+        if step_num == 20 and moment == "half before":
+            shutil.rmtree(tmp_path / "20" / "default")
+            threading.Timer(0.02, delete).start()
+        restored = restore(directory, step_num, *args, **kwargs)
+        if step_num == 20:
+            delete()
+        return restored
+
+    monkeypatch.setattr(checkpoint, "restore", restore_while_it_is_deleted)
+    note = Note()
+    continuous(tmp_path, note)
+    assert note.noted == [10, 30]
+    assert "The checkpoint of step 20 was deleted before it could be evaluated." in warnings_logged()
+
+
+def test_without_a_checkpoint_left_the_state_given_is_not_evaluated_in_its_place(tmp_path):
+    resumable(tmp_path, 20)
+
+    class DeleteAll(Note):
+        def __call__(self, state, outputs, **kwargs):
+            super().__call__(state, outputs, **kwargs)
+            shutil.rmtree(tmp_path / "10")
+            shutil.rmtree(tmp_path / "20")
+
+    note = DeleteAll()
+    continuous(tmp_path, note)
+    assert note.noted == [10]
 
 
 def test_a_stop_function_replaces_the_stopped_file(tmp_path):
