@@ -79,7 +79,7 @@ class Evaluations:
 
     def next_loop(self, now: Elapsed) -> int | None:
         """The number of the first train loop after `now` at whose end one may be due."""
-        return earliest(next_loop_of(spec.schedule or spec.eval_loop_interval or 1, now) for _, _, spec in self._all)
+        return earliest(next_loop_of(spec.interval, now) for _, _, spec in self._all)
 
     # Of the state in training --------------------------------------------------------------------
 
@@ -109,7 +109,9 @@ class Evaluations:
                 loop.run_info.elapsed = elapsed
                 goes_on &= loop.end_again(state)
         done = measured()
-        missed = [each for each in self._all if each[0] not in done and (each[2].schedule or loop_has_ended)]
+        missed = [
+            each for each in self._all if each[0] not in done and (each[2].schedule is not None or loop_has_ended)
+        ]
         return _goes_on(self._run_due(state, missed, _context(elapsed), elapsed)) and goes_on
 
     def call_actions_of_the_last_step(self, state: Any) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
+import numpy as np
 from absl import logging
 from etils import epath
 
@@ -189,7 +190,7 @@ class OuterLoop:
         for error in self._errors_of(spec):
             raise error
         checks.check_alive(state, "OuterLoop(...)")
-        spec = dataclasses.replace(spec, stop=spec.stop and spec.stop.as_stop())
+        spec = dataclasses.replace(spec, stop=None if spec.stop is None else spec.stop.as_stop())
         self._rescued_state = None
         self._job.check_same("The run", lambda: [*spec.description(), *self._descriptions()])
         tally, spent_before = Tally(self._loops), self._loops[0].spent
@@ -226,6 +227,8 @@ class OuterLoop:
             self._close_actions(raise_errors=True)
             self._spent = self._loops[0].spent - spent_before
             logging.info("%s", self._spent)
+            if training is not None:
+                _warn_of_nan(outputs, self._history, self._loops[0].step_num)
             if is_over:
                 tally.report_what_never_ran(spec.eval_specs)
                 for each in held:
@@ -442,6 +445,32 @@ class OuterLoop:
         self._history.close()
         if errors and raise_errors:
             raise errors[0]
+
+
+def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num: int) -> None:
+    """Warns of each train metric that is NaN in the last step of a run, by what is on the host already."""
+    for name, values in (outputs or {}).items():
+        if not isinstance(values, list) or not _is_nan(values[-1:]):
+            continue
+        number = next(number for number, value in enumerate(values) if _is_nan([value]))
+        first = f"since step {step_num - len(values) + number + 1}"
+        if number == 0 and f"train.{name}" in history.paths():
+            steps, means = history.collect("steps", f"train.{name}")
+            first = next(
+                (f"since step {step} or before" for step, mean in zip(steps, means, strict=True) if mean != mean), first
+            )
+        logging.warning(
+            "The run ended at step %d with %r NaN, %s. TrainLoop(..., nan_policy='raise') ends a run at the first such "
+            "step.",
+            step_num,
+            name,
+            first,
+        )
+
+
+def _is_nan(values: Sequence[Any]) -> bool:
+    """Returns whether there is a value, and it is NaN."""
+    return any(isinstance(value, float | np.generic) and bool(value != value) for value in values)
 
 
 def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:

@@ -186,6 +186,12 @@ class Schedule(abc.ABC):
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} is neither true nor false. Join schedules with |, & and ~ in place of or, and, not: "
+            "every(100) | last(). In a loop written by hand, ask it: if schedule(elapsed)."
+        )
+
     def __or__(self, other: "Schedule") -> "Schedule":
         return _Or(self, other) if isinstance(other, Schedule) else NotImplemented
 

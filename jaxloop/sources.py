@@ -176,6 +176,8 @@ def is_endless(data: Any) -> bool:
         return said
     if isinstance(data, itertools.cycle | itertools.count):
         return True
+    if isinstance(data, itertools.repeat):
+        return operator.length_hint(data, -1) == -1  # The one without a number of times has no length.
     if library(data) == "tensorflow" and hasattr(data, "cardinality"):
         return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
     try:

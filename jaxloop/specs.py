@@ -79,6 +79,11 @@ class EvalSpec:
             )
 
     @property
+    def interval(self) -> int | Schedule:
+        """When it is evaluated in training, as the interval of an action."""
+        return self.schedule if self.schedule is not None else self.eval_loop_interval or 1
+
+    @property
     def when(self) -> str:
         """What says when it is evaluated, in words."""
         if self.schedule is not None:
@@ -230,7 +235,8 @@ class RunSpec:
     @property
     def end(self) -> Any:
         """To where the training goes, as far as is known before."""
-        return self.total_steps or self.stop or "the end of the dataset"
+        end = self.stop if self.total_steps is None else self.total_steps
+        return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
         """Whether a loop ends after this step in any case."""

@@ -791,9 +791,16 @@ class Step:
 
     def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
         """Takes a state that is prepared, and a batch as the dataset gives it, through the hooks before `run`."""
-        result = self.begin(state, self.preprocess_batch(batch))
+        result = self.begin(state, self.preprocessed(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         return state if new_state is state else self.prepare_state(new_state), batch
+
+    def preprocessed(self, batch: types.Batch) -> types.Batch:
+        """Returns what `preprocess_batch` makes of a batch; raises a `TypeError` where that is None."""
+        ready = self.preprocess_batch(batch)
+        if ready is None and batch is not None:
+            raise TypeError(f"{type(self).__name__}.preprocess_batch returned None. Return the batch.")
+        return ready
 
     def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: types.Batch) -> Any:
         try:

@@ -794,3 +794,20 @@ def test_a_full_disk_under_the_event_file_ends_the_run(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         writer.close()
+
+
+# What is said at its end -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loop_steps", "since"), [(30, "since step 13."), (10, "since step 20 or before."), (None, "since step 13.")]
+)
+def test_a_run_that_ends_with_a_nan_says_so_once(loop_steps, since, warnings_logged):
+    step, state, batches = examples.tiny_regression()
+    spoilt = [{**batch, "y": batch["y"] * np.float32(np.nan)} if n == 12 else batch for n, batch in enumerate(batches)]
+    outer_loop = OuterLoop(TrainLoop(step))
+    outer_loop(state, spoilt[:30], train_loop_steps=loop_steps)
+    assert [text for text in warnings_logged() if "NaN" in text] == [
+        f"The run ended at step 30 with 'loss' NaN, {since} TrainLoop(..., nan_policy='raise') ends a run at the first "
+        "such step."
+    ]

@@ -22,6 +22,7 @@ import jaxloop
 from jaxloop import after, at, checkpoint, every, examples, first, last, preflight
 from jaxloop.lock import DirectoryInUseError, DirectoryLock
 from jaxloop.partition import create_mesh
+from jaxloop.step import NO_OPTIMIZER
 
 
 class Network(nn.Module):
@@ -71,6 +72,7 @@ class Plan:
     model: nn.Module = dataclasses.field(default_factory=Network)
     seed: int = 0
     eval_train: bool = False
+    eval_model: nn.Module | None = None
     step_actions: tuple = ()
     begin_actions: tuple = ()
     train_actions: tuple = ()
@@ -91,7 +93,7 @@ class Plan:
         key, directory = jax.random.key(self.seed), self.directory / "checkpoints"
         options = {"partitioner": self.partitioner}
         train_step = self.step(key, self.model, self.optimizer, train=True, end_actions=self.step_actions, **options)
-        eval_step = self.step(key, self.model, self.optimizer, train=self.eval_train, **options)
+        eval_step = self.step(key, self.eval_model or self.model, self.optimizer, train=self.eval_train, **options)
         train_actions = [*self.train_actions]
         if self.save is not None:
             train_actions.append(jaxloop.CheckpointAction(directory, self.save, best=self.best))
@@ -210,6 +212,7 @@ WRITER = Silent()
 STOPPING = functools.partial(jaxloop.EarlyStoppingAction, patience=3)
 data_of = lambda **options: jaxloop.from_index(lambda number: batch_of(**options))
 TEST = {"name": "test"}
+NO_CHECKPOINTS = {"save": None, "best": None, "resumes": False}
 
 MISTAKES = {
     # The data.
@@ -252,6 +255,24 @@ MISTAKES = {
         "the train loop",
         "Nothing ends the run",
         False,
+    ),
+    "batches that repeat without an end": (
+        {"data": itertools.repeat(batch_of()), "options": {"train_total_steps": None}, **NO_CHECKPOINTS},
+        "the train loop",
+        "Nothing ends the run: its data have no end",
+        False,
+    ),
+    "a generator that may have no end": (
+        {"data": (batch_of() for _ in itertools.count()), "options": {"train_total_steps": None}, **NO_CHECKPOINTS},
+        "the train loop",
+        "Nothing ends the run: a generator does not say whether its data end",
+        False,
+    ),
+    "batches that get lost": (
+        {"step": step_with(preprocess_batch=lambda self, batch: None)},
+        "the train loop",
+        "Planted.preprocess_batch returned None. Return the batch",
+        True,
     ),
     "a generator that can't be gone on with": (
         {"data": Generated(lambda: itertools.repeat(batch_of(), 400))},
@@ -327,6 +348,36 @@ MISTAKES = {
         "the train loop",
         "returns state.step as it was. Each run must add one to it",
         True,
+    ),
+    "no optimizer": (
+        {"optimizer": NO_OPTIMIZER},
+        "the train loop",
+        "GoodStep has train=True and no optimizer, so state.apply_gradients adds the gradients to the parameters",
+        False,
+    ),
+    "a loss for each example": (
+        {
+            "step": step_with(outputs=lambda self, loss, batch: {"loss": batch["y"][:, 0] + loss, "error": loss}),
+            "best": None,
+        },
+        "the train loop",
+        r"The history holds scalars, so it would have nothing of 'loss', float32\[8\]\. Return the mean",
+        False,
+    ),
+    "outputs that are all for each example": (
+        {
+            "step": step_with(outputs=lambda self, loss, batch: {"error": batch["y"][:, 0] + loss}),
+            "best": None,
+        },
+        "the train loop",
+        r"would have nothing of 'error', float32\[8\]",
+        False,
+    ),
+    "an evaluation of another model": (
+        {"eval_model": Network(width=8)},
+        "eval 'test'",
+        r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*one model",
+        False,
     ),
     "a value that is read in run": (
         {"step": run_that(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))},

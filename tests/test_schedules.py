@@ -92,6 +92,14 @@ def test_a_schedule_reads_as_it_was_written(schedule, text):
 
 
 @pytest.mark.parametrize(
+    "join", [lambda a, b: a or b, lambda a, b: a and b, lambda a, b: not a, lambda a, b: bool(b)], ids=str
+)
+def test_a_schedule_is_neither_true_nor_false(join):
+    with pytest.raises(TypeError, match=r"is neither true nor false\. Join schedules with \|, & and ~"):
+        join(every(100), last())
+
+
+@pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: every(), ValueError, r"every\(...\) takes one of steps, samples, time and loops, got none of them"),

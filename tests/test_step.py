@@ -506,6 +506,13 @@ def test_an_error_in_run_comes_with_the_batch_in_words(change, words):
     step(state, batches[0])  # The state was not taken.
 
 
+def test_a_preprocessed_batch_must_be_returned():
+    step, state, batches = examples.tiny_regression()
+    step.preprocess_batch = lambda batch: None
+    with pytest.raises(TypeError, match=r"preprocess_batch returned None\. Return the batch"):
+        step(state, batches[0])
+
+
 def test_tensors_of_other_libraries_are_refused_with_the_remedy():
     tf = pytest.importorskip("tensorflow")
     step, state, batches = examples.tiny_regression()

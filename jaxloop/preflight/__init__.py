@@ -31,7 +31,7 @@ from jaxloop.preflight.findings import Findings
 from jaxloop.preflight.memory import look_at_compiled, look_at_layout
 from jaxloop.preflight.report import CheckError, Problem, Report
 from jaxloop.preflight.state import State, look_at_state
-from jaxloop.preflight.step import Foreseen, look_at_step
+from jaxloop.preflight.step import Foreseen, look_at_model, look_at_optimizer, look_at_step
 from jaxloop.preflight.timetable import look_at_log_interval, say_if_never_evaluated, when_evaluated
 from jaxloop.specs import EvalSpec
 
@@ -73,6 +73,7 @@ def _look_at_training(
     loop: ActionLoop, state: State, data: TrainData, course: Course, found: Findings
 ) -> Foreseen | None:
     """What is known of the train steps; None where there is no state or no batch for them."""
+    look_at_optimizer(TRAIN, loop.step, state.shapes, found)
     if state.shapes is None or data.batch is None:
         return None
     longest = course.steps_of_longest_loop
@@ -92,6 +93,8 @@ def _look_at_evaluation(
     where, calls = f"eval {name!r}", when_evaluated(spec, experiment, course)
     if isinstance(loop, EvalLoop) and loop.step.train:
         found.warn(where, f"It evaluates by {loop.said_of_training}")
+    if experiment.train_loop is not None:
+        look_at_model(where, loop.step, experiment.train_loop.step, found)
     say_if_never_evaluated(where, spec, calls, course, found)
     batch, count, outputs = None, "?", None
     with found.finding(where):

@@ -1,5 +1,6 @@
 """The length of the run: how far it goes, what ends it, and where nothing does."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -87,9 +88,13 @@ def _look_at_end_of_data(
             "dataset (train_epochs says how often), or lower train_total_steps.",
             is_error=experiment.on_exhausted == "raise",
         )
-    if experiment.stop is None and course.end is None and is_endless(data.source):
+    if experiment.stop is not None or course.end is not None:
+        return
+    is_generator = inspect.isgenerator(experiment.train_dataset)
+    if is_endless(data.source) or is_generator:
+        ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
         found.warn(
             TRAIN,
-            "Nothing ends the run: its data have no end, and there is neither train_total_steps nor stop. Give one of "
-            "them, if no action is to stop it.",
+            f"Nothing ends the run: {ending}, and there is neither train_total_steps nor stop. Give one of them, if no "
+            "action is to stop it.",
         )

@@ -69,7 +69,9 @@ def _told(error: Exception) -> str:
         return f"{error}{notes}"
     users = [(frame, path) for frame, path in frames if not _is_of_jaxloop(path) and "site-packages" not in path.parts]
     place = f"\n{_place_in_words(*users[-1])}" if users else ""
-    message = re.sub(r"\n?The error occurred while tracing the function _checked_.*|\n?See https.*", "", str(error))
+    message = re.sub(
+        r"\n?The error occurred while tracing the function <lambda> at .*jaxloop/step.*|\n?See https.*", "", str(error)
+    )
     return f"{type(error).__name__}: {message}{notes}{place}"
 
 

@@ -1,17 +1,19 @@
 """The step: a batch's way through its hooks, and a trace of `run`."""
 
 import dataclasses
+import inspect
 from typing import Any, final
 
 import jax
 import numpy as np
+from flax import linen as nn
 
 from jaxloop import checks, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.layout import bytes_of, readable
 from jaxloop.preflight.findings import Findings
 from jaxloop.preflight.state import State, look_at_new_state
-from jaxloop.step import Step
+from jaxloop.step import NO_OPTIMIZER, Step
 
 # More than so much of what steps return is too much to keep until the end of a loop.
 _MOST_OUTPUT_BYTES = 2**30
@@ -67,6 +69,7 @@ def look_at_step(
         if any(checks.is_of_user(thing, name) for thing, name in hooks):
             return Foreseen()
         _look_at_size(where, traced.outputs, longest_loop, found)
+        _look_for_losses_per_example(where, traced.outputs, found)
         return Foreseen(_like_those_of_a_loop(traced.outputs))
     return Foreseen()
 
@@ -89,8 +92,9 @@ def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.
     given = state_for_begin(state, step)
     if not checks.is_of_user(step, "begin"):
         return step.before_run(given, batch)[1]
+    preprocessed = step.preprocessed(batch)
     try:
-        result = step.begin(given, step.preprocess_batch(batch))
+        result = step.begin(given, preprocessed)
     except Exception:
         if state.values is None:
             return None
@@ -116,6 +120,54 @@ def _can_be_traced(where: str, step: Step, batch: types.Batch, ready: types.Batc
             f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means.",
         )
     return True
+
+
+def _look_for_losses_per_example(where: str, outputs: types.Output, found: Findings) -> None:
+    """Warns of outputs that are missing in the history because they are arrays: losses, or all of them."""
+    is_array = lambda value: not metrics.is_metric(value) and hasattr(value, "shape") and value.ndim > 0
+    arrays = {name: value for name, value in (outputs or {}).items() if is_array(value)}
+    losses = [name for name in arrays if "loss" in name.lower()]
+    missing = list(arrays) if len(arrays) == len(outputs or {}) else losses
+    if missing:
+        shown = ", ".join(f"{name!r}, {checks.describe(arrays[name])}" for name in missing)
+        found.warn(
+            where,
+            f"The history holds scalars, so it would have nothing of {shown}. Return the mean over the examples, or a "
+            "clu metric.",
+        )
+
+
+def look_at_optimizer(where: str, step: Step, state: Any, found: Findings) -> None:
+    """Warns of a training step that adds the gradients to the parameters."""
+    if step.train and getattr(state, "tx", None) is NO_OPTIMIZER:
+        found.warn(
+            where,
+            f"{type(step).__name__} has train=True and no optimizer, so state.apply_gradients adds the gradients to "
+            "the parameters, and the loss grows. Give it an Optax transformation: Step(base_prng, model, "
+            "optax.adam(1e-3), ...).",
+        )
+
+
+def look_at_model(where: str, step: Step, train_step: Step, found: Findings) -> None:
+    """Warns of an evaluation by a step whose model is not that of the state."""
+    trained, evaluated = train_step.model, step.model
+    if not _is_same_model(trained, evaluated):
+        found.warn(
+            where,
+            f"Its step has the model {_shown_model(evaluated)}, and the train step has {_shown_model(trained)}. The "
+            "state is that of the train step, so state.apply_fn calls the latter. Give both steps one model.",
+        )
+
+
+def _is_same_model(one: Any, other: Any) -> bool:
+    is_comparable = lambda model: isinstance(model, nn.Module) or inspect.isclass(model)
+    if one is other or one is None or other is None:
+        return True
+    return one == other if is_comparable(one) and is_comparable(other) else type(one) is type(other)
+
+
+def _shown_model(model: Any) -> str:
+    return model.__name__ if inspect.isclass(model) else " ".join(repr(model).replace("# attributes", "").split())
 
 
 def _look_at_size(where: str, outputs: types.Output, longest_loop: int | None, found: Findings) -> None:
