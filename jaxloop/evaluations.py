@@ -14,6 +14,7 @@ from jaxloop.feed import as_iterator
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Elapsed, Schedule, earliest, next_loop_of
+from jaxloop.sources import keeping_random_state
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of
 from jaxloop.tally import Tally
 from jaxloop.whole_run import elapsed_at
@@ -208,7 +209,8 @@ class Evaluations:
         assert loop.run_info is not None
         loop.run_info.elapsed = elapsed
         dataset = self.sources.get(name, spec.dataset)
-        _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
+        with keeping_random_state(dataset):
+            _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
         if not hasattr(dataset, "__next__"):  # The next time it begins anew: what draws ahead may end.
             loop.forget_batches()
         steps_run = self._tally.count(loop)

@@ -578,7 +578,7 @@ class Loop:
 
     def forget_batches(self) -> None:
         """Drops what was drawn ahead, and what it was drawn from, which is at another place since, or at its end."""
-        self._feed, self.source = Feed(iter(())), _Uncounted()
+        self._feed, self.source, self._consumed = Feed(iter(())), _Uncounted(), 0
 
     def _new_queue(self) -> OutputQueue:
         # An `update_outputs` of somebody's own may want to see them soon.

@@ -20,6 +20,7 @@ from jaxloop.sources import (
     is_function,
     name_of,
     num_batches,
+    random_state,
     source_of,
     why_unknown,
 )
@@ -45,8 +46,9 @@ class DatasetPosition:
 
     Attributes:
       kind: how the source says where it is: "state" (`get_state`, `set_state`), "state_dict" (`state_dict`,
-        `load_state_dict`), "tf.data" (the iterator's checkpoint), "sequence" and "index" (a number), "skip" (it can't,
-        and comes in the same order each time), "unknown" (it can't).
+        `load_state_dict`), "tf.data" (the iterator's checkpoint), "torch" (PyTorch's random number generators at the
+        start of the pass), "sequence" and "index" (a number), "skip" (it can't, and comes in the same order each time),
+        "unknown" (it can't).
       count: batches consumed since the start of the pass.
       state: the source's own state at the newest mark, by `jaxloop.encoding`, or with bytes as they are; None for the
         start of the pass.
@@ -137,8 +139,7 @@ class PositionedIterator(Iterator[types.Batch]):
     iterator; the batches between the newest mark and the position are drawn and skipped.
 
     Args:
-      dataset: an iterator of batches, or an iterable. Of one that is, or makes, a `PositionedIterator`, this one is
-        another name: drawing from either is drawing from both.
+      dataset: an iterator of batches, or an iterable. If it is, or makes, a `PositionedIterator`, that one is returned.
       iterate: makes the iterator of the dataset.
       prefetch: how many batches a thread draws ahead; 0 for no thread.
       skippable: whether the dataset gives the same batches in the same order each time.
@@ -147,30 +148,42 @@ class PositionedIterator(Iterator[types.Batch]):
       TypeError: the dataset is one batch, or nothing that can be iterated over.
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         dataset: Any,
         iterate: Callable[[Any], Iterator[types.Batch]] | None = None,
         *,
         prefetch: int = 0,
         skippable: bool = False,
-    ):
+    ) -> "PositionedIterator":
         check_is_dataset(dataset)
         iterate = _iterate if iterate is None else iterate
+        start = random_state(dataset)  # Before the iterator is made, which takes numbers from it.
         iterator = iterate(dataset)
-        if isinstance(iterator, PositionedIterator):
-            self.__dict__ = iterator.__dict__  # For there is one position.
-            self._skippable |= skippable
+        if isinstance(iterator, PositionedIterator):  # There is one position.
+            iterator._skippable |= skippable
             if prefetch:
-                self._draw_ahead(prefetch)
-            return
-        self.__dict__ = {}  # To share. Of a dict that Python 3.13 makes itself, its garbage collector loses the values.
+                iterator._draw_ahead(prefetch)
+            return iterator
+        self = super().__new__(cls)
+        self._open(dataset, iterator, iterate, start, prefetch, skippable)
+        return self
+
+    def _open(
+        self,
+        dataset: Any,
+        iterator: Any,
+        iterate: Callable[[Any], Any],
+        random_start: Any,
+        prefetch: int,
+        skippable: bool,
+    ) -> None:
         self._dataset, self._iterate, self._prefetch, self._skippable = dataset, iterate, prefetch, skippable
-        self._source = source_of(dataset, iterator)
+        self._source = source_of(dataset, iterator, random_start)
         self._fingerprint = {"source": describe_source(dataset)}
         self._convert: Callable[[types.Batch], types.Batch] | None = None
         self._ahead: ReadAhead | None = None
-        self._begin(iterator, 0, self._source.read() if self._source.is_cheap else None)
+        self._begin(iterator, 0, self._source.read_start())
 
     def _begin(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
         """Goes on with an iterator that stands after `count` batches, where the source had the state, if known."""
@@ -238,12 +251,19 @@ class PositionedIterator(Iterator[types.Batch]):
         """
         return (self._source.problem or why_unknown(self._dataset)) if self.kind == "unknown" else None
 
-    @property
-    def said_of_resume(self) -> str | None:
-        """What becomes of a run that goes on from a checkpoint, where no position can be restored; else None."""
-        if self.kind != "unknown":
-            return None
-        return f"{self.problem} A run that goes on from a checkpoint of this one trains on what it gives then."
+    def resume_warning(self, *, several_passes: bool = False) -> str | None:
+        """Returns why a run that is resumed from here will not be exact, and what makes it so; None if it is.
+
+        Call it before the first batch: it may have to try whether the state can be saved.
+
+        Args:
+          several_passes: whether the run makes more than one pass over the dataset.
+        """
+        if self.kind != "unknown" and not self._source.is_cheap and self._ahead is None:
+            self._source.read()
+        if self.kind == "unknown":
+            return f"{self.problem} A resumed run trains on what the data give then, which is not exact."
+        return self._source.doubt(several_passes=several_passes)
 
     # Batches -----------------------------------------------------------------------------------------
 
@@ -405,13 +425,14 @@ class PositionedIterator(Iterator[types.Batch]):
             check_same(before, now)  # Else a generator, say, has become a list, of which so many are skipped.
 
     def _fresh_iterator(self) -> Iterator[types.Batch]:
+        start = random_state(self._dataset)
         iterator = self._iterate(self._dataset)
         if iterator is self._dataset:
             raise PositionUnknownError(
                 f"{self!r} has been drawn from, and can't go back: make a new iterator to go to a position."
             )
         self.close()
-        self._source = source_of(self._dataset, iterator)
+        self._source = source_of(self._dataset, iterator, start)
         return iterator
 
 

@@ -1,5 +1,6 @@
 """How each kind of dataset says where an iterator is in it: Grain, tf.data, sequences, PyTorch, or a plain iterator."""
 
+import contextlib
 import itertools
 import operator
 import pathlib
@@ -14,10 +15,10 @@ import numpy as np
 
 from jaxloop import checks, encoding, types
 
-KINDS = ("state", "state_dict", "tf.data", "sequence", "index", "skip", "unknown")
+KINDS = ("state", "state_dict", "tf.data", "torch", "sequence", "index", "skip", "unknown")
 OR_SKIPPABLE = (
-    "or, if it gives the same batches in the same order each time, jaxloop.data.skippable(dataset): then those that "
-    "were used are drawn again and skipped"
+    "or, if it gives the same batches in the same order in every pass, jaxloop.data.skippable(dataset): a resumed run "
+    "then reads the batches of the pass again and drops them"
 )
 _ENDLESS = 2**48
 """Data that say they have so many batches have no end."""
@@ -91,9 +92,17 @@ class Source:
         """The state now, encoded; None where it can't be told."""
         return None
 
+    def read_start(self) -> Any:
+        """Returns the state before the first batch, encoded; None if reading it takes long and nothing needs it."""
+        return self.read() if self.is_cheap else None
+
     def restore(self, state: Any) -> Iterator[types.Batch]:
         """Goes to a state; returns the iterator to go on with."""
         raise NotImplementedError
+
+    def doubt(self, *, several_passes: bool) -> str | None:
+        """Returns why a resumed run may see another order, and what makes it exact; None if it is exact."""
+        return None
 
     def first(self) -> types.Batch | None:
         """The first batch, where it can be had without drawing."""
@@ -138,9 +147,7 @@ class _Stateful(Source):
     def read(self) -> Any:
         self.problem = None
         try:
-            state = self._get()
-            # The megabytes of tf.data stay bytes until it is known where they go.
-            return {"dict": state} if self.kind == "tf.data" else encoding.encode(state)
+            return self._encode(self._get())
         except Exception as error:
             reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", str(error).partition("\n")[0])
             self.problem = (
@@ -149,8 +156,99 @@ class _Stateful(Source):
             )
         return None
 
+    def _encode(self, state: Any) -> Any:
+        return encoding.encode(state)
+
     def restore(self, state: Any) -> Iterator[types.Batch]:
         return self._restore(encoding.decode(state))
+
+
+class _TensorFlow(_Stateful):
+    """An iterator of tf.data, whose checkpoint says where it is in its pass.
+
+    The order of the next pass is that of the shuffle's generator of seeds, which all iterators of a dataset share.
+    Restoring an iterator sets that generator only while the shuffle still has elements, and creating the iterator
+    advanced it. So the state from before the first batch is kept too: an iterator that is restored from it sets the
+    generator to what it was when the pass began.
+    """
+
+    def __init__(self, dataset: Any, iterator: Any):
+        super().__init__("tf.data", lambda: _save_tf(iterator), lambda state: _restore_tf(iterator, state))
+        self._dataset = iterator._dataset
+        self._start: Any = None
+        if dataset is not iterator and reshuffles(self._dataset):
+            self._start = super().read()
+
+    def read_start(self) -> Any:
+        return self._with_start(self._start) if self._start else None
+
+    def read(self) -> Any:
+        state = super().read()
+        return self._with_start(state) if state and self._start else state
+
+    def _with_start(self, state: Any) -> Any:
+        return {"dict": {"start": self._start, "now": state}}
+
+    def _encode(self, state: Any) -> Any:
+        return {"dict": state}  # The megabytes of tf.data stay bytes until it is known where they go.
+
+    def restore(self, state: Any) -> Iterator[types.Batch]:
+        items = state["dict"]
+        if not {"start", "now"} <= items.keys():
+            return super().restore(state)
+        iterator, self._start = super().restore(items["now"]), items["start"]
+        _restore_tf(iter(self._dataset), encoding.decode(self._start))
+        return iterator
+
+    def doubt(self, *, several_passes: bool) -> str | None:
+        return _doubt_of_tf(self._dataset, several_passes)
+
+
+class _Torch(_Stateful):
+    """A pass of a PyTorch loader, whose order and random numbers are those of PyTorch's generators when it began.
+
+    Args:
+      loader: the loader.
+      iterator: the pass.
+      start: what `random_state(loader)` returned before the iterator was made.
+    """
+
+    def __init__(self, loader: Any, iterator: Any, start: Any):
+        self._loader, self._iterator, self._start = loader, iterator, start
+        self._has_state = _has(loader, "state_dict", "load_state_dict")
+        self._has_begun = False
+        super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._go_to)
+
+    def read(self) -> Any:
+        # Without a state of its own, a pass is read again from its start.
+        return super().read() if self._has_state else None
+
+    def read_start(self) -> Any:
+        return super().read()
+
+    def _read_now(self) -> Any:
+        state = {"start": self._start}
+        if self._has_state:
+            state |= {"now": random_state(self._loader), "loader": self._loader.state_dict()}
+        return _without_tensors(state)
+
+    def _go_to(self, state: Any) -> Iterator[types.Batch]:
+        state = _with_tensors(state)
+        if "start" not in state:  # Of an earlier version.
+            self._loader.load_state_dict(state)
+            return iter(self._loader)
+        self._start = state["start"]
+        _set_random_state(self._loader, self._start)
+        if "loader" in state:
+            self._loader.load_state_dict(state["loader"])
+        self._iterator = iter(self._loader)
+        if "now" in state:
+            _set_random_state(self._loader, state["now"])
+        return self._iterator
+
+    def doubt(self, *, several_passes: bool) -> str | None:
+        reason = _why_order_is_unknown(self._loader)
+        return reason and f"{name_of(self._loader)} may come in another order after a resume: {reason}. {_TORCH_REMEDY}"
 
 
 def num_batches(data: Any) -> int | None:
@@ -186,25 +284,35 @@ def is_endless(data: Any) -> bool:
         return False
 
 
-def source_of(dataset: Any, iterator: Any) -> Source:
+def _has(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, name, None)) for name in methods)
+
+
+def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
     """How an iterator of a dataset says where it is.
 
     >>> source_of([], iter([])).kind
     'sequence'
+
+    Args:
+      dataset: the dataset.
+      iterator: the iterator made from it.
+      start: what `random_state(dataset)` returned before the iterator was made.
     """
-    has = lambda value, *names: all(callable(getattr(value, name, None)) for name in names)
     tensorflow = sys.modules.get("tensorflow")
     if isinstance(iterator, _SEQUENCE_ITERATORS):
         return _Sequence(iterator)
     if isinstance(iterator, IndexIterator):
         return _Index(iterator)
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
-        return _Stateful("tf.data", lambda: _save_tf(iterator), lambda state: _restore_tf(iterator, state))
-    if has(iterator, "get_state", "set_state"):
+        return _TensorFlow(dataset, iterator)
+    if _is_loader(dataset) and (_has(dataset, "state_dict", "load_state_dict") or not _why_order_is_unknown(dataset)):
+        return _Torch(dataset, iterator, start)
+    if _has(iterator, "get_state", "set_state"):
         return _Stateful("state", iterator.get_state, lambda state: (iterator, iterator.set_state(state))[0])
-    # PyTorch's StatefulDataLoader has them itself; the iterator made next goes to the state.
-    keeper = dataset if has(dataset, "state_dict", "load_state_dict") else iterator
-    if has(keeper, "state_dict", "load_state_dict"):
+    # A loader may have them itself; the iterator made next goes to the state.
+    keeper = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
+    if _has(keeper, "state_dict", "load_state_dict"):
         load = lambda state: keeper.load_state_dict(_with_tensors(state))
         restore = lambda state: (load(state), iterator if keeper is iterator else iter(dataset))[1]
         return _Stateful("state_dict", lambda: _without_tensors(keeper.state_dict()), restore)
@@ -225,6 +333,144 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
         checkpoint = sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
         checkpoint.read(f"{directory}/state").assert_consumed()
     return iterator
+
+
+# Parts of a tf.data pipeline that make their input's iterator at once, and each pass once.
+_MADE_AT_ONCE = {
+    "Batch",
+    "ParallelBatch",
+    "PaddedBatch",
+    "Map",
+    "ParallelMap",
+    "Prefetch",
+    "Filter",
+    "Take",
+    "Skip",
+} | {
+    "Zip",
+    "Options",
+}
+# Parts between a shuffle and a repeat whose iterator is saved until its input has ended.
+_SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
+
+
+def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, tuple[str, ...]]]:
+    """Returns the parts of a tf.data pipeline that have a seed, each with the kinds of the parts that read from it."""
+    found = [(dataset, above)] if hasattr(dataset, "_seed2") else []
+    inputs = dataset._inputs() if _has(dataset, "_inputs") else []
+    kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
+    return found + [each for one in inputs for each in _random_parts(one, (*above, kind))]
+
+
+def _changes(part: Any) -> bool:
+    """Whether a part of a tf.data pipeline gives another order in each pass."""
+    is_shuffle = "Shuffle" in type(part).__name__
+    return getattr(part, "_reshuffle_each_iteration", is_shuffle) is not False or bool(
+        getattr(part, "_rerandomize", False)
+    )
+
+
+def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
+    """Returns why a pipeline of tf.data may come in another order after a resume, and what to do."""
+    parts = _random_parts(dataset)
+    repeats = [above[above.index("Repeat") + 1 :] for part, above in parts if "Repeat" in above and _changes(part)]
+    is_repeated = several_passes or any("Repeat" in above for _, above in parts)
+    because = "this tf.data pipeline may come in another order after a resume: "
+    if is_repeated and any(not int(part._seed) and not int(part._seed2) for part, _ in parts):
+        return f"{because}it shuffles without a seed. Write dataset.shuffle(size, seed=...)."
+    changing = [above for part, above in parts if _changes(part)]
+    if several_passes and (len(changing) > 1 or any(not _MADE_AT_ONCE.issuperset(above) for above in changing)):
+        return (
+            f"{because}it shuffles anew in each pass, and not once, or before a part such as repeat, cache or "
+            "concatenate. Shuffle once and after these parts, or write shuffle(..., reshuffle_each_iteration=False)."
+        )
+    if any(not _SAVED_TO_THE_END.issuperset(between) for between in repeats):
+        return (
+            f"{because}it repeats a shuffle with other parts between. Write dataset.shuffle(size, seed=...).repeat()."
+        )
+    return None
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Whether a dataset is of tf.data, and shuffles anew each time it is iterated over."""
+    dataset = getattr(dataset, "_data", dataset)
+    return library(dataset) == "tensorflow" and any(_changes(part) for part, _ in _random_parts(dataset))
+
+
+# PyTorch's loaders -----------------------------------------------------------------------------------
+
+_TORCH_REMEDY = (
+    "Give a DataLoader over a dataset with __getitem__, in the order of PyTorch's own samplers (shuffle=True is one), or "
+    "a StatefulDataLoader of torchdata whose sampler and IterableDataset have state_dict and load_state_dict"
+)
+
+
+def _is_loader(dataset: Any) -> bool:
+    return library(dataset) == "torch" and hasattr(dataset, "batch_sampler")
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Returns a loader and the samplers in it, each once."""
+    found, more = {}, [loader]
+    while more:
+        part = more.pop(0)
+        if part is not None and id(part) not in found:
+            found[id(part)] = part
+            more += [getattr(part, "sampler", None), getattr(part, "batch_sampler", None)]
+    return list(found.values())
+
+
+def _why_order_is_unknown(loader: Any) -> str | None:
+    """Returns what may order a loader's examples other than PyTorch's generators; None if nothing does."""
+    has_state = lambda value: _has(loader, "state_dict") and _has(value, "state_dict", "load_state_dict")
+    is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
+    if is_iterable and not has_state(loader.dataset):
+        return f"its dataset, {name_of(loader.dataset)}, orders its examples itself"
+    for sampler in _samplers(loader)[1:]:
+        if type(sampler).__module__.partition(".")[0] not in ("torch", "torchdata") and not has_state(sampler):
+            return f"its sampler, {name_of(sampler)}, is not one of PyTorch's"
+    if getattr(loader, "in_order", True) is False:
+        return "in_order=False takes what comes first"
+    return None
+
+
+def random_state(dataset: Any) -> Any:
+    """Returns the states of the random number generators that a PyTorch loader uses; None for other data."""
+    if not _is_loader(dataset):
+        return None
+    parts = _samplers(dataset)
+    return {
+        "torch": sys.modules["torch"].get_rng_state(),
+        "generators": [generator.get_state() for generator in _generators(parts)],
+        "epochs": [getattr(part, "epoch", None) for part in parts],
+    }
+
+
+def _generators(parts: list[Any]) -> list[Any]:
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(each): each for each in found if _has(each, "get_state", "set_state")}.values())
+
+
+def _set_random_state(loader: Any, state: Any) -> None:
+    parts = _samplers(loader)
+    sys.modules["torch"].set_rng_state(state["torch"])
+    for generator, each in zip(_generators(parts), state["generators"], strict=True):
+        generator.set_state(each)
+    for part, epoch in zip(parts, state["epochs"], strict=True):
+        if epoch is not None:
+            part.epoch = epoch
+
+
+@contextlib.contextmanager
+def keeping_random_state(dataset: Any) -> Iterator[None]:
+    """Leaves the random number generators that a PyTorch loader uses as they were, so that training is the same."""
+    loader = getattr(dataset, "_data", dataset)
+    state = random_state(loader)
+    try:
+        yield
+    finally:
+        if state is not None:
+            _set_random_state(loader, state)
 
 
 # A state of PyTorch's holds tensors: those of random number generators.
@@ -248,7 +494,9 @@ def why_unknown(dataset: Any) -> str:
     if "tensorflow_datasets" in packages:
         give = "the tf.data.Dataset itself, or its as_numpy_iterator()"
     elif "torch" in packages:
-        give = "torchdata's StatefulDataLoader in its place"
+        reason = _why_order_is_unknown(dataset) if _is_loader(dataset) else None
+        because = f": {reason}" if reason else ""
+        return f"{name_of(dataset)} can't say where it is{because}. {_TORCH_REMEDY}, {OR_SKIPPABLE}."
     return f"{name_of(dataset)} can't say where it is. Give {give}, {OR_SKIPPABLE}."
 
 

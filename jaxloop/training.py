@@ -11,7 +11,8 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed, earliest
-from jaxloop.specs import CheckpointSpec, RunSpec
+from jaxloop.sources import reshuffles
+from jaxloop.specs import CheckpointSpec, RunSpec, names_of
 from jaxloop.tally import Tally
 from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, checkpoint_actions, go_to
 
@@ -164,7 +165,7 @@ class Training:
                 loop_outputs[types.STOP_LOOP] = True
                 logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, types.STOP_LOOP)
                 break
-            if loop.elapsed.is_last or (pass_has_ended and not self._begin_pass(step_num)):
+            if loop.elapsed.is_last or (pass_has_ended and not self._has_next_pass(step_num)):
                 break
         if step_num > first_step or is_resumed:
             self._call_what_waits_for_the_last_step(state)
@@ -218,19 +219,29 @@ class Training:
             raise error
 
     def _end_pass(self) -> None:
-        """Counts a pass over the train data; raises where it had no batch."""
+        """Counts a pass over the train data, and begins the next one; raises where it had no batch.
+
+        A checkpoint of this moment keeps the position at which the next pass begins, which may have an order of its
+        own. After the last pass it does so for a run that is resumed for more of them.
+        """
         run = self.run
         if self._job.any_stops(run.source is not None and run.source.count == 0):
             raise checks.empty_dataset(self._spec.train_dataset)
         if self._spec.epochs is None:
             return
         run.passes += 1
-        if run.source is not None and not self._spec.has_iterator:
+        if self._spec.has_iterator:
+            run.source = None
+            return
+        if run.source is not None:
             run.source.close()
+        self._loop.forget_batches()
         run.source = None
+        if run.passes < self._spec.epochs or checkpoint_actions(self._loop):
+            run.source = self._source_of(self._spec.train_dataset)
 
-    def _begin_pass(self, step_num: int) -> bool:
-        """Begins the next pass over the train data; returns whether there is one."""
+    def _has_next_pass(self, step_num: int) -> bool:
+        """Whether there is another pass over the train data; says so where there is none."""
         spec = self._spec
         if spec.epochs is not None and self.run.passes >= spec.epochs:
             logging.info("The last of train_epochs=%d ended at step %d.", spec.epochs, step_num)
@@ -238,7 +249,6 @@ class Training:
         if spec.epochs is None or spec.has_iterator:
             self._report_end_of_data(step_num)
             return False
-        self.run.source = self._source_of(spec.train_dataset)
         return True
 
     def _report_end_of_data(self, step_num: int) -> None:
@@ -339,8 +349,8 @@ class Training:
         # An epoch that is left half-way is gone on with in any case.
         is_epoch = resumed is not None and epochs is not None
         run.source = self._source_of(self._spec.train_dataset)
-        if resumed is None and spec is not None and checkpoint_actions(self._loop) and run.source.said_of_resume:
-            logging.warning("%s", run.source.said_of_resume)
+        if resumed is None and spec is not None and checkpoint_actions(self._loop):
+            self._warn_of_inexact_resume(run.source)
         if is_epoch:
             run.source = PositionedIterator(run.source, skippable=True)
         if resumed is None or spec is None or not spec.restore_data:
@@ -359,6 +369,17 @@ class Training:
                 "other data, from their start, write CheckpointSpec(..., restore_data=False)."
             )
             raise
+
+    def _warn_of_inexact_resume(self, source: PositionedIterator) -> None:
+        if warning := source.resume_warning(several_passes=(self._spec.epochs or 1) > 1):
+            logging.warning("%s", warning)
+        for name, spec in zip(names_of(self._spec.eval_specs), self._spec.eval_specs, strict=True):
+            if reshuffles(spec.dataset):
+                logging.warning(
+                    "The data of the evaluation %r are shuffled anew each time, so a resumed run may measure other "
+                    "values. Write dataset.shuffle(..., seed=..., reshuffle_each_iteration=False).",
+                    name,
+                )
 
     def _catch_up(self, state: Any, resumed: Resumed) -> bool:
         """Does what belongs to the step of a checkpoint, and did not come to it because the run was broken off.

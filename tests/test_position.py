@@ -233,6 +233,18 @@ def test_two_names_of_an_iterator_have_one_position():
         PositionedIterator(first, prefetch=2)
 
 
+def test_an_iterator_that_outlives_its_first_name_keeps_its_position():
+    first = data.prefetch(BATCHES, 1)
+    second = PositionedIterator(first)
+    del first
+    gc.collect()
+    saved = second.position()
+    next(second)
+    second.seek(saved)
+    assert values(second, 1) == [BATCHES[0]["x"].tolist()]
+    second.close()
+
+
 def test_the_files_of_tf_data_stay_beside_the_json():
     iterator = PositionedIterator(tf_data())
     values(iterator, 2)
