@@ -34,7 +34,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 
 @final
-class Feed:
+class Feed(Iterator[types.Batch]):
     """Draws batches, one or several at a time, and keeps those that were drawn before their step may be run.
 
     An exception of the dataset comes out after the last batch before it, whoever met it.
@@ -91,6 +91,12 @@ class Feed:
     def drawer(self) -> Callable[[], types.Batch]:
         """What draws the next batch, as long as nobody calls another method. It raises what the dataset raises."""
         return self._draw if not self.ahead and self._error is None else self._next
+
+    def __iter__(self) -> Iterator[types.Batch]:
+        return self
+
+    def __next__(self) -> types.Batch:
+        return self._next()
 
     def _next(self) -> types.Batch:
         if self.ahead:

@@ -174,9 +174,9 @@ class _TensorFlow(_Stateful):
 
     def __init__(self, dataset: Any, iterator: Any):
         super().__init__("tf.data", lambda: _save_tf(iterator), lambda state: _restore_tf(iterator, state))
-        self._dataset = iterator._dataset
+        self._iterator, self._dataset = iterator, iterator._dataset
         self._start: Any = None
-        if dataset is not iterator and reshuffles(self._dataset):
+        if dataset is not iterator and _has_one_order_a_pass(self._dataset):
             self._start = super().read()
 
     def read_start(self) -> Any:
@@ -197,7 +197,7 @@ class _TensorFlow(_Stateful):
         if not {"start", "now"} <= items.keys():
             return super().restore(state)
         iterator, self._start = super().restore(items["now"]), items["start"]
-        _restore_tf(iter(self._dataset), encoding.decode(self._start))
+        _restore_tf(type(self._iterator)(self._dataset), encoding.decode(self._start))
         return iterator
 
     def doubt(self, *, several_passes: bool) -> str | None:
@@ -370,16 +370,27 @@ def _changes(part: Any) -> bool:
     )
 
 
+def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Returns, for each part that gives another order in each pass, what reads from it."""
+    return [above for part, above in parts if _changes(part)]
+
+
+def _has_one_order_a_pass(dataset: Any) -> bool:
+    """Whether the order of a pass is made when its iterator is, by one part of a tf.data pipeline."""
+    orders = _orders(_random_parts(dataset))
+    return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
+
+
 def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
     """Returns why a pipeline of tf.data may come in another order after a resume, and what to do."""
     parts = _random_parts(dataset)
-    repeats = [above[above.index("Repeat") + 1 :] for part, above in parts if "Repeat" in above and _changes(part)]
+    orders = _orders(parts)
+    repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
     is_repeated = several_passes or any("Repeat" in above for _, above in parts)
     because = "this tf.data pipeline may come in another order after a resume: "
     if is_repeated and any(not int(part._seed) and not int(part._seed2) for part, _ in parts):
         return f"{because}it shuffles without a seed. Write dataset.shuffle(size, seed=...)."
-    changing = [above for part, above in parts if _changes(part)]
-    if several_passes and (len(changing) > 1 or any(not _MADE_AT_ONCE.issuperset(above) for above in changing)):
+    if several_passes and orders and not _has_one_order_a_pass(dataset):
         return (
             f"{because}it shuffles anew in each pass, and not once, or before a part such as repeat, cache or "
             "concatenate. Shuffle once and after these parts, or write shuffle(..., reshuffle_each_iteration=False)."
@@ -400,8 +411,8 @@ def reshuffles(dataset: Any) -> bool:
 # PyTorch's loaders -----------------------------------------------------------------------------------
 
 _TORCH_REMEDY = (
-    "Give a DataLoader over a dataset with __getitem__, in the order of PyTorch's own samplers (shuffle=True is one), or "
-    "a StatefulDataLoader of torchdata whose sampler and IterableDataset have state_dict and load_state_dict"
+    "Give a DataLoader over a dataset with __getitem__, in the order of PyTorch's own samplers (shuffle=True is one), "
+    "or a StatefulDataLoader of torchdata whose sampler and IterableDataset have state_dict and load_state_dict"
 )
 
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -40,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import directories, launching, leaving, stubborn, summaries, whole_run
+from programs import directories, launching, leaving, pipelines, stubborn, summaries, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -185,7 +186,11 @@ def serve(cache: str) -> Any:
     assert not xla_bridge._backends, "with a backend, no process can be forked"
     for line in sys.stdin:
         request = json.loads(line)
-        if "wait" in request:
+        if "import" in request:
+            for name in request["import"]:
+                importlib.import_module(name)
+            print(0, flush=True)
+        elif "wait" in request:
             print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
         else:
             pid = os.fork()
@@ -442,6 +447,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "end_everywhere": end_everywhere,
     "resume_everywhere": resume_everywhere,
     "long": run_for_long,
+    "pipeline": pipelines.run,
 }
 
 # How runs end --------------------------------------------------------------------------------------------
@@ -500,16 +506,18 @@ class Arena:
         self._count += 1
         return self.directory / f"{name}_{self._count}"
 
-    def whole(self, options: dict[str, Any]) -> Whole:
+    def whole(self, options: dict[str, Any], job: str = "run", begins: str = "action") -> Whole:
+        """Runs a job without a break, once; `begins` is the place from which its seconds count."""
         key = json.dumps(options)
         if key not in self._wholes:
             directory = self.new_directory("whole")
-            child = self.server.start(directory, **options)
-            child.wait_for("action")
+            child = self.server.start(directory, job, **options)
+            child.wait_for(begins)
             start = time.monotonic()
             assert child.wait() == 0, child.log.read_text()
             secs = time.monotonic() - start
-            self._wholes[key] = Whole(child.result(), history_of(directory), child.at("writer"), secs)
+            rows = history_of(directory) if (directory / "history.jsonl").exists() else []
+            self._wholes[key] = Whole(child.result(), rows, child.at("writer"), secs)
         return self._wholes[key]
 
     def finish(self, children: list[Child], directory: pathlib.Path, options: dict[str, Any], exact: bool) -> list[str]:
@@ -585,6 +593,63 @@ def sigkill(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken:
         killed += kills
         if kills or problems:
             yield kills, problems + arena.finish(children, directory, options, exact=False)
+
+
+def data_pipelines(arena: Arena, count: int, seed: int, per_run: int = 2) -> Broken:
+    """Kills runs over data pipelines of tf.data, Grain and PyTorch in each API at random moments, and resumes them."""
+    modules, missing = pipelines.libraries()
+    for name in missing:
+        print(f"  pipelines: {name} is not installed, and its pipelines are skipped", flush=True)
+    arena.server.ask({"import": [*modules, "tensorboard.backend.event_processing.plugin_event_accumulator"]})
+    rng, killed, kinds = random.Random(seed), 0, collections.Counter()
+    cases = [
+        (name, api) for name, each in pipelines.PIPELINES.items() if each.library not in missing for api in each.apis
+    ]
+    rng.shuffle(cases)
+    for name, api in itertools.cycle(cases):
+        if killed >= count:
+            break
+        options, directory = {"pipeline": name, "api": api, "pace": 0.01}, arena.new_directory("pipeline")
+        start_run = functools.partial(arena.server.start, directory, "pipeline", **options)
+        whole, children = arena.whole(options, "pipeline", "step"), []
+        while len(children) < min(per_run, count - killed):
+            child = start_run()
+            if child.wait_for("step"):
+                time.sleep(rng.uniform(0, 0.7 * whole.secs))
+            child.send(signal.SIGKILL)
+            if child.wait() != -signal.SIGKILL:  # It had ended, or failed, which the next one does too.
+                break
+            children.append(child)
+        if not children:
+            continue
+        last_child = start_run()
+        code = last_child.wait()
+        children.append(last_child)
+        said = any(re.search(pipelines.WARNING, child.log.read_text()) for child in children)
+        problems, has_begun = [], any(child.first_step for child in children)
+        if code != 0:
+            problems.append(f"the last run failed: {last_child.log.read_text()[-3000:]}")
+        elif not pipelines.PIPELINES[name].warns:
+            result = last_child.result()
+            problems += [
+                f"{what}: {first_difference(*map(as_list, (result[what], whole.result[what])))}"
+                for what in ("leaves", "history", "points")
+                if result[what] != whole.result[what]
+            ]
+            problems += ["it warned that a resume is not exact"] if said else []
+        elif not said:
+            problems.append("it did not warn that a resume is not exact")
+        killed += len(children) - 1
+        kinds[pipelines.PIPELINES[name].library, api, "resumed" if has_begun else "not saved before"] += (
+            len(children) - 1
+        )
+        yield len(children) - 1, [f"{name}, {api}: {problem}" for problem in problems]
+    for kind, number in sorted(kinds.items()):
+        print(f"  pipelines: {number:3} kills in {', '.join(kind)}", flush=True)
+
+
+def as_list(value: Any) -> list[Any]:
+    return sorted(value.items()) if isinstance(value, dict) else value
 
 
 def too_much_lost(child: Child, save: int, saves_under_way: int) -> list[str]:
@@ -925,6 +990,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "soak": (soak, 100),
     "signals": (signals, 100),
     "sigkill": (sigkill, 100),
+    "pipelines": (data_pipelines, 100),
     "resumes": (resumes, 198),
     "ends": (ends, 88),
     "damaged": (damaged, 500),

@@ -14,7 +14,7 @@ from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, lock, timing
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
-from jaxloop.feed import as_iterator
+from jaxloop.feed import Feed, as_iterator
 from jaxloop.flat_state import whole
 from jaxloop.function_step import PlainCall, name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
@@ -91,11 +91,11 @@ def loop(
         _closing(callbacks, loop_state),
         stopwatch.counting("rest"),
     ):
-        dataset = _keep_all(loop_state, callbacks, dataset)
+        feed, mark = _keep_all(loop_state, callbacks, dataset)
         start = loop_state.elapsed
         is_new = start is begin and start.steps == 0
         loop_state.total_steps = _steps_of(stop, start)
-        counting = Counting(as_iterator(dataset), as_stop(stop), start, stopwatch, num_examples)
+        counting = Counting(feed, as_stop(stop), start, stopwatch, num_examples)
         _Due(entry for entry in entries if entry.when is on_start).call(loop_state, stopwatch)
         if is_new:
             _Due(entry for entry in entries if entry.when(start)).call(loop_state, stopwatch)
@@ -104,7 +104,16 @@ def loop(
         while drawn is not None:
             end_row(loop_state)  # Not before: what waits for the last step belongs to the row of that step.
             loop_state.elapsed, loop_state.batch = drawn
-            plan.due(loop_state.elapsed).call(loop_state, stopwatch)
+            due = plan.due(loop_state.elapsed)
+            if due.has_actions and not loop_state.elapsed.is_last:
+                if due.saves:
+                    mark()  # Before the next batch is read: the position belongs to this step.
+                with stopwatch.counting("data"):
+                    is_last = not feed.has_more()
+                if is_last:
+                    loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
+                    due = plan.due(loop_state.elapsed)
+            due.call(loop_state, stopwatch)
             if loop_state.stop_iteration or interruptible.requested:
                 break
             drawn = plan.draw(loop_state, counting, interruptible.outermost)
@@ -131,15 +140,18 @@ def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
     return History()
 
 
-def _keep_all(loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any) -> Any:
+def _keep_all(
+    loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any
+) -> tuple[Feed, Callable[[], None]]:
     """Has checkpoints keep the whole of the loop, and goes on from one where a task asks for that.
 
-    Returns the dataset, at its position.
+    Returns what reads the dataset from its position on, and what notes the position for a checkpoint.
     """
     if not any(callback.saves for callback in callbacks):
-        return dataset
+        return Feed(as_iterator(dataset)), lambda: None
     source = PositionedIterator(dataset)
-    part = _LoopPart(loop_state, callbacks, source)
+    feed = Feed(source)
+    part = _LoopPart(loop_state, callbacks, source, feed)
     run = WholeRun(part, {}, {}, loop_state.history)
     run.source, loop_state.snapshot = source, run.snapshot
     tools = [callback.of for callback in callbacks if isinstance(callback.of, CheckpointTool)]
@@ -149,6 +161,8 @@ def _keep_all(loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset:
         given = checks.adopt(loop_state.state)
         restored = checkpoints.restore_newest(directory, given)
         if restored is None:
+            if warning := source.resume_warning():
+                logging.warning("%s", warning)
             logging.info("No checkpoint found in %s", directory)
             loop_state.history.resume(loop_state.elapsed.steps)
             continue
@@ -163,7 +177,7 @@ def _keep_all(loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset:
         logging.info("Resumed at step %d from %s.", step, directory)
     for callback in callbacks if any(tool.resume for tool in tools) else ():
         callback.begin_run(loop_state.elapsed.steps)
-    return source
+    return feed, source.mark
 
 
 class _LoopPart:
@@ -171,12 +185,14 @@ class _LoopPart:
 
     steps_before = 0
 
-    def __init__(self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator):
-        self._loop_state, self._callbacks, self._source = loop_state, callbacks, source
+    def __init__(
+        self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator, feed: Feed
+    ):
+        self._loop_state, self._callbacks, self._source, self._feed = loop_state, callbacks, source, feed
 
     @property
     def batches_consumed(self) -> int:
-        return self._source.count
+        return self._source.count - self._feed.num_ahead
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         now = self._loop_state.elapsed
@@ -267,6 +283,8 @@ class _Due:
         self.entries = list(entries)
         called = [each for entry in self.entries for each in entry.callbacks]
         self._callbacks = sorted(called, key=lambda callback: callback.saves)
+        self.has_actions = any(isinstance(callback, ActionCallback) for callback in called)
+        self.saves = any(callback.saves for callback in called)
 
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
         for callback in self._callbacks:
@@ -368,7 +386,7 @@ def _take_some(
       belongs to it. And whether there is none, and more steps can be taken here.
     """
     call, names, forms = known.plain.call, known.names, known.forms
-    draw, clock, state = counting.iterator.__next__, counting.stopwatch.clock, loop_state.state
+    draw, clock, state = counting.iterator.drawer(), counting.stopwatch.clock, loop_state.state
     reported: list[Any] = []
     came_at: list[float] = []
     in_data, came, batch, error, is_ahead = 0.0, 0.0, loop_state.batch, None, False

@@ -1,0 +1,355 @@
+"""The order of each pass over a dataset, after a resume too."""
+
+import itertools
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxloop
+from jaxloop import CheckpointAction, CheckpointSpec, OuterLoop, TrainLoop, data, every, examples, functional, last
+from jaxloop.position import DatasetPosition, PositionedIterator
+
+STEP, STATE, BATCHES = examples.tiny_regression()
+PASSES = 3
+
+
+def values(iterator, number=None):
+    return [np.asarray(batch["x"]).tolist() for batch in itertools.islice(iterator, number)]
+
+
+def through_json(saved):
+    arrays = {}
+    return DatasetPosition.from_dict(saved.to_dict(arrays), arrays)
+
+
+def assert_later_passes_are_the_same(make, opened=PositionedIterator):
+    """From each position in each pass, the rest of it and all later passes are those of an uninterrupted run."""
+    dataset, passes, positions = make(), [], {}
+    for number in range(PASSES):
+        iterator, passes_so_far = opened(dataset), len(passes)
+        positions[passes_so_far, 0], batches = iterator.position(), []
+        while batch := values(iterator, 1):
+            batches += batch
+            positions[number, len(batches)] = iterator.position()
+        passes.append(batches)
+    for (number, count), saved in positions.items():
+        dataset = make()
+        iterator = opened(dataset)
+        iterator.seek(through_json(saved))
+        assert values(iterator) == passes[number][count:], (number, count)
+        assert [values(opened(dataset)) for _ in range(number + 1, PASSES)] == passes[number + 1 :], (number, count)
+    return passes
+
+
+# tf.data ---------------------------------------------------------------------------------------------
+
+
+def rows():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices({"x": np.arange(12)})
+
+
+SHUFFLED = {
+    "shuffle": lambda: rows().shuffle(12, seed=1).batch(3),
+    "prefetch": lambda: rows().shuffle(5, seed=1).batch(3).prefetch(2),
+    "batch first": lambda: rows().batch(3).shuffle(4, seed=1),
+    "parallel map": lambda: rows().shuffle(12, seed=1).map(lambda row: row, num_parallel_calls=2).batch(3).prefetch(1),
+    "the same order": lambda: rows().shuffle(12, seed=1, reshuffle_each_iteration=False).batch(3).prefetch(2),
+    "repeat first": lambda: rows().repeat(2).shuffle(12, seed=1).batch(6),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_a_shuffle_of_tf_data_goes_on_with_its_later_passes(name):
+    make = SHUFFLED[name]
+    passes = assert_later_passes_are_the_same(make, data.batches if name == "prefetch" else PositionedIterator)
+    assert (passes[0] == passes[1]) == (name == "the same order")
+    assert PositionedIterator(make()).resume_warning(several_passes=True) is None
+
+
+REPEATED = {
+    "repeat": lambda: rows().shuffle(12, seed=1).repeat(3).batch(3).prefetch(2),
+    "map and batch": lambda: rows().shuffle(12, seed=1).map(lambda row: row).batch(3).repeat(3),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_shuffle_that_repeats_is_one_pass_with_exact_positions(name):
+    iterator, positions = PositionedIterator(REPEATED[name]()), []
+    assert iterator.resume_warning() is None
+    everything = []
+    while batch := values(iterator, 1):
+        everything += batch
+        positions.append(iterator.position())
+    for count, saved in enumerate(positions, start=1):
+        again = PositionedIterator(REPEATED[name]())
+        again.seek(through_json(saved))
+        assert values(again) == everything[count:]
+
+
+def from_generator():
+    tf = pytest.importorskip("tensorflow")
+    generate = lambda: ({"x": np.ones(2, np.float32)} for _ in range(3))
+    return tf.data.Dataset.from_generator(generate, output_signature={"x": tf.TensorSpec((2,), tf.float32)})
+
+
+@pytest.mark.parametrize(
+    ("make", "several_passes", "message"),
+    [
+        (lambda: rows().shuffle(12).batch(3), True, r"without a seed. Write dataset.shuffle\(size, seed=...\)"),
+        (lambda: rows().shuffle(12, reshuffle_each_iteration=False).batch(3), True, "without a seed"),
+        (lambda: rows().shuffle(12).repeat(2).batch(3).as_numpy_iterator(), False, "without a seed"),
+        (lambda: rows().shuffle(12).batch(3), False, None),
+        (lambda: rows().shuffle(9, seed=1).batch(3).shuffle(2, seed=2), True, "not once.*reshuffle_each_iteration=Fal"),
+        (lambda: rows().shuffle(9, seed=1).repeat(2).batch(3), True, "before a part such as repeat"),
+        (lambda: rows().shuffle(9, seed=1).cache().batch(3), True, "before a part such as repeat, cache"),
+        (
+            lambda: rows().shuffle(9, seed=1).prefetch(2).repeat(2),
+            False,
+            r"between. Write dataset.shuffle.*.repeat\(\)",
+        ),
+        (from_generator, False, "PyFunc is stateful.*which is not exact"),
+        (lambda: rows().batch(3).prefetch(2).repeat(2), True, None),
+    ],
+)
+def test_tf_data_that_can_not_be_resumed_exactly_say_so_before_the_first_batch(make, several_passes, message):
+    warning = PositionedIterator(make()).resume_warning(several_passes=several_passes)
+    assert warning is None if message is None else re.search(message, warning)
+
+
+# PyTorch ---------------------------------------------------------------------------------------------
+
+
+class Tensor:
+    __module__ = "torch"
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return self.array
+
+
+class Generator:
+    """As torch.Generator, or the global one."""
+
+    def __init__(self, seed):
+        self.number = seed
+
+    def get_state(self):
+        return Tensor(np.asarray([self.number]))
+
+    def set_state(self, state):
+        self.number = int(state.array[0])
+
+    def draw(self):
+        self.number += 1
+        return self.number
+
+
+class Sampler:
+    __module__ = "torch.utils.data.sampler"
+
+    def __init__(self, generator):
+        self.generator = generator
+
+
+class Loader:
+    """As a DataLoader that shuffles: an order for each pass from the global generator, or its own."""
+
+    __module__ = "torch.utils.data.dataloader"
+
+    def __init__(self, generator=None):
+        self.dataset, self.batch_sampler, self.sampler = BATCHES, None, Sampler(generator)
+
+    def __iter__(self):
+        seed = (self.sampler.generator or sys.modules["torch"].default).draw()
+        return iter([{"x": row} for row in np.random.default_rng(seed).permutation(5)].__iter__().__next__, None)
+
+
+class StatefulLoader(Loader):
+    """As a StatefulDataLoader: it takes an order from the generator, and skips what it has given."""
+
+    __module__ = "torchdata.stateful_dataloader"
+    count, skip = 0, 0
+
+    def __iter__(self):
+        iterator, self.count, self.skip = super().__iter__(), self.skip, 0
+        for _ in range(self.count):
+            next(iterator)
+        return map(self.give, iterator)
+
+    def give(self, batch):
+        self.count += 1
+        return batch
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.skip = state_dict["count"]
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    module = type(sys)("torch")
+    module.default, module.from_numpy = Generator(5), Tensor
+    module.get_rng_state = lambda: module.default.get_state()
+    module.set_rng_state = lambda state: module.default.set_state(state)
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+@pytest.mark.parametrize("kind", [Loader, StatefulLoader])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_loader_that_shuffles_goes_on_with_its_later_passes(torch, kind, has_generator):
+    def make():
+        torch.default.number = 5
+        return kind(Generator(70) if has_generator else None)
+
+    passes = assert_later_passes_are_the_same(make)
+    assert passes[0] != passes[1]
+    assert PositionedIterator(make()).resume_warning(several_passes=True) is None
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("shuffled", [{"shuffle": True}, {"shuffle": True, "generator": 5}, {"shuffle": False}])
+def test_loaders_of_pytorch_go_on_with_their_later_passes(stateful, shuffled):
+    torch = pytest.importorskip("torch")
+    loaders = pytest.importorskip("torchdata.stateful_dataloader") if stateful else torch.utils.data
+
+    def make():
+        torch.manual_seed(0)
+        options = dict(shuffled)
+        if "generator" in options:
+            options["generator"] = torch.Generator().manual_seed(options["generator"])
+        kind = loaders.StatefulDataLoader if stateful else loaders.DataLoader
+        return kind([{"x": np.float32(row)} for row in range(12)], 3, **options)
+
+    passes = assert_later_passes_are_the_same(make, data.batches)
+    assert (passes[0] == passes[1]) == (not shuffled["shuffle"])
+
+
+class OwnSampler(Sampler):
+    __module__ = "my_project"
+
+
+def test_a_loader_in_an_order_of_its_own_says_that_a_resume_is_not_exact(torch):
+    for kind, message in [
+        (Loader, "can't say where it is"),
+        (StatefulLoader, "may come in another order after a resu"),
+    ]:
+        loader = kind()
+        loader.sampler = OwnSampler(None)
+        warning = PositionedIterator(loader).resume_warning()
+        assert message in warning and "its sampler, an OwnSampler, is not one of PyTorch's" in warning
+        assert "PyTorch's own samplers" in warning and "state_dict" in warning
+
+
+def test_an_evaluation_leaves_the_random_numbers_of_pytorch_to_training(torch):
+    step = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
+    eval_data = Loader()
+    eval_data.__class__ = type(
+        "EvalLoader", (Loader,), {"__iter__": lambda self: (torch.default.draw(), iter(BATCHES))[1]}
+    )
+    outer_loop = OuterLoop(eval_loops=[jaxloop.EvalLoop(step)])
+    outer_loop(jax.tree.map(jax.numpy.copy, STATE), eval_specs=[jaxloop.EvalSpec(eval_data, num_steps=2)])
+    assert torch.default.number == 5
+
+
+# In runs ---------------------------------------------------------------------------------------------
+
+
+class Stop(jaxloop.Action):
+    """Breaks a run off after a step, as an exception would."""
+
+    def __init__(self, at):
+        super().__init__(every(1))
+        self.at = at
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        if step_num == self.at:
+            raise KeyError("stop")
+
+
+def train(directory, dataset, epochs=PASSES, stop=None, save=1):
+    step_data = data.Passes(dataset)
+    actions = [CheckpointAction(directory, every(save) | every(loops=1))] + ([Stop(stop)] if stop else [])
+    outer_loop = OuterLoop(TrainLoop(STEP, end_actions=actions), checkpoint_spec=CheckpointSpec(directory))
+    state, _ = outer_loop(jax.tree.map(jax.numpy.copy, STATE), step_data, train_epochs=epochs)
+    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
+
+
+def shuffled_batches():
+    tf = pytest.importorskip("tensorflow")
+    stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *BATCHES[:4])
+    return tf.data.Dataset.from_tensor_slices(stacked).shuffle(20, seed=1).batch(8).prefetch(2)
+
+
+def test_a_run_in_epochs_over_a_shuffle_ends_as_if_it_had_not_been_stopped(tmp_path):
+    whole = train(tmp_path / "whole", shuffled_batches())
+    for stop in (4, 6, 8):  # At the end of an epoch, and in one.
+        with pytest.raises(KeyError):
+            train(tmp_path / str(stop), shuffled_batches(), stop=stop)
+        assert train(tmp_path / str(stop), shuffled_batches()) == whole
+    train(tmp_path / "longer", shuffled_batches(), epochs=1)
+    assert train(tmp_path / "longer", shuffled_batches()) == whole
+
+
+def test_a_run_over_a_shuffle_without_a_seed_warns_at_its_start(tmp_path, warnings_logged):
+    tf = pytest.importorskip("tensorflow")
+    train(tmp_path, tf.data.Dataset.from_tensor_slices(BATCHES[0]).shuffle(8).batch(4), epochs=2)
+    assert "without a seed" in str(warnings_logged())
+
+
+def test_evaluation_data_that_are_shuffled_anew_warn_at_the_start(tmp_path, warnings_logged):
+    eval_loop = jaxloop.EvalLoop(type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer))
+    train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path)])
+    outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
+    specs = [jaxloop.EvalSpec(data.Passes(shuffled_batches()), num_steps=2, name="test")]
+    outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES[:2], 2, eval_specs=specs)
+    assert "The data of the evaluation 'test' are shuffled anew each time" in str(warnings_logged())
+
+
+# When a batch is read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["objects", "functions"])
+def test_the_next_batch_is_read_before_the_actions_of_a_step_and_is_not_part_of_its_position(api, tmp_path):
+    events = []
+
+    class Look(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, elapsed, **kwargs):
+            events.append(("action", step_num, elapsed.is_last))
+
+    def read():
+        for number in range(5):
+            events.append(("read", number + 1))
+            yield BATCHES[number]
+
+    dataset = data.skippable(read)
+    save, looks = CheckpointAction(tmp_path, every(2), keep=None), Look(every(2) | last())
+    if api == "objects":
+        loop = TrainLoop(STEP, end_actions=[looks, save])
+        OuterLoop(loop, checkpoint_spec=CheckpointSpec(tmp_path))(jax.tree.map(jax.numpy.copy, STATE), dataset)
+    else:
+        tasks = {every(1): STEP, every(2) | last(): Look(), every(2): functional.checkpoint(tmp_path, keep=9)}
+        functional.loop(jax.tree.map(jax.numpy.copy, STATE), dataset, tasks)
+    actions = [event for event in events if event[0] == "action"]
+    assert actions == [("action", 2, False), ("action", 4, False), ("action", 5, True)]
+    for step in (2, 4):
+        assert events.index(("read", step + 1)) < events.index(("action", step, False))
+        position = jaxloop.checkpoint.run(tmp_path, step)["positions"][0]["data"]
+        assert position["count"] == step
+
+
+def test_a_loop_in_functions_says_at_its_start_that_a_resume_is_not_exact(tmp_path, warnings_logged):
+    tasks = {every(1): STEP, every(2): functional.checkpoint(tmp_path, resume=True)}
+    functional.loop(jax.tree.map(jax.numpy.copy, STATE), (batch for batch in BATCHES), tasks, stop=3)
+    assert "can't say where it is" in str(warnings_logged()) and "not exact" in str(warnings_logged())
