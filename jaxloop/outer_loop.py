@@ -160,6 +160,9 @@ class OuterLoop:
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment to its end.
 
+        If something is due at a step, the next batch is read before: so it is known whether the step is the last one.
+        The position that a checkpoint keeps is the one before that batch.
+
         It ends when `train_total_steps` are done, `stop` fires, the train dataset ends, a loop sets
         `outputs[STOP_LOOP]`, or Ctrl-C is pressed. However it ends, the actions are closed: checkpoints are committed
         and writers flushed. Where an exception ends it, the state as of the last whole step is in `rescued_state`, and
@@ -175,8 +178,8 @@ class OuterLoop:
           log_train_total_steps: logs from where to where the training goes.
           stop: ends the training besides: `at(time=3600)`, `at(samples=1_000_000)`.
           train_epochs: passes over the train dataset, an iterable, of which each is one loop (so there are no
-            `train_loop_steps`); with `train_total_steps`, at most so many. A run that was resumed inside a pass skips
-            the batches that it has had, which is exact where they come in the same order again.
+            `train_loop_steps`); with `train_total_steps`, at most so many. A checkpoint keeps the pass and the
+            place in it; the run warns at its start if the order of later passes can't be kept.
           on_exhausted: where the train dataset ends before `train_total_steps`, "stop" ends the run with a warning,
             "raise" with an error, after the last step was saved.
 

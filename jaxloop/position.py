@@ -254,12 +254,14 @@ class PositionedIterator(Iterator[types.Batch]):
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
         """Returns why a run that is resumed from here will not be exact, and what makes it so; None if it is.
 
-        Call it before the first batch: it may have to try whether the state can be saved.
+        Call it before the first batch: it may have to read that, and to try whether the state can be saved then.
 
         Args:
           several_passes: whether the run makes more than one pass over the dataset.
         """
-        if self.kind != "unknown" and not self._source.is_cheap and self._ahead is None:
+        if self._source.kind == "tf.data" and self._ahead is None:
+            with contextlib.suppress(StopIteration):
+                self.peek()
             self._source.read()
         if self.kind == "unknown":
             return f"{self.problem} A resumed run trains on what the data give then, which is not exact."
@@ -370,7 +372,7 @@ class PositionedIterator(Iterator[types.Batch]):
         fingerprint = {name: list(lines) for name, lines in self._fingerprint.items()}
         if self._source.start is not None:
             return DatasetPosition(self.kind, count, self._source.start + count, 0, fingerprint)
-        if state is not None:
+        if state is not None and not self._source.problem:
             return DatasetPosition(self._source.kind, count, state, count - marked, fingerprint)
         return DatasetPosition(self._kind_of_plain if count else self.kind, count, None, count, fingerprint)
 

@@ -482,7 +482,7 @@ def test_ctrl_c_returns_what_is_there(interrupted, tmp_path):
 def test_after_ctrl_c_a_bar_shows_how_far_the_loop_came(interrupted):
     stream = io.StringIO()
     jf.loop(0, interrupted(BATCHES, 40), {jf.every(1): count, **jf.keras_bar(stream=stream, min_seconds=100)}, stop=50)
-    assert stream.getvalue().splitlines()[-1].startswith("41/50 [")
+    assert stream.getvalue().splitlines()[-1].startswith("40/50 [")
 
 
 def test_an_evaluation_cut_short_by_ctrl_c_reports_nothing(interrupted):

@@ -112,6 +112,7 @@ def from_generator():
             r"between. Write dataset.shuffle.*.repeat\(\)",
         ),
         (from_generator, False, "PyFunc is stateful.*which is not exact"),
+        (lambda: from_generator().shuffle(2, seed=1), False, "PyFunc is stateful.*which is not exact"),
         (lambda: rows().batch(3).prefetch(2).repeat(2), True, None),
     ],
 )
