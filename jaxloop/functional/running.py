@@ -48,10 +48,11 @@ def loop(
 
     The logs of a step make one row of the history. Where nothing is called but one compiled function, the rows of up to
     32 steps are made together, before anything else is called: only the dataset could see that. Nothing waits for the
-    devices, unless a callback reads a value. If an action or a tool such as `checkpoint` is due at a step, the next batch
-    is read before the callbacks are called, as in an `OuterLoop`: so `elapsed.is_last` is known, and the position that a
-    checkpoint keeps is the one before that batch. Ctrl-C ends the loop after the step in flight: it is saved where the tasks
+    devices, unless a callback reads a value. Ctrl-C ends the loop after the step in flight: it is saved where the tasks
     have a checkpoint, and what is there is returned. SIGTERM does the same, and exits with 143.
+
+    If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
+    called, as in an `OuterLoop`. So `elapsed.is_last` is known, and a checkpoint keeps the position before that batch.
 
     With a `checkpoint(directory, resume=True)` among the tasks, the loop goes on from the newest checkpoint: with its
     state, its position in the data, the rows of its history, and what the tools and `LoopState.metadata` remember. So
