@@ -1,13 +1,17 @@
 """What was measured: rows of numbers, each with how far the run was then. To read, keep in a file, and draw."""
 
+import array
 import bisect
 import dataclasses
 import difflib
 import functools
+import hashlib
 import io
+import itertools
 import json
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -52,7 +56,7 @@ class Row(NamedTuple):
 class _Column:
     """The values of one path, and the numbers of their rows, ascending."""
 
-    rows: list[int] = dataclasses.field(default_factory=list)
+    rows: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
     values: list[Any] = dataclasses.field(default_factory=list)
 
     def place(self, number: int) -> int:
@@ -74,12 +78,14 @@ class _Form:
 
     Attributes:
       paths: of the values.
+      columns: of these paths, in the history of the form.
       on_device: those of the values that come from the devices.
     """
 
-    def __init__(self, logs: Mapping[str, Any]):
+    def __init__(self, logs: Mapping[str, Any], column_of: Callable[[str], _Column]):
         self._keys = _mapped(logs, lambda value: None)
         self.paths = [path for path, _ in _leaves(logs)]
+        self.columns = [column_of(path) for path in self.paths]
         self.on_device = [path for path, value in _leaves(logs) if isinstance(value, jax.Array)]
 
     def logs_of(self, values: Iterator[Any]) -> dict[str, Any]:
@@ -90,7 +96,8 @@ class _Form:
     def key(logs: Mapping[str, Any]) -> Any:
         """What is equal for logs of one form."""
         of = lambda value: _Form.key(value) if isinstance(value, Mapping) else isinstance(value, jax.Array)
-        return tuple((key, of(value)) for key, value in logs.items())
+        # Most values are plain, and to ask for the type is a tenth of what the other questions take.
+        return tuple([(key, type(value) not in _PLAIN_OR_TEXT and of(value)) for key, value in logs.items()])
 
 
 def _mapped(logs: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
@@ -161,6 +168,7 @@ class History:
         self._may_append = path is None or not writes
         self._writes = writes
         self._num_lines = 0  # In the file.
+        self._in_file: _Checksum | None = _Checksum()  # None where a write has failed.
         self._clear()
 
     def _clear(self) -> None:
@@ -209,7 +217,7 @@ class History:
             self._settle()
         except ValueError as raised:  # Of earlier rows, which takes nothing from this one.
             error = raised
-        self._add(elapsed, copied)
+        self._add(_numbers_of(elapsed), copied)
         if self._forms[-1].on_device:
             self._send([self._on_their_way(len(self._elapsed) - 1)])
         else:
@@ -269,7 +277,13 @@ class History:
         """Flushes. No file stays open between writes, so the history can be read, and written to, as before."""
         self.flush()
 
-    def resume(self, steps: int, num_rows: int | None = None) -> None:
+    def checksum(self) -> dict[str, Any] | None:
+        """Returns the length and SHA-256 of the file, with all rows so far; None where this object writes no file."""
+        self.flush()
+        writes = self._path is not None and self._writes
+        return self._in_file.to_dict() if writes and self._in_file is not None else None
+
+    def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
         """Drops the rows and outputs after a step, which will be run again, and goes on from there.
 
         With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
@@ -281,42 +295,77 @@ class History:
           steps: where the run goes on, the number of completed updates; 0 to start anew.
           num_rows: how many rows there were when it was there, where that is known: those of the same step that came
             later will be made again.
+          checksum: what `checksum` returned there. If the file no longer begins with these bytes, the rows that can
+            still be read are kept, the file is moved to `<path>.damaged`, and a warning says what was lost.
 
         Raises:
-          ValueError: a line of the file is broken.
+          ValueError: without a checksum, a line of the file is broken.
         """
         if isinstance(steps, bool) or not hasattr(steps, "__index__"):
             raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
         steps = operator.index(steps)
         self.flush()
-        rows, is_in_order = self.rows, False
-        if self._path is not None and self._path.exists():
-            rows, is_in_order = _read(self._path)
-        kept = [row for row in rows[:num_rows] if row.elapsed.steps <= steps]
-        if num_rows is not None and len(kept) < num_rows:
+        rows: Iterable[tuple[tuple[Any, ...], Any]] = [(_numbers_of(row.elapsed), row.logs) for row in self.rows]
+        reader, is_intact, size = None, True, None if checksum is None else checksum["bytes"]
+        if self._path is not None and (checksum is not None or self._path.exists()):
+            is_intact = checksum is None or _Checksum.of(self._path, size).to_dict() == dict(checksum)
+            reader = _Reader(self._path, size if is_intact else None, is_lenient=not is_intact)
+            rows = reader.rows()
+        num_found = 0
+        self._clear()
+        for numbers, logs in rows:
+            num_found += 1
+            if numbers[0] <= steps and (num_rows is None or num_found <= num_rows):
+                self._add(numbers, logs)
+        num_kept = len(self)
+        if num_rows is not None and num_kept < num_rows and is_intact:
             logging.warning(
                 "%s has %d rows up to step %d, and had %d when the checkpoint of this step was saved. The curves have "
                 "a gap.",
                 self._path or "The history",
-                len(kept),
+                num_kept,
                 steps,
                 num_rows,
             )
-        if self._path is not None and self._writes and not (is_in_order and len(kept) == len(rows)):
-            if rows and not kept and self._path.exists():
-                before = epath.Path(f"{self._path}.before")
-                if not before.exists() or before.stat().length <= self._path.stat().length:
-                    self._path.replace(before)
-            _write(self._path, kept)
+        if self._path is not None and self._writes:
+            if not is_intact:
+                self._replace_damaged_file(steps, num_rows, reader)
+            elif size is not None:
+                num_found += _truncate(self._path, size)
+            elif not (reader is not None and reader.is_in_order and num_kept == num_found):
+                if num_found and not num_kept and self._path.exists():
+                    before = epath.Path(f"{self._path}.before")
+                    if not before.exists() or before.stat().length <= self._path.stat().length:
+                        self._path.replace(before)
+                _write(self._path, map(self._row, range(len(self))))
+            self._in_file = _Checksum.of(self._path)
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
-        self._clear()
-        for row in kept:
-            self._add(*row)
-        self._may_append, self._num_lines = True, len(kept)
+        self._may_append, self._num_lines = True, num_kept
         place = "the history" if self._path is None else self._path
-        dropped = len(rows) - len(kept)
-        if kept or dropped:
-            logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, len(kept), dropped, steps)
+        dropped = num_found - num_kept
+        if num_kept or dropped:
+            logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, num_kept, dropped, steps)
+
+    def _replace_damaged_file(self, steps: int, num_rows: int | None, reader: "_Reader | None") -> None:
+        """Writes the rows that could be read of a damaged file, keeps that file, and warns of what was lost."""
+        assert self._path is not None and reader is not None
+        exists, aside = self._path.exists(), epath.Path(f"{self._path}.damaged")
+        lost = 0 if num_rows is None else num_rows - len(self)
+        what = "It is missing. " if not exists else ""
+        if reader.broken_lines:
+            what += f"Lines that are no rows: {checks.listed(reader.broken_lines)}. "
+        if lost:
+            newest = f"of which the last is of step {self._steps_at(-1)}" if len(self) else "which is none"
+            what += (
+                f"{lost} of {num_rows} rows up to step {steps} are lost. The run keeps the other {len(self)}, {newest}."
+            )
+        else:
+            what += f"All {len(self)} rows up to step {steps} are there, but some were edited or reordered."
+        if exists:
+            self._path.replace(aside)
+            what += f" The file as it was found is kept as {aside}."
+        logging.warning("%s is not as it was when the checkpoint of step %d was saved. %s", self._path, steps, what)
+        _write(self._path, map(self._row, range(len(self))))
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -439,7 +488,9 @@ class History:
 
     def save(self, path: epath.PathLike) -> None:
         """Writes all rows to a file, in the format of the class, in one atomic move; the outputs are left out."""
-        _write(_absolute(path), self.rows)
+        written = _write(_absolute(path), self.rows)
+        if _absolute(path) == self._path:
+            self._in_file = written
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
@@ -452,7 +503,7 @@ class History:
           ValueError: a line is broken; the error gives its number.
         """
         history = cls()
-        for row in _read(_absolute(path))[0]:
+        for row in _Reader(_absolute(path)).rows():
             history._add(*row)
         return history
 
@@ -533,22 +584,27 @@ class History:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._may_append = True
 
-    def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
-        """Appends a row."""
+    def _add(self, elapsed: tuple[Any, ...], logs: Mapping[str, Any]) -> None:
+        """Appends a row, given the numbers of its elapsed."""
         key = _Form.key(logs)
-        if key not in self._known_forms:
-            self._known_forms[key] = _Form(logs)
-        form = self._known_forms[key]
+        form = self._known_forms.get(key)
+        if form is None:
+            form = self._known_forms[key] = _Form(logs, self._column)
+        number = len(self._elapsed)
         self._forms.append(form)
-        self._kinds = _mapped(logs, _kind) if form.paths and form.paths == form.on_device else None
-        self._elapsed.append(_numbers_of(elapsed))
-        for path, value in _leaves(logs):
-            if path not in self._columns:
-                self._columns[path] = _Column()
-                for end in _ends(path):
-                    self._paths_by_end.setdefault(end, []).append(path)
-            self._columns[path].rows.append(len(self._elapsed) - 1)
-            self._columns[path].values.append(value)
+        self._kinds = _mapped(logs, _kind) if form.on_device and form.paths == form.on_device else None
+        self._elapsed.append(elapsed)
+        for column, value in zip(form.columns, _values(logs), strict=True):
+            column.rows.append(number)
+            column.values.append(value)
+
+    def _column(self, path: str) -> _Column:
+        """The column of a path, which is made if it is new."""
+        if path not in self._columns:
+            self._columns[path] = _Column()
+            for end in _ends(path):
+                self._paths_by_end.setdefault(end, []).append(path)
+        return self._columns[path]
 
     def _take_alike(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> bool:
         """Takes rows that are like the one before them, whose values are all on the devices; whether they are."""
@@ -571,7 +627,7 @@ class History:
         elapsed, rows = zip(*newest, strict=True)
         self._elapsed += map(_numbers_of, elapsed)
         for path, values in zip(form.paths, zip(*rows, strict=True), strict=True):
-            self._columns[path].rows += numbers
+            self._columns[path].rows.extend(numbers)
             self._columns[path].values += values
         self._send([dict(zip(form.paths, values, strict=True)) for values in rows])
 
@@ -622,10 +678,17 @@ class History:
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers or not self._writes:
             return
-        with files.open_file(self._path, "a") as file:
-            for number in numbers:
-                file.write(_to_line(self._row(number), None if number == self._num_lines else number))
-                self._num_lines += 1
+        lines = []
+        for number in numbers:
+            lines.append(_to_line(self._row(number), None if number == self._num_lines else number))
+            self._num_lines += 1
+        content, in_file = "".join(lines).encode(), self._in_file
+        self._in_file = None  # Nobody knows what is there where the write fails.
+        with files.open_file(self._path, "ab") as file:
+            file.write(content)
+        if in_file is not None:
+            in_file.add(content)
+            self._in_file = in_file
 
     def _explain_donated(self, read: Callable[[], Any]) -> Any:
         """Reads device values. If any was donated, says so once, and leaves NaN in its place."""
@@ -738,6 +801,7 @@ def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
 
 
 _PLAIN = {bool, int, float}
+_PLAIN_OR_TEXT = {*_PLAIN, str}
 
 
 def _all_plain(values: Sequence[Any], path: str) -> Sequence[bool | int | float | str]:
@@ -779,6 +843,8 @@ def _is_text(value: Any) -> bool:
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Such a word as a string of the logs, which is written with one more quote in front.
+_LONGEST_LINE = 1 << 24  # Bytes.
+_CHUNK = 1 << 20  # Bytes.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 # What comes of reading a line that no history has written.
 _OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -806,49 +872,150 @@ def _to_line(row: Row, number: int | None = None) -> str:
     return json.dumps(_encoded(line if number is None else {"row": number, **line}), allow_nan=False) + "\n"
 
 
-def _from_line(line: bytes, place: int) -> tuple[int, Row]:
-    """The number of a row and the row, of a line in some place."""
-    fields = _decoded(files.parse_json(line))
-    elapsed = Elapsed(**fields["elapsed"])
-    if not all(type(value) in (int, float) for value in elapsed.to_dict().values()):
-        raise ValueError(f"elapsed has {elapsed.to_dict()}, which are not all numbers")
-    return operator.index(fields.get("row", place)), Row(elapsed, _copied(fields["logs"], set()))
+class _Checksum:
+    """The length and SHA-256 of a file, kept along while it grows."""
+
+    def __init__(self):
+        self._size, self._hash = 0, hashlib.sha256()
+
+    @classmethod
+    def of(cls, path: epath.Path, size: int | None = None) -> "_Checksum":
+        """Reads a file, or its first `size` bytes; nothing where there is none."""
+        checksum = cls()
+        if path.exists() or os.path.lexists(path):
+            with files.open_file(path, "rb") as file:
+                while chunk := file.read(_CHUNK if size is None else min(_CHUNK, size - checksum._size)):
+                    checksum.add(chunk)
+        return checksum
+
+    def add(self, content: bytes) -> None:
+        self._size += len(content)
+        self._hash.update(content)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
 
 
-def _read(path: epath.Path) -> tuple[list[Row], bool]:
-    """The rows of a file in their order, and whether its lines are just these, in order and complete."""
-    *lines, rest = files.read_bytes(path).split(b"\n")
-    numbered = []
-    for index, line in enumerate(lines):
-        try:
-            numbered.append(_from_line(line, index))
-        except _OF_A_BROKEN_LINE as error:
-            shown = line[:60].decode(errors="replace") + ("..." if len(line) > 60 else "")
-            raise ValueError(
-                f'{path}, line {index + 1}: expected a row, {{"elapsed": {{...}}, "logs": {{...}}}}, got {shown!r} '
-                f"({error}). Mend the line or delete it."
-            ) from error
-    if rest:
-        try:
-            numbered.append(_from_line(rest, len(lines)))
-        except _OF_A_BROKEN_LINE:
+class _Reader:
+    """Reads the rows of a file, one line at a time.
+
+    Attributes:
+      is_in_order: once the rows are read, whether the lines are just these, in order and complete.
+      broken_lines: the numbers of the lines that are no rows, in a lenient reading.
+    """
+
+    def __init__(self, path: epath.Path, size: int | None = None, *, is_lenient: bool = False):
+        self._path, self._size, self._is_lenient = path, size, is_lenient
+        self._known: set[Any] = set()  # The forms of logs that were checked.
+        self.is_in_order = True
+        self.broken_lines: list[str] = []
+
+    def rows(self) -> Iterable[tuple[tuple[Any, ...], Any]]:
+        """Pairs of the numbers of `elapsed` and logs; of a damaged file in the order of their steps."""
+        if not self._is_lenient:
+            return self._by_number()
+        rows = list(self._by_number()) if self._path.exists() else []
+        return sorted(rows, key=lambda row: row[0][0])
+
+    def _by_number(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        early: dict[int, list[Any]] = {}  # Rows that come before others of lower numbers.
+        next_number = 0
+        for number, row in self._numbered():
+            if number > next_number:
+                early.setdefault(number, []).append(row)
+                continue
+            yield row
+            next_number += number == next_number
+            while next_number in early:
+                yield from early.pop(next_number)
+                next_number += 1
+        for number in sorted(early):
+            yield from early[number]
+
+    def _numbered(self) -> Iterator[tuple[int, tuple[tuple[Any, ...], Any]]]:
+        left = self._size
+        with files.open_file(self._path, "rb") as file:
+            for index in itertools.count():
+                line = file.readline(_LONGEST_LINE if left is None else min(_LONGEST_LINE, left))
+                if not line:
+                    return
+                left = None if left is None else left - len(line)
+                try:
+                    number, *row = self._parse(line, index)
+                except _OF_A_BROKEN_LINE as error:
+                    self.is_in_order = False
+                    while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                        line = file.readline(_LONGEST_LINE)
+                    self._report_broken(index, line, error)
+                    continue
+                self.is_in_order &= number == index and line.endswith(b"\n")
+                yield number, tuple(row)
+
+    def _report_broken(self, index: int, line: bytes, error: Exception) -> None:
+        if self._is_lenient:
+            self.broken_lines.append(str(index + 1))
+        elif not line.endswith(b"\n"):
             logging.warning(
                 "The last line of %s, line %d, is incomplete and was dropped: the process was killed while it wrote.",
-                path,
-                len(lines) + 1,
+                self._path,
+                index + 1,
             )
-    is_in_order = not rest and all(number == index for index, (number, _) in enumerate(numbered))
-    return [row for _, row in sorted(numbered, key=operator.itemgetter(0))], is_in_order
+        else:
+            shown = line[:60].decode(errors="replace").strip("\n") + ("..." if len(line) > 60 else "")
+            raise ValueError(
+                f'{self._path}, line {index + 1}: expected a row, {{"elapsed": {{...}}, "logs": {{...}}}}, got '
+                f"{shown!r} ({error}). Mend the line or delete it."
+            ) from error
+
+    def _parse(self, line: bytes, place: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        """The number of a row, the numbers of its elapsed, and its logs."""
+        fields = files.parse_json(line)
+        if b"NaN" in line or b"Infinity" in line:
+            fields = _decoded(fields)
+        elapsed, logs = fields["elapsed"], fields["logs"]
+        numbers = _numbers_of(Elapsed(**elapsed))
+        if not all(type(value) in (int, float) for value in numbers[:-1]) or numbers[-1] is not False:
+            raise ValueError(f"elapsed has {elapsed}, which are not all numbers")
+        if type(logs) is dict:
+            form = _Form.key(logs)
+            if form not in self._known or not _PLAIN_OR_TEXT.issuperset(map(type, _values(logs))):
+                logs = _copied(logs, set())
+                self._known.add(form)
+        else:
+            logs = _copied(logs, set())
+        return operator.index(fields.get("row", place)), numbers, logs
 
 
-def _write(path: epath.Path, rows: Iterable[Row]) -> None:
+def _values(logs: Mapping[str, Any]) -> list[Any]:
+    values = []
+    for value in logs.values():
+        if isinstance(value, dict):
+            values += _values(value)
+        else:
+            values.append(value)
+    return values
+
+
+def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
     """Writes a file of rows, in one atomic move."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    with files.open_file(unfinished, "w") as file:
+    unfinished, checksum = path.with_name(f"{path.name}.tmp"), _Checksum()
+    with files.open_file(unfinished, "wb") as file:
         for row in rows:
-            file.write(_to_line(row))
+            line = _to_line(row).encode()
+            file.write(line)
+            checksum.add(line)
     unfinished.replace(path)
+    return checksum
+
+
+def _truncate(path: epath.Path, size: int) -> int:
+    """Drops what follows the first `size` bytes; returns how many lines that were."""
+    with files.open_file(path, "r+b") as file:
+        file.seek(size)
+        num_lines = sum(chunk.count(b"\n") for chunk in iter(functools.partial(file.read, _CHUNK), b""))
+        file.truncate(size)
+    return num_lines
 
 
 # The picture -----------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ class WholeRun:
                 "data_sizes": {name: array.size for name, array in arrays.items()},
                 # Of rows in memory a later process has none.
                 "history_rows": None if self._history.path is None else len(self._history),
+                "history_file": self._history.checksum(),
                 "parts": states,
                 "kept_states": sorted(trees),
             },
@@ -213,7 +214,7 @@ class WholeRun:
                     if is_own:
                         raise
                     logging.warning("%s The evaluation %r goes on with what it gives now.", error, name)
-        self.resume_history(step, run["history_rows"])
+        self.resume_history(step, run["history_rows"], run["history_file"])
         self.passes = run["passes"]
         return Resumed(
             elapsed,
@@ -229,10 +230,12 @@ class WholeRun:
         """The names of what the history has measured at a step."""
         return {name for row in self._history.rows if row.elapsed.steps == step for name in row.logs}
 
-    def resume_history(self, steps: int, num_rows: int | None = None) -> None:
+    def resume_history(
+        self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
+    ) -> None:
         """As `History.resume`; of several processes the first does so, which writes the file, before the others."""
         with self._job.first_goes_ahead("the history"):
-            self._history.resume(steps, num_rows)
+            self._history.resume(steps, num_rows, checksum=checksum)
 
     def _own_positions(self, run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
         """The positions of this process; or of the first, and False, where there were more processes, or fewer."""

@@ -1,4 +1,5 @@
 import gc
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
 
-from jaxloop import metrics
+import jaxloop
+from jaxloop import examples, metrics
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed
 
@@ -779,3 +781,90 @@ def test_a_file_of_which_no_row_is_kept_stays_beside_the_new_one(tmp_path):
     again.commit(Elapsed(100), {"loss": 0.4})
     assert History.load(path).collect("loss") == [0.4]
     assert History.load(tmp_path / "history.jsonl.before").collect("loss") == [0.5]
+
+
+def resumed_from_twenty(directory):
+    """The directory of a run that was killed after the checkpoint of step 20, with later rows in the file."""
+    step, state, batches = examples.tiny_regression()
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(directory, jaxloop.every(steps=10))]),
+        checkpoint_spec=jaxloop.CheckpointSpec(directory),
+        log_interval=jaxloop.every(steps=2),
+    )
+    return outer_loop, lambda total: outer_loop(state, batches, total)
+
+
+def rows_of(directory):
+    return [(row.elapsed.steps, row.logs) for row in History.load(directory / "history.jsonl")]
+
+
+def lines_changed(change):
+    def damage(path):
+        path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+    return damage
+
+
+DAMAGES = {
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 3), "rows up to step 20 are lost"),
+    "emptied": (lambda path: os.truncate(path, 0), "10 of 10 rows up to step 20 are lost"),
+    "deleted": (os.unlink, "It is missing. 10 of 10 rows up to step 20 are lost"),
+    "zero-filled": (
+        lambda path: path.write_bytes((content := path.read_bytes())[:-200] + b"\0" * min(200, len(content))),
+        "rows up to step 20 are lost",
+    ),
+    "edited": (lambda path: path.write_text(path.read_text().replace('"loss": ', '"loss": 1')), "some were edited"),
+    "reordered": (lines_changed(reversed), "some were edited or reordered"),
+    "a line deleted": (lines_changed(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
+    "nested": (lambda path: path.write_bytes(b"[" * 1_000_000), "Lines that are no rows: 1. 10 of 10 rows"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_resumed_run_says_what_was_lost_of_its_rows(damage, tmp_path, warnings_logged):
+    _, train = resumed_from_twenty(tmp_path)
+    train(20)
+    path, (change, text) = tmp_path / "history.jsonl", DAMAGES[damage]
+    before = rows_of(tmp_path)
+    change(path)
+    _, train = resumed_from_twenty(tmp_path)
+    train(26)
+    said = [each for each in warnings_logged() if "is not as it was when the checkpoint of step 20 was saved" in each]
+    assert len(said) == 1 and text in said[0]
+    kept = [row for row in rows_of(tmp_path) if row[0] <= 20]
+    assert [steps for steps, _ in kept] == sorted(steps for steps, _ in kept)
+    assert damage == "edited" or all(row in before for row in kept)
+    assert kept == before if damage == "reordered" else len(kept) <= len(before)
+    assert path.with_name("history.jsonl.damaged").exists() == (damage != "deleted")
+
+
+def test_rows_after_the_checkpoint_are_dropped_without_a_warning(tmp_path, warnings_logged):
+    _, train = resumed_from_twenty(tmp_path / "whole")
+    train(26)
+    expected = [steps for steps, _ in rows_of(tmp_path / "whole")]
+    _, train = resumed_from_twenty(tmp_path / "broken")
+    train(20)
+    path = tmp_path / "broken" / "history.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content + content.splitlines(keepends=True)[-1].replace(b'"steps": 20', b'"steps": 22') + b'{"ela')
+    _, train = resumed_from_twenty(tmp_path / "broken")
+    train(26)
+    assert [steps for steps, _ in rows_of(tmp_path / "broken")] == expected
+    assert path.read_bytes().startswith(content)
+    assert not [text for text in warnings_logged() if "history" in text]
+
+
+def test_the_checksum_is_that_of_the_file_however_it_was_written(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    of_file = lambda: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    for step in range(5):
+        history.commit(Elapsed(step), {"loss": jnp.float32(step)})
+        history.commit(Elapsed(step), {"on_host": step})
+        assert history.checksum() == of_file()
+    history.resume(3)
+    assert history.checksum() == of_file()
+    history.commit(Elapsed(4), {"loss": 1.0})
+    history.save(path)
+    assert history.checksum() == of_file()
+    assert History().checksum() is None and History(path, writes=False).checksum() is None
