@@ -296,7 +296,7 @@ class History:
           num_rows: how many rows there were when it was there, where that is known: those of the same step that came
             later will be made again.
           checksum: what `checksum` returned there. If the file no longer begins with these bytes, the rows that can
-            still be read are kept, the file is moved to `<path>.damaged`, and a warning says what was lost.
+            still be read are kept, the file is moved to `<path>.damaged`, and a warning lists what was lost.
 
         Raises:
           ValueError: without a checksum, a line of the file is broken.
@@ -305,12 +305,14 @@ class History:
             raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
         steps = operator.index(steps)
         self.flush()
-        rows: Iterable[tuple[tuple[Any, ...], Any]] = [(_numbers_of(row.elapsed), row.logs) for row in self.rows]
         reader, is_intact, size = None, True, None if checksum is None else checksum["bytes"]
         if self._path is not None and (checksum is not None or self._path.exists()):
-            is_intact = checksum is None or _Checksum.of(self._path, size).to_dict() == dict(checksum)
+            self._in_file = _Checksum.of(self._path, size)
+            is_intact = checksum is None or self._in_file.to_dict() == checksum
             reader = _Reader(self._path, size if is_intact else None, is_lenient=not is_intact)
             rows = reader.rows()
+        else:
+            rows = [(_numbers_of(row.elapsed), row.logs) for row in self.rows]
         num_found = 0
         self._clear()
         for numbers, logs in rows:
@@ -333,12 +335,9 @@ class History:
             elif size is not None:
                 num_found += _truncate(self._path, size)
             elif not (reader is not None and reader.is_in_order and num_kept == num_found):
-                if num_found and not num_kept and self._path.exists():
-                    before = epath.Path(f"{self._path}.before")
-                    if not before.exists() or before.stat().length <= self._path.stat().length:
-                        self._path.replace(before)
-                _write(self._path, map(self._row, range(len(self))))
-            self._in_file = _Checksum.of(self._path)
+                if num_found and not num_kept:
+                    _keep_aside(self._path, "before")
+                self._in_file = _write(self._path, map(self._row, range(len(self))))
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
         self._may_append, self._num_lines = True, num_kept
         place = "the history" if self._path is None else self._path
@@ -349,9 +348,8 @@ class History:
     def _replace_damaged_file(self, steps: int, num_rows: int | None, reader: "_Reader | None") -> None:
         """Writes the rows that could be read of a damaged file, keeps that file, and warns of what was lost."""
         assert self._path is not None and reader is not None
-        exists, aside = self._path.exists(), epath.Path(f"{self._path}.damaged")
         lost = 0 if num_rows is None else num_rows - len(self)
-        what = "It is missing. " if not exists else ""
+        what = "It is missing. " if not self._path.exists() else ""
         if reader.broken_lines:
             what += f"Lines that are no rows: {checks.listed(reader.broken_lines)}. "
         if lost:
@@ -361,11 +359,11 @@ class History:
             )
         else:
             what += f"All {len(self)} rows up to step {steps} are there, but some were edited or reordered."
-        if exists:
-            self._path.replace(aside)
+        aside = _keep_aside(self._path, "damaged")
+        if aside is not None:
             what += f" The file as it was found is kept as {aside}."
         logging.warning("%s is not as it was when the checkpoint of step %d was saved. %s", self._path, steps, what)
-        _write(self._path, map(self._row, range(len(self))))
+        self._in_file = _write(self._path, map(self._row, range(len(self))))
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -843,9 +841,8 @@ def _is_text(value: Any) -> bool:
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Such a word as a string of the logs, which is written with one more quote in front.
-_LONGEST_LINE = 1 << 24  # Bytes.
-_CHUNK = 1 << 20  # Bytes.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
+_LONGEST_LINE, _CHUNK = 1 << 24, 1 << 20  # Bytes.
 # What comes of reading a line that no history has written.
 _OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
@@ -1009,8 +1006,18 @@ def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
     return checksum
 
 
+def _keep_aside(path: epath.Path, suffix: str) -> epath.Path | None:
+    """Moves a file to `<path>.<suffix>`, which it returns; None if there is no file, or a longer one is there."""
+    aside = epath.Path(f"{path}.{suffix}")
+    if not path.exists() or (aside.exists() and aside.stat().length > path.stat().length):
+        return None
+    return path.replace(aside)
+
+
 def _truncate(path: epath.Path, size: int) -> int:
-    """Drops what follows the first `size` bytes; returns how many lines that were."""
+    """Drops what follows the first `size` bytes, which stay as they are; returns the number of dropped lines."""
+    if path.stat().length == size:
+        return 0
     with files.open_file(path, "r+b") as file:
         file.seek(size)
         num_lines = sum(chunk.count(b"\n") for chunk in iter(functools.partial(file.read, _CHUNK), b""))
