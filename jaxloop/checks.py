@@ -94,11 +94,18 @@ def is_alive(state: Any) -> bool:
 def mark_taken(state: Any, by: str) -> None:
     """Remembers which call took the state, for the error of a second use.
 
-    The note lives on the array itself, so that it follows the leaf through `state.replace(...)`.
+    The note lives on an array that is donated, so that it follows the leaf through `state.replace(...)`.
     """
-    leaf = getattr(state, "step", None)
-    if isinstance(leaf, jax.Array) and not hasattr(leaf, "_jaxloop_taken_by"):
+    leaf = donated_leaf(state)
+    if leaf is not None and not hasattr(leaf, "_jaxloop_taken_by"):
         leaf._jaxloop_taken_by = by  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def donated_leaf(state: Any) -> jax.Array | None:
+    """Returns the first array of a state that a step donates: any but `state.step`; None where there is none."""
+    step = getattr(state, "step", None)
+    leaves = jax.tree.leaves(state)
+    return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
 
 
 def check_multiple(name: str, value: int | None, step: Any) -> None:
@@ -148,7 +155,7 @@ def check_alive(state: Any, caller: str) -> None:
     deleted = _deleted_leaves(state)
     if not deleted:
         return
-    taken_by = getattr(getattr(state, "step", None), "_jaxloop_taken_by", "an earlier call")
+    taken_by = getattr(donated_leaf(state), "_jaxloop_taken_by", "an earlier call")
     raise ValueError(
         f"{caller} got a state that {taken_by} has already taken: its buffers ({listed(deleted, show=3)}) were "
         "donated, that is, reused for the new state.\nUse the state which that call returned. To keep a copy, make it "

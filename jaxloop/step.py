@@ -67,6 +67,9 @@ class Traced(NamedTuple):
     updates: int | None
 
 
+_NOTHING = lambda: None
+
+
 class FusingError(ValueError):
     """Several steps can't be taken in one dispatch, and why."""
 
@@ -202,7 +205,9 @@ class Step:
         self._compiled = self._not_compiled()
         self._watch: bad_numbers.Watch | None = None
         self._new_state: Callable[[], Any] | None = None
-        self._known_state: Callable[[], Any] | None = None  # A weak reference to a state that is alive for certain.
+        # Weak references to a state that is alive for certain, and to a leaf of it that the next step donates.
+        self._known_state: Callable[[], Any] = _NOTHING
+        self._known_leaf: Callable[[], Any] = _NOTHING
         self._rescued_state: Any = None
         self._has_said_count = False
         self._batch_watch = checks.BatchWatch()
@@ -774,15 +779,16 @@ class Step:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
 
     def _is_known(self, state: Any) -> bool:
-        known = self._known_state is not None and self._known_state() is state
-        # Another step may have taken it over since.
-        return known and not state.step.is_deleted()
+        if self._known_state() is not state:
+            return False
+        leaf = self._known_leaf()  # Another step may have donated it since.
+        return leaf is not None and not leaf.is_deleted()
 
     def remember(self, state: Any) -> None:
         """Notes the newest state that this step has returned: it need not be looked at again."""
         # By the object: `state.replace(...)` makes a new one, which may hold a leaf that was donated.
-        has_step = isinstance(getattr(state, "step", None), jax.Array)
-        self._known_state = weakref.ref(state) if has_step else None
+        leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
+        self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
 
     def _begin(self, state: Any, batch: types.Batch, number: int, elapsed: Elapsed) -> tuple[Any, types.Batch]:
         state, batch = self.before_run(state, batch)

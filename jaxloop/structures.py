@@ -11,7 +11,8 @@ from typing import Any, final
 
 import jax
 
-_MOST_STRUCTURES = 1024
+MOST_STRUCTURES = 1024
+"""Of how many structures something is remembered."""
 
 
 def are_alike(one: Any, other: Any) -> bool:
@@ -51,7 +52,7 @@ class OfEachStructure:
 
     def __init__(self, compile: Callable[[], Any]):
         # A dictionary compares the whole hashes before it asks whether two structures are equal.
-        self._of = functools.lru_cache(_MOST_STRUCTURES)(lambda structure: compile())
+        self._of = functools.lru_cache(MOST_STRUCTURES)(lambda structure: compile())
         self.newest: Any = None
 
     def __call__(self, *args: Any) -> Any:

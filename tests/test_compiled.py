@@ -158,7 +158,8 @@ def test_the_cost_of_a_step_is_that_of_its_products():
     assert products <= found.flops <= 2.5 * products and found == step.cost_analysis()
     assert step.num_flops == found.flops
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert found.argument_bytes >= state_bytes + 4096 * 4 * 4 and found.alias_bytes >= state_bytes
+    assert found.argument_bytes >= state_bytes + 4096 * 4 * 4
+    assert found.alias_bytes >= state_bytes - state.step.nbytes  # Which is not donated.
     assert found.peak_bytes >= found.argument_bytes and "KiB of a device's memory" in str(found)
 
 

@@ -18,11 +18,11 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """
-types structures text files encoding compilation_cache distributed checks interrupt agreement lock schedules timing
-layout cost
+types structures flat_state text files encoding compilation_cache distributed checks interrupt agreement lock schedules
+timing layout cost
 partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner partition.data_parallel
 partition.laid_out partition.fsdp partition.rules partition.spmd partition.choice partition models metrics output_queue
-flat_state bad_numbers history seal checkpoint read_ahead fingerprint sources position data actions.action
+bad_numbers history seal checkpoint read_ahead fingerprint sources position data actions.action
 actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.event_file actions.writers actions.action_list actions compiled step loss_step

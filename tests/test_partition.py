@@ -8,12 +8,21 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxloop import examples, loop, partition, types
+from jaxloop import examples, loop, partition, train_loop, types
+from jaxloop.actions import Action
+from jaxloop.schedules import every
 from jaxloop.step import Step
 
 AUTO = Mesh(np.array(jax.devices()), ("data",))
 EXPLICIT = jax.make_mesh((8,), ("data",))
 TWO_AXES = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+KINDS = {
+    "one device": partition.SingleDevicePartitioner,
+    "data parallel": lambda: partition.DataParallelPartitioner(AUTO, "data"),
+    "fully sharded": lambda: partition.FSDPPartitioner(AUTO, "data", min_size=8),
+    "annotated": lambda: partition.SPMDPartitioner(AUTO, "data"),
+}
 
 
 def losses(partitioner, num_steps=5):
@@ -70,6 +79,24 @@ def test_the_incoming_state_is_donated(make):
     new_state, _ = fn(state, partitioner.shard_batch({"x": np.ones(8, np.float32)}))
     assert state["w"].is_deleted()
     np.testing.assert_array_equal(new_state["w"], np.full(16, 9))
+
+
+@pytest.mark.parametrize("fused", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_may_keep_the_count_of_steps(kind, fused):
+    step, state, batches = examples.tiny_regression(partitioner=KINDS[kind]())
+    first, kept = state, []
+
+    class Keep(Action):
+        def __call__(self, state, outputs, **kwargs):
+            kept.append(state.step)
+
+    keep = Keep(every(steps=4))
+    loops = train_loop.TrainLoop(step, end_actions=[keep], steps_per_dispatch=fused)
+    state, _ = loops(state, batches, num_steps=12)
+    kept.append(step(state, batches[0])[0].step)
+    assert [int(count) for count in (first.step, *kept)] == [0, 4, 8, 12, 13]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first) if leaf is not first.step)
 
 
 def test_jit_arguments_replace_the_partitioners_own():
@@ -197,16 +224,10 @@ RESULTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-@pytest.mark.parametrize("kind", ["one device", "data parallel", "fully sharded", "annotated"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("result", RESULTS)
 def test_any_pure_function_of_state_and_batch_is_compiled(kind, result):
-    mesh = partition.create_mesh(data=-1)
-    partitioner = {
-        "one device": partition.SingleDevicePartitioner,
-        "data parallel": lambda: partition.DataParallelPartitioner(mesh, "data"),
-        "fully sharded": lambda: partition.FSDPPartitioner(mesh, "data", min_size=8),
-        "annotated": lambda: partition.SPMDPartitioner(mesh, "data"),
-    }[kind]()
+    partitioner = KINDS[kind]()
     optimizer = optax.identity()
     make = lambda: types.TrainState.create(apply_fn=None, params={"w": jnp.ones([16, 2])}, tx=optimizer)
     make_state, batch = partitioner.shard_init_fn(make), {"x": np.arange(8, dtype=np.float32)}

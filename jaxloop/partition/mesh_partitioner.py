@@ -11,6 +11,7 @@ from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, structures, types
+from jaxloop.flat_state import compile_donating
 from jaxloop.partition.meshes import names_of
 from jaxloop.partition.partitioner import Partitioner
 
@@ -141,7 +142,7 @@ class MeshPartitioner(Partitioner):
                 return fn(*args, **kwargs)
 
         if "out_shardings" in jit_kwargs:
-            return jax.jit(with_mesh, **{"donate_argnums": 0, **jit_kwargs})
+            return compile_donating(with_mesh, **jit_kwargs)
         return _OfAnyResult(with_mesh, lambda: (self.sharding, self.output_sharding), jit_kwargs)
 
 
@@ -164,8 +165,7 @@ class _OfAnyResult:
     def __init__(
         self, fn: Callable[..., Any], pair_shardings: Callable[[], tuple[Any, Any]], jit_kwargs: dict[str, Any]
     ):
-        self._fn, self._pair_shardings = fn, pair_shardings
-        self._jit_kwargs = {"donate_argnums": 0, **jit_kwargs}
+        self._fn, self._pair_shardings, self._jit_kwargs = fn, pair_shardings, jit_kwargs
         self._other: Any = None
 
     @functools.cached_property
@@ -182,7 +182,8 @@ class _OfAnyResult:
                 raise _OtherResult
             return result
 
-        return jax.jit(checked, **{"out_shardings": of_pair if is_pair else of_pair[1], **self._jit_kwargs})
+        out_shardings = of_pair if is_pair else of_pair[1]
+        return compile_donating(checked, out_shardings=out_shardings, **self._jit_kwargs)
 
     def __call__(self, state: Any, batch: Any) -> Any:
         try:

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Sharding
 
 from jaxloop import checks, types
+from jaxloop.flat_state import compile_donating
 from jaxloop.partition.partitioner import Partitioner
 
 
@@ -52,7 +53,7 @@ class SingleDevicePartitioner(Partitioner):
         return batches
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})
+        return compile_donating(fn, **jit_kwargs)
 
 
 def _default_device() -> Any:
