@@ -74,7 +74,7 @@ def test_what_a_step_costs_is_known_without_a_state():
     assert single.cost_analysis(single.abstract_state([1, 128]), spec).collectives == ()
 
 
-ROWS = 2**40
+ROWS = 2**31  # 34 GB in all. XLA fails on larger axes in JAX 0.9.
 IN_ALL_WAYS = [
     lambda spec: {name: jax.ShapeDtypeStruct(*each) for name, each in spec.items()},
     lambda spec: spec,

@@ -53,14 +53,14 @@ def values_of(tree):
 
 
 def test_a_function_step_runs_in_any_loop_with_any_state():
-    @FunctionStep
-    def step(state, batch):
+    def add(state, batch):
         return {"sum": state["sum"] + batch["x"].sum(), "n": state["n"] + 1}, {"n": state["n"]}
 
+    step = FunctionStep(add, train=True)
     start = {"sum": jnp.float32(0), "n": 0}
     state, outputs = jaxloop.TrainLoop(step)(start, [BATCH] * 5)
     assert (int(state["n"]), [int(n) for n in outputs["n"]]) == (5, [0, 1, 2, 3, 4])
-    assert repr(step) == "FunctionStep(step, train=False)" and step.compute_num_params(state) == 2
+    assert repr(step) == "FunctionStep(add, train=True)" and step.compute_num_params(state) == 2
     same, outputs = jaxloop.EvalLoop(step)(state, [BATCH] * 2)
     assert same is state and [int(n) for n in outputs["n"]] == [5, 5]
 

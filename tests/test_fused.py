@@ -64,7 +64,7 @@ class Note(jaxloop.Action):
 
 def train(steps_per_dispatch, data, num_steps=None, step=None, interval=None, **options):
     step = step or make_step()
-    note = Note(interval or every(steps=7))
+    note = Note(every(steps=7) if interval is None else interval)
     loop = jaxloop.TrainLoop(step, end_actions=[note], steps_per_dispatch=steps_per_dispatch, **options)
     state, outputs = loop(step.initialize_model([1, 3]), data, num_steps)
     return state, outputs, note.noted, step
