@@ -1,5 +1,7 @@
 import contextlib
+import gc
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -53,6 +55,30 @@ def test_a_position_that_no_writer_gave_is_rejected(position, tmp_path):
         writer.write_scalars(1, {"loss": 0.5})
         with pytest.raises(ValueError, match="is not a position in an event file"):
             writer.resume(1, position)
+
+
+def test_a_writer_that_nobody_closed_closes_its_file_when_it_is_garbage(tmp_path):
+    for is_in_a_cycle in (False, True):
+        writer = actions.default_writer(tmp_path)
+        writer.write_scalars(1, {"loss": 0.5})
+        writer.itself = writer if is_in_a_cycle else None
+        del writer
+        gc.collect()  # A file that is still open warns here, which fails the test.
+
+
+def test_an_event_that_can_not_be_written_raises_with_the_path_of_the_file(tmp_path):
+    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+        writer.write_scalars(1, {"loss": 0.5})
+        (path,) = tmp_path.iterdir()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        try:
+            with pytest.raises(OSError, match=f"File too large: '{path}'"):
+                writer.write_scalars(2, {"loss": 0.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.write_scalars(3, {"loss": 0.25})
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [3, "0.25"]]
 
 
 def test_an_earlier_file_that_is_damaged_is_reported(tmp_path, logs):

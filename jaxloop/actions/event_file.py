@@ -1,5 +1,6 @@
 """Event files of TensorBoard that lose nothing when the process is killed."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -7,7 +8,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, final
 
 from absl import logging
@@ -27,8 +29,8 @@ class EventFile:
     loses them, a `flush` does not wait for the queue, and where the disk is full, its thread ends without an error.
     An event that could not be written raises an error and leaves the file as it was. Thread-safe.
 
-    The file is made with the first event. Its name sorts after those of all event files that are there already, since
-    TensorBoard reads them in the order of their names.
+    The file is made with the first event, and closed by `close` or when this object is garbage. Its name sorts after
+    those of all event files that are there already, since TensorBoard reads them in the order of their names.
 
     Args:
       directory: where to write.
@@ -42,6 +44,7 @@ class EventFile:
         self._lock = threading.RLock()
         self._name: str | None = None
         self._file: IO[bytes] | None = None
+        self._close_file: Callable[[], Any] = lambda: None
         self._size = 0
         self._newest_step, self._begins = -1, 0  # The highest step, and where its events begin.
 
@@ -57,7 +60,7 @@ class EventFile:
         """Adds an event.
 
         Raises:
-          OSError: it could not be written.
+          OSError: it could not be written; the error has the path of the file.
         """
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
@@ -73,16 +76,16 @@ class EventFile:
         """Waits until the disk has all events."""
         with self._lock:
             if self._file is not None:
-                self._file.flush()
-                if hasattr(self._file, "fileno"):
-                    os.fsync(self._file.fileno())
+                with self._named():
+                    self._file.flush()
+                    if hasattr(self._file, "fileno"):
+                        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file. The next event opens it again."""
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
+            self._file = None
+            self._close_file()
 
     def position(self) -> dict[str, Any]:
         """Returns how far the file goes, and where the events of the newest step begin; `resume` takes it."""
@@ -123,15 +126,31 @@ class EventFile:
         if "://" in self._directory:  # A store that can't append.
             self._name = self._next_name()
             record_writer.directory_check(self._directory)
-            self._file = record_writer.open_file(f"{self._directory}/{self._name}")
+            self._keep_open(record_writer.open_file(f"{self._directory}/{self._name}"))
         elif self._name is not None and os.path.isfile(os.path.join(self._directory, self._name)):
-            self._file = open(os.path.join(self._directory, self._name), "ab", buffering=0)  # noqa: SIM115
+            self._keep_open(open(os.path.join(self._directory, self._name), "ab", buffering=0))  # noqa: SIM115
             return
         else:
             os.makedirs(self._directory, exist_ok=True)
-            self._name, self._file = self._make_file()
+            self._name, file = self._make_file()
+            self._keep_open(file)
         self._size, self._newest_step, self._begins = 0, -1, 0
         self._append(self._new_event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+
+    def _keep_open(self, file: IO[bytes]) -> None:
+        """Keeps a file open until `close`, or until this object is garbage: not everyone closes a writer."""
+        self._file, self._close_file = file, weakref.finalize(self, file.close)
+        self._close_file.atexit = False  # An exit handler may still write.
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Adds the path of the file to an `OSError`."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is not None:
+                error.filename = f"{self._directory}/{self._name}"
+            raise
 
     def _make_file(self) -> tuple[str, IO[bytes]]:
         for _ in itertools.repeat(None, 100):
@@ -153,8 +172,9 @@ class EventFile:
         assert file is not None
         try:
             written = 0
-            while written < len(record):
-                written += file.write(record[written:]) or len(record)
+            with self._named():
+                while written < len(record):
+                    written += file.write(record[written:]) or len(record)
         except OSError:
             if hasattr(file, "fileno"):  # Half a record would hide all that come after it.
                 os.ftruncate(file.fileno(), self._size)
