@@ -938,7 +938,7 @@ class _Reader:
                     return
                 left = None if left is None else left - len(line)
                 try:
-                    number, *row = self._parse(line, index)
+                    number, elapsed, logs = self._parse(line, index)
                 except _OF_A_BROKEN_LINE as error:
                     self.is_in_order = False
                     while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
@@ -946,7 +946,7 @@ class _Reader:
                     self._report_broken(index, line, error)
                     continue
                 self.is_in_order &= number == index and line.endswith(b"\n")
-                yield number, tuple(row)
+                yield number, (elapsed, logs)
 
     def _report_broken(self, index: int, line: bytes, error: Exception) -> None:
         if self._is_lenient:

@@ -255,7 +255,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
     if len(required) < 2:
         return (inputs,), {}
     if type(inputs) in (list, tuple) and len(required) <= len(inputs) <= len(parameters):
-        return inputs, {}
+        return tuple(inputs), {}
     raise TypeError(
         f"The model takes {', '.join(parameters)}, and its inputs are {checks.describe(inputs)}"
         f"{f' of {len(inputs)}' if isinstance(inputs, Sequence | Mapping) else ''}. Give a list of the inputs in this "

@@ -108,7 +108,8 @@ def _as_leaf(count: Any) -> Any:
 
 
 def _from_leaves(_: None, leaves: Iterable[Any]) -> Elapsed:
-    return Elapsed(*(int(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves))
+    fields: list[Any] = [int(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
+    return Elapsed(*fields)
 
 
 _LEAVES = [jax.tree_util.GetAttrKey(field.name) for field in dataclasses.fields(Elapsed)]

@@ -933,7 +933,8 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
     if any(needs_it and number != place for number, needs_it in enumerate(needs)):
         return None
     before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # Any number that is not special, and fits an int8.
-    (after,) = jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(needed, jaxpr.consts))(*[before] * any(needs))
+    closed = jax_core.ClosedJaxpr(needed, jaxpr.consts)  # pyright: ignore[reportPrivateImportUsage]
+    (after,) = jax_core.jaxpr_as_fun(closed)(*[before] * any(needs))
     return int(metrics.fetch(after)) - 41
 
 

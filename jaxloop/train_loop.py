@@ -137,7 +137,7 @@ class TrainLoop(ActionLoop):
     def kept_batches(self) -> dict[int, types.Batch]:
         """The last batches, as the dataset gave them, by their steps; only in a run that wants them."""
         failed, updates = self._failed_step, self._updates
-        newest = failed if failed == self.step_num + updates else self.step_num
+        newest = self.step_num + (updates if failed == self.step_num + updates else 0)
         batches = list(self._kept.batches)
         first = newest - (len(batches) - 1) * updates
         return dict(zip(range(first, newest + 1, updates), batches, strict=True))

@@ -92,7 +92,9 @@ def test_a_schedule_reads_as_it_was_written(schedule, text):
 
 
 @pytest.mark.parametrize(
-    "join", [lambda a, b: a or b, lambda a, b: a and b, lambda a, b: not a, lambda a, b: bool(b)], ids=str
+    "join",
+    [lambda a, b: a or b, lambda a, b: a and b, lambda a, b: not a, lambda a, b: bool(b)],
+    ids=["or", "and", "not", "bool"],
 )
 def test_a_schedule_is_neither_true_nor_false(join):
     with pytest.raises(TypeError, match=r"is neither true nor false\. Join schedules with \|, & and ~"):

@@ -184,7 +184,8 @@ class EventFile:
 
     def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
         """The events from a step on that belong to a position; None where its file can't be read."""
-        name, begins, ends = (position.get(key) for key in ("file", "begins", "ends"))
+        name: Any
+        name, begins, ends = (position.get(key, -1) for key in ("file", "begins", "ends"))
         if name is None:
             return []
         is_number = lambda value: type(value) is int and value >= 0

@@ -130,7 +130,7 @@ class TensorBoardWriter(LogWriter):
     def _events(self) -> Any:
         import tensorboardX
 
-        events = tensorboardX.SummaryWriter(self._workdir, write_to_disk=False)
+        events: Any = tensorboardX.SummaryWriter(self._workdir, write_to_disk=False)
         # `EventFile` takes the place of tensorboardX's queue, thread and buffers.
         events.file_writer, events.all_writers, events._write_to_disk = self._file, {self._workdir: self._file}, True
         return events

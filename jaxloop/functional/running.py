@@ -389,7 +389,8 @@ def _take_some(
       belongs to it. And whether there is none, and more steps can be taken here.
     """
     call, names, forms = known.plain.call, known.names, known.forms
-    draw, clock, state = counting.iterator.drawer(), counting.stopwatch.clock, loop_state.state
+    feed: Any = counting.iterator
+    draw, clock, state = feed.drawer(), counting.stopwatch.clock, loop_state.state
     reported: list[Any] = []
     came_at: list[float] = []
     in_data, came, batch, error, is_ahead = 0.0, 0.0, loop_state.batch, None, False

@@ -137,9 +137,10 @@ def look_at_saving(
     """Says what is saved when, and where a run that is killed would not go on as it was."""
     savers, spec = _savers(experiment.train_loop), experiment.checkpoint_spec
     _look_at_where_it_saves([action.directory for action in savers], spec, found)
-    is_resumed = savers and spec is not None and spec.restore_data and source is not None
-    if is_resumed and (warning := source.resume_warning(several_passes=(experiment.epochs or 1) > 1)):
-        found.warn("the train data", warning)
+    if savers and spec is not None and spec.restore_data and source is not None:
+        warning = source.resume_warning(several_passes=(experiment.epochs or 1) > 1)
+        if warning:
+            found.warn("the train data", warning)
     for number, action in enumerate(savers, start=1):
         _look_at_saver("saves" if number == 1 else f"saves {number}", action, course, bytes_of(state), found)
 
