@@ -311,8 +311,8 @@ class PositionedIterator(Iterator[types.Batch]):
 
     def _first(self) -> types.Batch:
         """Draws the first batch since the start or a `seek`."""
-        if self._ahead is not None and not self._ahead.has_begun and self._marks[-1][1] is None:
-            self._marks[-1] = (self._count, self._source.read())  # Once the thread has the source, it is ahead.
+        if self._marks[-1][1] is None and (self._ahead is None or not self._ahead.has_begun):
+            self._marks[-1] = (self._count, self._source.read())  # Whoever draws ahead is past it from here on.
         batch = self._draw()
         if self._count == 0:
             self._fingerprint["batch"] = describe_batch(batch)
