@@ -393,7 +393,7 @@ class Training:
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
         goes_on &= self._evaluations.after_resume(
             state,
-            dataclasses.replace(elapsed, is_last=elapsed.steps == self._spec.total_steps),
+            dataclasses.replace(elapsed, is_last=self._end_that_is_reached(resumed, elapsed.steps) is not None),
             loop_has_ended=loop_has_ended,
             measured=lambda: self.run.measured_at(elapsed.steps),
         )

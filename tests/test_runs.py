@@ -519,6 +519,40 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how,
     assert resumed.history.collect("steps", "test.loss") == whole.history.collect("steps", "test.loss")
 
 
+@pytest.mark.parametrize("how", ["exception", "ctrl-c"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"total": 20},
+        {"total": 20, "loop_steps": 5},
+        {"stop": at(samples=160)},
+        {"stop": at(20), "loop_steps": 7},
+        {"train_epochs": 4},
+        {"train_epochs": 9, "total": 18},
+        {},
+    ],
+    ids=repr,
+)
+def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options, how, tmp_path):
+    def experiment(workdir, eval_dataset):
+        step, state, batches = examples.tiny_regression()
+        dataset = batches[: 5 if "train_epochs" in options else 100 if "stop" in options else 20]
+        save = actions.CheckpointAction(workdir, every(7))
+        specs = [EvalSpec(eval_dataset, schedule=every(6) | last(), name="test")]
+        all_options = {"total": None, "checkpoint_spec": CheckpointSpec(workdir), "train_dataset": dataset} | options
+        return run(state, step, train_actions=[save], eval_specs=specs, **all_options)[0].history
+
+    batches = examples.tiny_regression()[2][:3]
+    whole = experiment(tmp_path / "whole", batches)
+    number = len(whole.collect("test.loss"))
+    try:
+        experiment(tmp_path / "broken", BreaksOnce(batches, number, how))
+    except OSError as error:
+        assert "the disk is gone" in str(error)
+    resumed = experiment(tmp_path / "broken", batches)
+    assert resumed.collect("steps", "loops", "test.loss") == whole.collect("steps", "loops", "test.loss")
+
+
 def test_ctrl_c_in_an_action_inside_an_epoch_is_inside_it(tmp_path, assert_same):
     class Press(Seen):
         def __call__(self, state, outputs, **kwargs):
