@@ -43,6 +43,7 @@ from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.outer_loop import STOP_LOOP, CheckpointSpec, EvalContext, EvalSpec, OuterLoop
 from jaxloop.partition import (
     DataParallelPartitioner,
+    ExplicitPartitioner,
     FSDPPartitioner,
     Partitioner,
     RulesPartitioner,
@@ -72,6 +73,7 @@ __all__ = [
     "EvalContext",
     "EvalLoop",
     "EvalSpec",
+    "ExplicitPartitioner",
     "FSDPPartitioner",
     "History",
     "LearningRateAction",

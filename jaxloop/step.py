@@ -486,12 +486,16 @@ class Step:
         """
         if evaluates:
             evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
-            return Traced(state, jax.eval_shape(evaluate, state, batch), 0)
+            with partition.mesh_for_tracing(self._partitioner.mesh):
+                return Traced(state, jax.eval_shape(evaluate, state, batch), 0)
         run = functools.wraps(self.run)(lambda state, batch: self._checked_run(state, batch))
-        jaxpr, (new_state, outputs) = jax.make_jaxpr(run, return_shape=True)(state, batch)
+        with partition.mesh_for_tracing(self._partitioner.mesh):
+            jaxpr, (new_state, outputs) = jax.make_jaxpr(run, return_shape=True)(state, batch)
         step = getattr(new_state, "step", None)
         place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
-        return Traced(new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place))
+        mesh = self._partitioner.mesh
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # To run it takes devices.
+            return Traced(new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place))
 
     def cost_analysis(self, state: Any = None, batch: types.BatchSpec = None) -> cost.Cost:
         """Operations and memory of the compiled step: of the one that `compile` compiled last, or of this one.

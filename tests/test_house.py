@@ -21,8 +21,8 @@ ORDER = """
 types structures flat_state text files encoding compilation_cache distributed checks interrupt agreement lock schedules
 timing layout cost
 partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner partition.data_parallel
-partition.laid_out partition.fsdp partition.rules partition.spmd partition.choice partition models metrics output_queue
-bad_numbers history seal checkpoint read_ahead fingerprint sources position data actions.action
+partition.laid_out partition.fsdp partition.rules partition.spmd partition.explicit partition.choice partition models
+metrics output_queue bad_numbers history seal checkpoint read_ahead fingerprint sources position data actions.action
 actions.background actions.monitor actions.bars actions.checkpoint_action actions.early_stopping_action
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.event_file actions.writers actions.action_list actions compiled step loss_step
@@ -59,7 +59,7 @@ def test_no_module_imports_upwards():
                 assert ORDER.index(other) <= place, f"{name} imports {other}, which stands above it"
 
 
-OF_A_MESH = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd")]
+OF_A_MESH = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd", "explicit")]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
 FIXED_NAMES = {
     "types": "TrainState State Batch BatchSpec Output PRNGType MetricType MetricWithMetadata",
     "partition": "Partitioner SingleDevicePartitioner DataParallelPartitioner SPMDPartitioner "
-    "FSDPPartitioner RulesPartitioner",
+    "FSDPPartitioner RulesPartitioner ExplicitPartitioner",
     "step": "Step State Batch BatchSpec Output",
     "loop": "Loop State Batch BatchSpec Output",
     "stat_loop": "StatLoop STAT_NUM_PARAMS STAT_NUM_FLOPS STAT_INIT_TIME STAT_BEGIN_TIME STAT_LIFE_TIME_SECS "

@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxloop import examples, loop, partition, train_loop, types
 from jaxloop.actions import Action
+from jaxloop.outer_loop import OuterLoop
 from jaxloop.schedules import every
 from jaxloop.step import Step
+from jaxloop.train_loop import TrainLoop
 
 AUTO = Mesh(np.array(jax.devices()), ("data",))
 EXPLICIT = jax.make_mesh((8,), ("data",))
@@ -240,3 +242,117 @@ def test_any_pure_function_of_state_and_batch_is_compiled(kind, result):
         jax.tree.map(np.testing.assert_allclose, got, expected)
         if result.startswith("a state and"):
             assert jax.tree.map(lambda leaf: leaf.sharding, got[0]) == layout and state.params["w"].is_deleted()
+
+
+# Layers that reshape their kernels ------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Its layers initialize flat kernels, and are annotated by the axes that these have afterwards."""
+
+    annotate: object
+    names: tuple = (None, "model")
+
+    @nn.compact
+    def __call__(self, x):
+        init, (embed, heads) = nn.initializers.lecun_normal(), self.names
+        into = nn.DenseGeneral((2, 4), kernel_init=self.annotate(init, (embed, heads, None)))
+        out_of = nn.DenseGeneral(1, axis=(-2, -1), kernel_init=self.annotate(init, (heads, None, embed)))
+        return out_of(into(x))
+
+
+LOGICAL = {"annotate": nn.with_logical_partitioning, "names": ("embed", "heads")}
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        (lambda: partition.DataParallelPartitioner(TWO_AXES, "data"), Attention(nn.with_partitioning)),
+        (lambda: partition.FSDPPartitioner(TWO_AXES, "data", min_size=1), Attention(nn.with_partitioning)),
+        (lambda: partition.RulesPartitioner(TWO_AXES, "data", [("", P())]), Attention(nn.with_partitioning)),
+        (lambda: partition.SPMDPartitioner(TWO_AXES, "data"), Attention(nn.with_partitioning)),
+        (lambda: partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model")]), Attention(**LOGICAL)),
+    ],
+    ids="data parallel,fsdp,rules,spmd,logical".split(","),
+)
+def test_a_layer_that_reshapes_its_kernel_may_be_annotated(make, model):
+    _, _, batches = examples.tiny_regression()
+    losses = []
+    for partitioner in (partition.SingleDevicePartitioner(), make()):
+        step = LinenStep(jax.random.key(0), model, optax.sgd(0.1), partitioner, train=True)
+        state = step.initialize_model([1, 3])
+        state, outputs = loop.Loop(step)(state, batches, num_steps=3)
+        losses.append(outputs["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    if isinstance(partitioner, partition.SPMDPartitioner):
+        assert state.params["DenseGeneral_0"]["kernel"].sharding.is_equivalent_to(
+            NamedSharding(TWO_AXES, P(None, "model")), 3
+        )
+
+
+def test_a_logical_name_without_a_rule_is_not_sharded_and_logged(logs):
+    partitioner = partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model")])
+    LinenStep(jax.random.key(0), Attention(**LOGICAL), partitioner=partitioner).initialize_model([1, 3])
+    assert "No logical axis rule has 'embed': these axes are not sharded." in logs.messages
+
+
+# Explicit axes --------------------------------------------------------------------------------------------
+
+EXPLICIT_AXES = jax.make_mesh((4, 2), ("data", "model"))
+
+
+class ExplicitLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        sharded = lambda spec: lambda key, shape: jax.reshard(init(key, shape), spec)
+        up = self.param("up", sharded(P(None, "model")), (3, 16))
+        down = self.param("down", sharded(P("model", None)), (16, 1))
+        hidden = nn.relu(jnp.einsum("bi,ih->bh", x, up, out_sharding=P("data", "model")))
+        return jnp.einsum("bh,ho->bo", hidden, down, out_sharding=P("data", None))
+
+
+def explicit_step(partitioner, model=None):
+    return LinenStep(
+        jax.random.key(0), model or ExplicitLayers(), optax.sgd(0.01, momentum=0.9), partitioner, train=True
+    )
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 2])
+def test_a_model_that_chooses_its_shardings_trains_on_explicit_axes(steps_per_dispatch):
+    partitioner = partition.ExplicitPartitioner(EXPLICIT_AXES, "data")
+    assert partitioner.mesh.axis_types == (AxisType.Explicit,) * 2
+    step = explicit_step(partitioner)
+    state = step.initialize_model([4, 3])
+    up = NamedSharding(partitioner.mesh, P(None, "model"))
+    assert state.params["up"].sharding == up and state.opt_state[0].trace["up"].sharding == up
+    _, _, batches = examples.tiny_regression()
+    run = OuterLoop(TrainLoop(step, steps_per_dispatch=steps_per_dispatch))
+    assert run.check(state, batches, 6).ok
+    state, outputs = run(state, batches, 6)
+    assert state.params["up"].sharding == up and outputs["loss"][-1] < outputs["loss"][0]
+
+
+@pytest.mark.parametrize("model", [nn.Dense(1), None])
+def test_an_explicit_mesh_of_one_device_is_an_explicit_mesh(model):
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    _, _, batches = examples.tiny_regression()
+    losses = []
+    for partitioner in (
+        partition.ExplicitPartitioner(EXPLICIT_AXES, "data"),
+        partition.ExplicitPartitioner(mesh, "data"),
+    ):
+        step = explicit_step(partitioner, model)
+        losses.append(loop.Loop(step)(step.initialize_model([4, 3]), batches, num_steps=3)[1]["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind", [partition.DataParallelPartitioner, partition.SPMDPartitioner, partition.FSDPPartitioner]
+)
+def test_explicit_axes_that_are_made_automatic_are_logged_and_named_where_they_are_needed(kind, logs):
+    partitioner = kind(EXPLICIT_AXES, "data")
+    assert f"{kind.__name__} makes the explicit mesh axes data, model automatic." in logs.messages
+    with pytest.raises(Exception) as caught:
+        explicit_step(partitioner).initialize_model([4, 3])
+    assert any("take ExplicitPartitioner(mesh, data_axis)" in note for note in caught.value.__notes__)

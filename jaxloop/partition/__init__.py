@@ -3,12 +3,14 @@
 from jaxloop.partition.choice import choose as choose
 from jaxloop.partition.choice import memory_of as memory_of
 from jaxloop.partition.data_parallel import DataParallelPartitioner as DataParallelPartitioner
+from jaxloop.partition.explicit import ExplicitPartitioner as ExplicitPartitioner
 from jaxloop.partition.fsdp import FSDPPartitioner as FSDPPartitioner
 from jaxloop.partition.mesh_partitioner import MeshPartitioner as MeshPartitioner
 from jaxloop.partition.meshes import constrain as constrain
 from jaxloop.partition.meshes import create_mesh as create_mesh
 from jaxloop.partition.meshes import is_cpu_mesh as is_cpu_mesh
 from jaxloop.partition.meshes import max_steps_in_flight as max_steps_in_flight
+from jaxloop.partition.meshes import mesh_for_tracing as mesh_for_tracing
 from jaxloop.partition.partitioner import Partitioner as Partitioner
 from jaxloop.partition.partitioner import Rules as Rules
 from jaxloop.partition.rules import RulesPartitioner as RulesPartitioner

@@ -31,7 +31,13 @@ class DataParallelPartitioner(MeshPartitioner):
         return not (has_own_sharding or checks.is_of_user(self, "partition"))
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(init_fn, out_shardings=self._replicated)
+        compiled = jax.jit(init_fn, out_shardings=self._replicated)
+
+        def sharded_init(*args: Any, **kwargs: Any) -> Any:
+            with self._naming_explicit_partitioner():
+                return compiled(*args, **kwargs)
+
+        return sharded_init
 
     def _why_whole(self, path, leaf):
         return "data parallel: the state is on every device" if self._mesh.size > 1 else ""

@@ -29,6 +29,9 @@ class _LaidOutPartitioner(MeshPartitioner):
             )
         return self._sharding
 
+    def _sharding_of_leaf(self, path, leaf):
+        return checks.leaves_by_path(self.sharding)[path]
+
     def _hold(self, sharding: Any) -> None:
         by_path = checks.leaves_by_path
         # Of the same model and optimizer made anew, as in a notebook's cell, the layout is the same.
@@ -51,7 +54,8 @@ class _LeafPartitioner(_LaidOutPartitioner):
         init_unboxed = unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
-            self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
+            with self._naming_explicit_partitioner():
+                self._lay_out(jax.eval_shape(init_unboxed, *args, **kwargs))
             return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
 
         return sharded_init
@@ -72,9 +76,9 @@ def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, nn.meta.AxisMetadata)
 
 
-def has_boxes(tree: Any) -> bool:
-    """Whether leaves of a tree have Linen's annotations."""
-    return any(map(_is_box, jax.tree.leaves(tree, is_leaf=_is_box)))
+def boxes_of(tree: Any) -> list[Any]:
+    """Returns the leaves of a tree that have Linen's annotations."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_box) if _is_box(leaf)]
 
 
 def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,18 +1,20 @@
 """What the partitioners over a mesh share."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax import make_array_from_process_local_data
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, structures, types
 from jaxloop.flat_state import compile_donating
-from jaxloop.partition.meshes import names_of
+from jaxloop.partition.meshes import mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Partitioner
 
 
@@ -24,17 +26,23 @@ class MeshPartitioner(Partitioner):
       shard_batch, place_state, partition: see `Partitioner`.
 
     Args:
-      mesh: from `jax.make_mesh` or `jax.sharding.Mesh`. Axes that are explicit are made automatic (as
-        `jax.sharding.Mesh` has them), so that `Step.run` is written as for one device.
+      mesh: from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are made automatic (as `jax.sharding.Mesh` has
+        them), so that `Step.run` is written as for one device; that is logged. `ExplicitPartitioner` keeps them.
       data_axis: the name of one of its axes. The other axes hold copies of the batch.
     """
+
+    _axis_type = AxisType.Auto
 
     def __init__(self, mesh: Mesh, data_axis: str):
         if data_axis not in mesh.axis_names:
             raise ValueError(
                 f"data_axis {data_axis!r} is no axis of the mesh; those are {', '.join(map(repr, mesh.axis_names))}."
             )
-        self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        changed = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != self._axis_type]
+        self._had_explicit = self._axis_type == AxisType.Auto and bool(changed)
+        if self._had_explicit:
+            logging.info("%s makes the explicit mesh axes %s automatic.", type(self).__name__, ", ".join(changed))
+        self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(self._axis_type,) * len(mesh.axis_names))
         self._data_axis = data_axis
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
         self._split = NamedSharding(self._mesh, PartitionSpec(data_axis))
@@ -134,11 +142,23 @@ class MeshPartitioner(Partitioner):
             return jax.device_put(state, self.sharding)
         return jax.tree.map(_place_in_all_processes, state, self.shardings_of(state))
 
+    @contextlib.contextmanager
+    def _naming_explicit_partitioner(self) -> Iterator[None]:
+        """Adds to an error of a model that needs explicit axes which partitioner keeps them."""
+        try:
+            yield
+        except Exception as error:
+            if self._had_explicit and any(word in str(error) for word in ("Auto", "PartitionSpec", "out_sharding")):
+                error.add_note(
+                    f"{type(self).__name__} makes explicit mesh axes automatic. For a model that uses out_sharding= or "
+                    "jax.reshard, take ExplicitPartitioner(mesh, data_axis)."
+                )
+            raise
+
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
         def with_mesh(*args, **kwargs):
-            # Lets `fn` use with_sharding_constraint(x, PartitionSpec(...)); costs nothing after tracing.
-            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            with mesh_for_tracing(self._mesh), self._naming_explicit_partitioner():
                 return fn(*args, **kwargs)
 
         if "out_shardings" in jit_kwargs:

@@ -1,12 +1,14 @@
 """Meshes: grids of devices whose axes have names, and what a model says of them."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from flax import linen as nn
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 
 def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
@@ -40,6 +42,31 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     sizes = tuple(len(devices) // known if size == -1 else size for size in axes.values())
     types_of_axes = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(sizes, tuple(axes), axis_types=types_of_axes, devices=devices)
+
+
+@contextlib.contextmanager
+def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
+    """Returns a context in which a `PartitionSpec` names the axes of a mesh; it costs nothing after tracing."""
+    with contextlib.ExitStack() as contexts:
+        if mesh is not None:
+            contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+            if AxisType.Explicit not in mesh.axis_types:
+                contexts.enter_context(nn.intercept_methods(_hide_mesh_from_dense_general))
+        yield
+
+
+def _hide_mesh_from_dense_general(
+    call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """Calls a Linen method; `nn.DenseGeneral` sees no mesh.
+
+    It initializes a flat kernel, in `apply` too, to compare shapes. Where Flax sees a mesh, it then constrains that
+    kernel by the names of the axes which it gets afterwards, and raises. The partitioner lays out the kernel anyway.
+    """
+    if not isinstance(context.module, nn.DenseGeneral) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return call(*args, **kwargs)
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, final
 
 import jax
+from absl import logging
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxloop import checks
-from jaxloop.partition.laid_out import _LaidOutPartitioner, has_boxes, unboxing
-from jaxloop.partition.meshes import names_of
+from jaxloop.partition.laid_out import _LaidOutPartitioner, boxes_of, unboxing
+from jaxloop.partition.meshes import mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Rules
 from jaxloop.types import nnx
 
@@ -34,16 +34,18 @@ class SPMDPartitioner(_LaidOutPartitioner):
       mesh: see `MeshPartitioner`.
       data_axis: likewise.
       logical_axis_rules: pairs of a logical name and the mesh axis that it stands for, a tuple of several, or None for
-        none. Inside `run`, `nn.with_logical_constraint` goes by them too.
+        none. A name of Linen's without a rule stands for none too, as in Flax; such names are logged. Inside `run`,
+        `nn.with_logical_constraint` goes by them too.
 
     Raises:
       ValueError: a rule names an axis that the mesh does not have. Once there is a state: the model names an axis that
-        the mesh does not have, and there is no rule for it.
+        the mesh does not have, and it is no logical name, or there are no rules.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
         super().__init__(mesh, data_axis)
         self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
+        self._unsharded: set[str] = set()  # The logical names of the model without a rule.
         for logical_name, axes in self._rules:
             self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) stands for")
 
@@ -60,7 +62,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
 
         def sharded_init(*args, **kwargs):
             # NNX makes annotated variables only where it can see a mesh.
-            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh), self._with_rules():
+            with self._naming_explicit_partitioner(), mesh_for_tracing(self._mesh), self._with_rules():
                 try:
                     annotated = jax.eval_shape(init_fn, *args, **kwargs)
                 except ValueError as error:  # NNX looks at the names when it makes a variable.
@@ -69,7 +71,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
                     raise
                 is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
                 # Each of the two knows its own annotations.
-                of = nn if has_boxes(annotated) else nnx
+                of = nn if boxes_of(annotated) else nnx
+                self._find_unsharded(annotated)
                 specs = of.get_partition_spec(annotated)
                 self._hold(jax.tree.map(self._sharding_of, specs, is_leaf=is_spec))
                 return jax.jit(init_unboxed, out_shardings=self._sharding)(*args, **kwargs)
@@ -84,9 +87,21 @@ class SPMDPartitioner(_LaidOutPartitioner):
             entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
+    def _find_unsharded(self, annotated: Any) -> None:
+        """Finds the logical names of a model without a rule, if there are rules; logs them."""
+        boxes = [box for box in boxes_of(annotated) if isinstance(box, nn.LogicallyPartitioned)]
+        names = {name for box in boxes for entry in box.names for name in names_of(entry)}
+        known = {*self._mesh.axis_names, *(name for name, _ in self._rules)}
+        self._unsharded = names - known if self._rules else set()
+        if self._unsharded:
+            shown = ", ".join(map(repr, sorted(self._unsharded)))
+            logging.info("No logical axis rule has %s: these axes are not sharded.", shown)
+
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
         """The mesh axes that a name stands for: those of the first of its rules whose axes are free."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
+        if name in self._unsharded:
+            return ()
         if not rules and name not in self._mesh.axis_names:
             raise self._unknown_axis(name)
         return next((axes for axes in rules if not used.intersection(axes)), ()) if rules else (name,)
@@ -105,9 +120,6 @@ class SPMDPartitioner(_LaidOutPartitioner):
             f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
             "logical_axis_rules, with the mesh axis that it stands for, or None."
         )
-
-    def _sharding_of_leaf(self, path, leaf):
-        return checks.leaves_by_path(self.sharding)[path]
 
     def _why_whole(self, path, leaf):
         return "the model does not annotate it" if self._mesh.size > 1 else ""
