@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import directories, launching, leaving, pipelines, stubborn, summaries, whole_run
+from programs import copies, directories, launching, leaving, pipelines, stubborn, summaries, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -448,6 +448,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "resume_everywhere": resume_everywhere,
     "long": run_for_long,
     "pipeline": pipelines.run,
+    "copies": copies.resume_from_each,
 }
 
 # How runs end --------------------------------------------------------------------------------------------
@@ -852,9 +853,14 @@ def resumes(arena: Arena, count: int, seed: int) -> Broken:
     yield from compare_in_one_process(arena, "resume_everywhere", count)
 
 
-def compare_in_one_process(arena: Arena, job: str, count: int) -> Broken:
+def copied(arena: Arena, count: int, seed: int) -> Broken:
+    """Resumes from incomplete and foreign copies of checkpoints, and with a damaged file of the history."""
+    yield from compare_in_one_process(arena, "copies", count, num_cases=count, seed=seed)
+
+
+def compare_in_one_process(arena: Arena, job: str, count: int, **options: Any) -> Broken:
     """Does a job that returns, for each run that it broke, in what it then differed."""
-    child = arena.server.start(arena.new_directory(job), job)
+    child = arena.server.start(arena.new_directory(job), job, **options)
     if child.wait(5 * PATIENCE_SECS) != 0:
         yield count, [child.log.read_text()[-3000:]]
         return
@@ -994,6 +1000,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "resumes": (resumes, 198),
     "ends": (ends, 88),
     "damaged": (damaged, 500),
+    "copied": (copied, 100),
     "disk_full": (disk_full, 10),
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
