@@ -78,6 +78,10 @@ class Evaluations:
             if spec.should_eval_fn is None and spec.schedule is None:
                 loop.loop_count = number // (spec.eval_loop_interval or 1)
 
+    def resume(self, step_num: int, measured: set[str]) -> None:
+        """Goes on after a step at which an earlier run has measured these: a schedule asks for them there no more."""
+        self._evaluated_at = dict.fromkeys(measured, step_num)
+
     def next_loop(self, now: Elapsed) -> int | None:
         """The number of the first train loop after `now` at whose end one may be due."""
         return earliest(next_loop_of(spec.interval, now) for _, _, spec in self._all)

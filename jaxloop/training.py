@@ -76,6 +76,8 @@ class Training:
             for action in dict.fromkeys(each for loop in self._loops for each in loop.actions):
                 action.begin_run(step_num)
         self._open_data(resumed)
+        if resumed is not None:
+            self._evaluations.resume(step_num, self.run.measured_at(step_num))
         if resumed is not None and not self._catch_up(state, resumed):
             logging.info("Stopped at step %d, as an evaluation or an action asked.", step_num)
             return state, None

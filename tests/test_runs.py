@@ -553,6 +553,19 @@ def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options,
     assert resumed.collect("steps", "loops", "test.loss") == whole.collect("steps", "loops", "test.loss")
 
 
+def test_an_ended_run_that_is_started_again_has_no_evaluation_twice(tmp_path):
+    def experiment():
+        step, state, batches = examples.tiny_regression()
+        save = actions.CheckpointAction(tmp_path, every(4))
+        specs = [EvalSpec(batches[:3], schedule=every(4) | last(), name="test")]
+        options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": batches[:20]}
+        return run(state, step, 23, train_actions=[save], eval_specs=specs, **options)[0].history
+
+    rows = experiment().collect("steps", "test.loss")
+    assert rows[0] == [4, 8, 12, 16, 20]
+    assert experiment().collect("steps", "test.loss") == rows
+
+
 def test_ctrl_c_in_an_action_inside_an_epoch_is_inside_it(tmp_path, assert_same):
     class Press(Seen):
         def __call__(self, state, outputs, **kwargs):
