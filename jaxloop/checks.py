@@ -447,11 +447,13 @@ def _check_range(batch: Any, wide: list[str]) -> None:
 
 
 def num_examples(batch: Any) -> int | None:
-    """The length of the leading axis that all array leaves share; None where they don't.
+    """Returns the length of the leading axis that all array leaves share, 1 for no batch; None where they don't.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
     """
+    if batch is None:
+        return 1
     found = None
     for leaf in batch.values() if type(batch) is dict else jax.tree.leaves(batch):
         shape = getattr(leaf, "shape", None)

@@ -1,6 +1,7 @@
 """What is compiled of a step: for training and for evaluating, one batch or several in one dispatch."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import threading
@@ -224,14 +225,14 @@ def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, s
 
 def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
-        return jax.lax.scan(lambda _, batch: (None, evaluate(state, batch)), None, batches)[1]
+        return _scan_batches(lambda _, batch: (None, evaluate(state, batch)), None, batches)[1]
 
     return fused
 
 
 def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
-        return jax.lax.scan(
+        return _scan_batches(
             lambda state, batch: run(state, batch), state, batches
         )  # Of a new function, for each class.
 
@@ -249,10 +250,25 @@ def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
             state, (outputs, flags) = run(state, (batch, flags))
             return (state, flags), outputs
 
-        (state, flags), outputs = jax.lax.scan(body, (state, flags), batches)
+        (state, flags), outputs = _scan_batches(body, (state, flags), batches)
         return state, (outputs, flags)
 
     return fused
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _StackedNone:
+    """So many batches that are None, as one: a scan over None can't tell how many there are."""
+
+    length: int
+
+
+def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
+    """Scans over batches that were made one by `stacked`."""
+    if isinstance(batches, _StackedNone):
+        return jax.lax.scan(body, carry, None, length=batches.length)
+    return jax.lax.scan(body, carry, batches)
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
@@ -263,6 +279,8 @@ def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
     >>> stacked([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
     (2, 3)
     """
+    if all(batch is None for batch in batches):
+        return _StackedNone(len(batches))
     try:
         return jax.tree.map(_stacked_leaf, *batches)
     except ValueError:  # As jax.tree.map raises for trees of another structure.

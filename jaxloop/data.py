@@ -1,6 +1,5 @@
 """Data as they come: one pass over any dataset, as an iterator of NumPy batches that knows its position."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -10,7 +9,7 @@ import numpy as np
 from jaxloop import checks, types
 from jaxloop.fingerprint import describe_source
 from jaxloop.position import PositionedIterator, skippable, with_options
-from jaxloop.sources import IndexIterator, is_endless, is_function, library, num_batches
+from jaxloop.sources import IndexedBatches, is_endless, is_function, library, num_batches
 
 __all__ = [
     "Passes",
@@ -186,7 +185,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     return with_options(data, prefetch=int(size))
 
 
-def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> "IndexedBatches":
+def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
     """Data whose batch number `i` is `make_batch(i)`: any position in them is gone to at once.
 
     >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
@@ -272,25 +271,3 @@ def _rows_of_process(batch: types.Batch, place: int, count: int) -> types.Batch:
         )
     mine = slice(place * rows // count, (place + 1) * rows // count)
     return jax.tree.map(lambda leaf: leaf[mine] if np.ndim(leaf) else leaf, batch)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class IndexedBatches(Iterable[types.Batch]):
-    """What `from_index` returns."""
-
-    make_batch: Callable[[int], types.Batch]
-    num_batches: int | None
-
-    def __iter__(self) -> IndexIterator:
-        return IndexIterator(self.make_batch, self.num_batches)
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether a pass has no end."""
-        return self.num_batches is None
-
-    def __len__(self) -> int:
-        if self.num_batches is None:
-            raise TypeError("from_index(make_batch) without num_batches has no length: it has no end.")
-        return self.num_batches

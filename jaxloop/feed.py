@@ -9,18 +9,20 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.agreement import JointDraw
-from jaxloop.sources import is_function
+from jaxloop.sources import NO_DATA, is_function
 
 # Of `cycle` the first pass may be slow.
 _IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns the iterator of a dataset, or of what a dataset function returns.
+    """Returns the iterator of a dataset, or of what a dataset function returns; None gives batches that are None.
 
     Raises:
       TypeError: there is none; the error says what to give.
     """
+    if dataset is None:
+        dataset = NO_DATA
     if is_function(dataset):
         dataset = dataset()
     if hasattr(dataset, "__next__"):

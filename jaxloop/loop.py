@@ -204,7 +204,7 @@ class Loop:
     def __call__(
         self,
         state: Any,
-        dataset_iterator: Iterable[types.Batch],
+        dataset_iterator: Iterable[types.Batch] | None,
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
@@ -215,7 +215,8 @@ class Loop:
 
         Args:
           state: the train state. It is donated, unless `return_state_from_step` is False.
-          dataset_iterator: the batches; an iterable is run through from its start.
+          dataset_iterator: the batches; an iterable is run through from its start. None for a step that needs no data:
+            `run` gets None as its batch, and `num_steps` ends the loop.
           num_steps: how many steps, that is updates, see `Step.updates_per_step`; None for all batches there are.
           return_state_from_step: False to give every step the same state, and to return that: then the steps can't
             change it.
@@ -228,6 +229,8 @@ class Loop:
           the last whole step is then in `rescued_state`.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
+        if dataset_iterator is None and num_steps is None:
+            raise ValueError(f"{type(self).__name__} got no data, so nothing ends it: give num_steps.")
         self._returns_new_state = return_state_from_step
         if return_state_from_step:
             checks.check_multiple("num_steps", num_steps, self._step)

@@ -25,7 +25,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
     """Raises where a model and the arguments that came with it do not belong together.
 
     Args:
-      model: a Linen module, an NNX module class, or an `AdaptedModel`.
+      model: a Linen module, an NNX module class, an `AdaptedModel`, or None.
       nnx_model_args: what the user gave under this name.
       options: keywords that the Step itself does not know.
       known: the names of those that it does know.
@@ -48,10 +48,16 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
             f"model is an instance of the NNX module {type(model).__name__}; give the class itself, and its arguments "
             f"as nnx_model_args: Step(base_prng, {type(model).__name__}, nnx_model_args=(...))."
         )
-    if not isinstance(model, nn.Module | AdaptedModel):
-        raise TypeError(f"model must be a Linen module or an NNX module class, got {model!r}.")
+    if not isinstance(model, nn.Module | AdaptedModel | None):
+        raise TypeError(f"model must be a Linen module, an NNX module class, or None, got {model!r}.")
     if nnx_model_args is not None:
-        what = model.kind if isinstance(model, AdaptedModel) else f"{type(model).__name__} is a Linen module"
+        what = (
+            model.kind
+            if isinstance(model, AdaptedModel)
+            else "model is None"
+            if model is None
+            else f"{type(model).__name__} is a Linen module"
+        )
         raise ValueError(
             f"nnx_model_args={nnx_model_args!r} belongs to an NNX module class, and {what}. Leave it out, or give the "
             "class of an NNX module."
@@ -83,6 +89,11 @@ def init_fn(
     """
 
     def initialize(*arrays: Any) -> types.TrainState:
+        if model is None:
+            raise TypeError(
+                "This step has model=None, so there is nothing to initialize. Override make_state(self, spec=None), "
+                "which returns the first state, or give the Step a model."
+            )
         if isinstance(model, nn.Module):
             return _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
         if isinstance(model, AdaptedModel):

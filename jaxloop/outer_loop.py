@@ -28,6 +28,7 @@ from jaxloop.evaluations import Evaluations
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
+from jaxloop.sources import NO_DATA
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, names_of
 from jaxloop.specs import EvalContext as EvalContext
@@ -170,7 +171,9 @@ class OuterLoop:
 
         Args:
           state: the train state, taken over by the train loop. Only evaluated, it stays usable.
-          train_dataset: an iterator of batches, gone on with from loop to loop; an iterable is turned into one.
+          train_dataset: an iterator of batches, gone on with from loop to loop; an iterable is turned into one. With a
+            train loop, None is for a step that needs no data: `run` gets None as its batch, each counts as one
+            example, and `train_total_steps` or `stop` ends the run.
           train_total_steps: optimizer updates in all, those before a resume included; None for as long as there is
             data. Like `train_loop_steps`, a multiple of `Step.updates_per_step`.
           train_loop_steps: updates in a loop; loops end at its multiples. None for one loop through the dataset.
@@ -294,13 +297,13 @@ class OuterLoop:
         as_count = lambda value: value if isinstance(value, int) and value > 0 else None
         experiment = preflight.Experiment(
             state,
-            self._train_loop if train_dataset is not None else None,
+            self._train_loop if spec.train_dataset is not None else None,
             list(zip(names, self._eval_loops, specs, strict=False)),
             self._checkpoint_spec,
             self._workdir,
             self._log_interval,
-            train_dataset,
-            lambda: self._source_of(train_dataset),
+            spec.train_dataset,
+            lambda: self._source_of(spec.train_dataset),
             self._source_of,
             as_count(train_total_steps),
             as_count(train_loop_steps),
@@ -315,6 +318,8 @@ class OuterLoop:
         self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
     ) -> RunSpec:
         specs = tuple(eval_specs or ())
+        if train_dataset is None and self._train_loop is not None:
+            train_dataset = NO_DATA
         return RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:

@@ -1,13 +1,14 @@
 """How each kind of dataset says where an iterator is in it: Grain, tf.data, sequences, PyTorch, or a plain iterator."""
 
 import contextlib
+import dataclasses
 import itertools
 import operator
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import jax
@@ -66,6 +67,32 @@ class IndexIterator(Iterator[types.Batch]):
 
     def set_state(self, state: dict[str, int]) -> None:
         self.next_index = state["next_index"]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class IndexedBatches(Iterable[types.Batch]):
+    """What `from_index` returns."""
+
+    make_batch: Callable[[int], types.Batch]
+    num_batches: int | None
+
+    def __iter__(self) -> IndexIterator:
+        return IndexIterator(self.make_batch, self.num_batches)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass has no end."""
+        return self.num_batches is None
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("from_index(make_batch) without num_batches has no length: it has no end.")
+        return self.num_batches
+
+
+NO_DATA = IndexedBatches(lambda index: None, None)
+"""The dataset of a run that is given None: batches that are None, without end. The position is their number."""
 
 
 class Source:

@@ -9,6 +9,7 @@ from etils import epath
 
 from jaxloop import checkpoint, checks, types
 from jaxloop.schedules import Schedule
+from jaxloop.sources import NO_DATA
 
 STOPPED_FILE = "STOPPED"
 """The empty file in the checkpoint directory which says that training is done."""
@@ -194,10 +195,14 @@ class RunSpec:
         if self.stop is not None and not isinstance(self.stop, Schedule):
             yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
         has_train_loop = train_step is not None
-        if has_train_loop != (self.train_dataset is not None):
-            got, missing = ("train_loop", "train_dataset") if has_train_loop else ("train_dataset", "train_loop")
+        if self.train_dataset is not None and not has_train_loop:
             yield ValueError(
-                f"OuterLoop got a {got} without a {missing}: give both to train, neither to evaluate only."
+                "OuterLoop got a train_dataset without a train_loop: give both to train, neither to evaluate only."
+            )
+        if self.train_dataset is NO_DATA and self.total_steps is None and self.stop is None:
+            yield ValueError(
+                "OuterLoop got a train_loop without a train_dataset. Give the data; or, if the step needs none, "
+                "train_total_steps or stop, because nothing else ends the run."
             )
         if len(self.eval_specs) != num_eval_loops:
             yield ValueError(
@@ -215,6 +220,11 @@ class RunSpec:
             yield ValueError(f'on_exhausted must be "stop" or "raise", got {self.on_exhausted!r}.')
 
     def _errors_of_epochs(self) -> Iterator[Exception]:
+        if self.epochs is not None and self.train_dataset is NO_DATA:
+            yield ValueError(
+                f"OuterLoop got train_epochs={self.epochs} without a train_dataset: there is nothing to pass over. "
+                "Give train_total_steps or stop."
+            )
         if self.epochs is not None and self.loop_steps is not None:
             yield ValueError(
                 f"OuterLoop got train_epochs={self.epochs} and train_loop_steps={self.loop_steps}, and each epoch is "

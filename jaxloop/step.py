@@ -136,7 +136,8 @@ class Step:
       base_prng: the key, or a dict of keys, from which all others derive: `initialize_model` uses it as it is,
         `prng_key(step)` folds the step in. Old-style or typed.
       model: a Linen module, or an NNX module class, which the step constructs with `nnx_model_args`,
-        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict.
+        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None for a step whose
+        own `make_state` makes the state without a model.
       optimizer: an Optax transformation, kept as `state.tx`.
       partitioner: where the state and the batches live.
       train: whether this step trains, for `run` to ask (`self.train`). Then an optimizer is expected.
@@ -216,7 +217,8 @@ class Step:
         self._cost: cost.Cost | None = None
 
     def __repr__(self) -> str:
-        model = self._model.__name__ if inspect.isclass(self._model) else type(self._model).__name__
+        named = self._model if inspect.isclass(self._model) else type(self._model)
+        model = None if self._model is None else named.__name__
         return f"{type(self).__name__}(model={model}, train={self._train})"
 
     # To override ---------------------------------------------------------------------------------
@@ -310,14 +312,14 @@ class Step:
             init_kwargs,
         )
 
-    def initialize_model(self, spec: types.BatchSpec, log_num_params: bool = False, **init_kwargs: Any) -> Any:
+    def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
         """Makes the first state, each leaf where the partitioner wants it.
 
         Args:
           spec: describes the model's input: a shape (`[1, 28, 28, 1]`, float32), a `(shape, dtype)` pair, or these
             nested in dicts, lists and named tuples. The model is initialised with ones. Arrays and keys are passed as
             they are. A model with several inputs takes a list of specs by position (`[[1, 64], key]`), or a dict by
-            name (`{"x": [1, 64], "key": key}`). Not used by NNX classes.
+            name (`{"x": [1, 64], "key": key}`). Not used by NNX classes, and without a model.
           log_num_params: logs the number of parameters.
           **init_kwargs: passed on to `model.init` (Linen) or the constructor (NNX).
 

@@ -24,6 +24,7 @@ from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed, Schedule, earliest, is_always
+from jaxloop.sources import NO_DATA
 from jaxloop.whole_run import WholeRun
 
 
@@ -60,7 +61,7 @@ def loop(
 
     Args:
       state: any pytree. Callbacks that take it over (`train_step` donates it) leave you the one that is returned.
-      dataset: the batches.
+      dataset: the batches. None for callbacks that need no data: their batch is None, and `stop` ends the loop.
       tasks: `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, or pairs. Not changed. `on_start` and
         `on_end` are keys too.
       stop: where to end, as in `elapse`.
@@ -79,6 +80,10 @@ def loop(
       Whatever a callback or the dataset raises, with a note of where and at which step. Checkpoints under way are
         committed first.
     """
+    if dataset is None:
+        if stop is None:
+            raise ValueError("jf.loop got no data, so nothing ends it: give stop.")
+        dataset = NO_DATA
     stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history
     begin = elapsed or Elapsed()

@@ -74,7 +74,7 @@ def _look_at_training(
 ) -> Foreseen | None:
     """What is known of the train steps; None where there is no state or no batch for them."""
     look_at_optimizer(TRAIN, loop.step, state.shapes, found)
-    if state.shapes is None or data.batch is None:
+    if state.shapes is None or not data.has_batch:
         return None
     longest = course.steps_of_longest_loop
     longest_loop = longest and longest // course.updates_per_step

@@ -52,7 +52,7 @@ def look_at_length(
     found.plan["train"] = f"{course_in_words(course)}; loops end {course.loops()}"
     _look_for_nothing_left(course, begin, found)
     _look_at_counter(course, state, found)
-    if data.batch is not None:
+    if data.has_batch:
         _look_at_end_of_data(experiment, course, begin, data, found)
 
 

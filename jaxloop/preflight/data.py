@@ -12,6 +12,7 @@ from jaxloop.forecast import Calls
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment
 from jaxloop.preflight.findings import Findings
+from jaxloop.sources import NO_DATA
 from jaxloop.specs import EvalSpec
 
 # So long, and so many batches, an evaluation's data without a length are looked at for their end.
@@ -25,12 +26,14 @@ class TrainData:
 
     Attributes:
       source: draws from them; None where it can't, or where nothing is trained.
-      batch: the first; None where there is none.
+      batch: the first; None where there is none, and in a run without data.
+      has_batch: whether there is one; in a run without data, None is one.
       num_batches: in a pass; of an iterator, how many are left. None where nobody knows.
     """
 
     source: PositionedIterator | None = None
     batch: types.Batch | None = None
+    has_batch: bool = False
     num_batches: int | None = None
 
 
@@ -45,7 +48,10 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
         except StopIteration:
             raise checks.empty_dataset(dataset) from None
         known = num_batches(source if is_one_pass(dataset) else dataset)
-        opened = TrainData(source, batch, known)
+        opened = TrainData(source, batch, True, known)
+        if dataset is NO_DATA:
+            found.plan["train data"] = "none: run gets None as its batch"
+            return opened
         count = f"{known:,} batches" if known is not None else "endless batches" if is_endless(source) else "batches"
         found.plan["train data"] = f"{count} of {checks.batch_in_words(batch)}"
     return opened

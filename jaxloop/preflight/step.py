@@ -54,9 +54,10 @@ def look_at_step(
     with found.finding(where):
         if evaluates:
             step.begin_evaluation()
-        ready = _ready_for_run(loop, state, batch)
-        if ready is None:
+        known = _ready_for_run(loop, state, batch)
+        if known is None:
             return Foreseen(is_open=True)
+        (ready,) = known
         if not _can_be_traced(where, step, batch, ready, found):
             return Foreseen()
         if not evaluates:
@@ -79,8 +80,8 @@ def state_for_begin(state: State, step: Step) -> Any:
     return state.shapes if state.values is None or not checks.is_of_user(step, "begin") else state.values
 
 
-def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.Batch | None:
-    """A batch as the hooks before `run` leave it; None where only a run can tell.
+def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
+    """Returns a tuple with a batch as the hooks before `run` leave it; None where only a run can tell.
 
     So it is where the user has another way to `run`, and where `begin` wants values of a state that is given in
     shapes, or makes another one.
@@ -91,7 +92,7 @@ def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.
         return None
     given = state_for_begin(state, step)
     if not checks.is_of_user(step, "begin"):
-        return step.before_run(given, batch)[1]
+        return step.before_run(given, batch)[1:]
     preprocessed = step.preprocessed(batch)
     try:
         result = step.begin(given, preprocessed)
@@ -100,7 +101,7 @@ def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> types.
             return None
         raise
     new_state, ready = checks.check_pair(result, f"{type(step).__name__}.begin", "(state, batch)")
-    return ready if new_state is given else None
+    return (ready,) if new_state is given else None
 
 
 def _can_be_traced(where: str, step: Step, batch: types.Batch, ready: types.Batch, found: Findings) -> bool:
