@@ -948,7 +948,10 @@ def _explain(error: Exception, batch: types.Batch) -> None:
     """Says of an error in a step which batch it was; raises another where the batch is what is wrong."""
     if isinstance(error, TypeError | ValueError):
         checks.check_batch(batch)
-    error.add_note(f"with {checks.batch_in_words(batch)}")
+    if batch is None:
+        error.add_note("without a batch, because the dataset is None. Give the data, if the step needs them.")
+    else:
+        error.add_note(f"with {checks.batch_in_words(batch)}")
 
 
 def _copy_what_is_donated(outputs: types.Output, state: Any) -> types.Output:

@@ -62,7 +62,7 @@ def test_a_number_of_steps_must_be_positive(num_steps, error):
     Loop(step)(state, batches, 1)  # Nothing was lost.
 
 
-@pytest.mark.parametrize("dataset", ["train", 5, {"x": np.zeros(3)}, np.zeros([3, 3]), None])
+@pytest.mark.parametrize("dataset", ["train", 5, {"x": np.zeros(3)}, np.zeros([3, 3])])
 def test_what_is_no_dataset_is_refused(dataset):
     step, state, _ = examples.tiny_regression()
     with pytest.raises(TypeError, match="A dataset is an iterator of batches, or an iterable, got"):

@@ -598,7 +598,12 @@ def test_what_ran_is_not_mentioned(warnings_logged):
         ({"train_loop_steps": 0}, ValueError, "train_loop_steps must be a positive int or None, got 0"),
         ({"eval_specs": []}, ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
         ({"eval_specs": [None]}, TypeError, "eval_specs must hold EvalSpecs, got None"),
-        ({"train_dataset": None}, ValueError, "got a train_loop without a train_dataset"),
+        ({"train_dataset": None}, TypeError, "without a batch, because the dataset is None. Give the data"),
+        (
+            {"train_dataset": None, "train_total_steps": None},
+            ValueError,
+            "got a train_loop without a train_dataset. Give the data",
+        ),
         ({"train_dataset": "train"}, TypeError, "A dataset is an iterator of batches"),
     ],
 )
