@@ -49,7 +49,10 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
             f"as nnx_model_args: Step(base_prng, {type(model).__name__}, nnx_model_args=(...))."
         )
     if not isinstance(model, nn.Module | AdaptedModel | None):
-        raise TypeError(f"model must be a Linen module, an NNX module class, or None, got {model!r}.")
+        raise TypeError(
+            "model must be a Linen module or an NNX module class, or None for a step whose make_state needs no model, "
+            f"got {model!r}."
+        )
     if nnx_model_args is not None:
         what = (
             model.kind
