@@ -221,6 +221,11 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._count
 
     @property
+    def fingerprint(self) -> list[str]:
+        """What identifies the pipeline, a line for each of its parts, as `fingerprint.describe_source` returns it."""
+        return self._fingerprint["source"]
+
+    @property
     def is_endless(self) -> bool:
         """Whether the data are known to have no end."""
         return is_endless(self._dataset)

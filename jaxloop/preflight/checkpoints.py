@@ -107,13 +107,13 @@ def _look_at_checkpoint(
         whole_run.check_keys(run, encoding.encode_keys(train_loop.step.base_prng), directory)
     position = run["positions"][0]["data"] if spec.restore_data else None
     if position and source is not None:
-        _look_at_same_data(position["fingerprint"], experiment.train_dataset, source, found)
+        _look_at_same_data(position["fingerprint"], source, found)
     return _begin_of(run, elapsed, position)
 
 
-def _look_at_same_data(before: Mapping[str, Any], dataset: Any, source: PositionedIterator, found: Findings) -> None:
+def _look_at_same_data(before: Mapping[str, Any], source: PositionedIterator, found: Findings) -> None:
     with found.finding("the train data"):
-        fingerprint.check_same(before.get("source"), fingerprint.describe_source(dataset))
+        fingerprint.check_same(before.get("source"), source.fingerprint)
         fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
 
 
