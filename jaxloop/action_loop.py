@@ -200,7 +200,7 @@ class ActionLoop(StatLoop):
     def __call__(
         self,
         state: Any,
-        dataset_iterator: Iterable[types.Batch],
+        dataset_iterator: Iterable[types.Batch] | None,
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:

@@ -76,7 +76,7 @@ class EvalLoop(ActionLoop):
     def __call__(
         self,
         state: Any,
-        dataset_iterator: Iterable[types.Batch],
+        dataset_iterator: Iterable[types.Batch] | None,
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:
