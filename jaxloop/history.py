@@ -56,7 +56,7 @@ class Row(NamedTuple):
 class _Column:
     """The values of one path, and the numbers of their rows, ascending."""
 
-    rows: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
+    rows: "array.array[int]" = dataclasses.field(default_factory=lambda: array.array("q"))
     values: list[Any] = dataclasses.field(default_factory=list)
 
     def place(self, number: int) -> int:
