@@ -55,9 +55,11 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     >>> import tempfile
     >>> directory = epath.Path(tempfile.mkdtemp())
     >>> os.mkfifo(directory / "history.jsonl")
-    >>> open_file(directory / "history.jsonl", "rb")
-    Traceback (most recent call last):
-    OSError: [Errno 22] Expected a regular file and found a FIFO. Remove it, or give another directory: '...jsonl'
+    >>> try:
+    ...     open_file(directory / "history.jsonl", "rb")
+    ... except OSError as error:
+    ...     print(error.strerror)
+    Expected a regular file and found a FIFO. Remove it, or give another directory
 
     Raises:
       OSError: there is something else of this name, or the file can't be opened.

@@ -100,7 +100,7 @@ class Donating:
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples
     >>> _, state, _ = examples.tiny_regression()
-    >>> add = Donating(lambda state, batch: jax.tree.map(lambda leaf: leaf + batch, state))
+    >>> add = Donating(lambda state, batch: jax.tree.map(lambda leaf: leaf + batch.astype(leaf.dtype), state))
     >>> new_state = add(state, jnp.int32(1))
     >>> int(state.step), state.params["kernel"].is_deleted()
     (0, True)

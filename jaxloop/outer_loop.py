@@ -268,7 +268,8 @@ class OuterLoop:
         >>> import jaxloop
         >>> from jaxloop import examples
         >>> step, _, batches = examples.tiny_regression()
-        >>> outer_loop = OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(step)])
+        >>> eval_step, _, _ = examples.tiny_regression(train=False)
+        >>> outer_loop = OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step)])
         >>> report = outer_loop.check(
         ...     step.abstract_state([1, 3]), batches, 200, 20, [EvalSpec(batches[:3], eval_loop_interval=50)]
         ... )

@@ -26,8 +26,8 @@ class ExplicitPartitioner(_LaidOutPartitioner):
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))
-    >>> ExplicitPartitioner(mesh, "data").mesh.axis_types
-    (AxisType.Explicit,)
+    >>> ExplicitPartitioner(mesh, "data").mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    True
 
     Args:
       mesh: see `MeshPartitioner`. Axes that are automatic are made explicit.
