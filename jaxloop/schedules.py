@@ -408,7 +408,9 @@ class _Point(_Counted):
 
 class _At(_Point):
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        return self.reached(now) and (not self.reached(before) or now.steps == 0)
+        return self.reached(now) and (
+            not self.reached(before) or getattr(now, self.unit) == 0 or now.steps == now.samples == 0
+        )
 
     def _next_step_past_it(self, now: Elapsed) -> int | None:
         return None
