@@ -64,7 +64,7 @@ def what_is_kept(directory):
 
     def without_time(value):
         if isinstance(value, dict):
-            timed = ("time", "life_time", "last_beginning", "spent", "jaxloop/")
+            timed = ("time", "life_time", "last_beginning", "spent", "jaxloop/", "history_file")
             return {
                 name: without_time(each)
                 for name, each in value.items()
@@ -82,13 +82,13 @@ def observed(loop_class, directory, plan):
     fault, at = plan["fault"], plan["at"]
     for fault in (fault, fault if fault == "the data end" else None):  # noqa: B020
         action, at_end, evaluated = Seen(plan["interval"]), Seen(last()), Seen()
-        saves = [jaxloop.CheckpointAction(directory, plan["saves"])] if plan["saves"] else []
+        saves = [] if plan["saves"] is None else [jaxloop.CheckpointAction(directory, plan["saves"])]
         fails = [Seen(every(steps=plan["at"] or 1), fails_at=plan["at"])] if fault == "an action raises" else []
         train_loop = loop_class(STEP, end_actions=[action, at_end, *fails, *saves], stat_names=[STAT_LIFE_TIME_SECS])
         outer_loop = jaxloop.OuterLoop(
             train_loop,
             [jaxloop.EvalLoop(EVAL_STEP, end_actions=[evaluated], stat_names=[])],
-            jaxloop.CheckpointSpec(directory) if plan["saves"] else None,
+            jaxloop.CheckpointSpec(directory) if saves else None,
             log_interval=plan["log_interval"],
         )
         spec = jaxloop.EvalSpec(BATCHES[:2], **plan["evaluates"])
@@ -104,8 +104,8 @@ def observed(loop_class, directory, plan):
         seen += [outputs and [float(loss) for loss in outputs.get("loss", ())], outputs and outputs.num_examples]
         final = state if state is not None else outer_loop.rescued_state
         seen += [final is None, np.asarray(final.params["kernel"]).tolist() if final is not None else None]
-        seen += [what_is_kept(directory) if plan["saves"] else None]
-        if not plan["saves"]:
+        seen += [what_is_kept(directory) if saves else None]
+        if not saves:
             break
     return seen
 
