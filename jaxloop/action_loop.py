@@ -39,6 +39,7 @@ class Run:
       can_resume: whether another call, or process, may go on with a loop that a signal cut short.
       keeps_batches: whether a train loop keeps its last batches, for the record of a failure.
       quiet_ends: where loops end, by step, in the next call before its own end; nothing is to be done there.
+      ends_with_data: whether the run ends where the data of the next call end.
     """
 
     history: History | None = None
@@ -51,6 +52,7 @@ class Run:
     can_resume: bool = False
     keeps_batches: bool = False
     quiet_ends: range = range(0)
+    ends_with_data: bool = False
 
     @property
     def schedules(self) -> Sequence[Schedule]:
@@ -564,6 +566,7 @@ class ActionLoop(StatLoop):
             is_last = run.elapsed.is_last
         else:
             is_last = now.steps == run.total_steps
+            is_last |= run.ends_with_data and self._feed.has_ended and loops > self._loop_count
             is_last |= run.stop is not None and run.stop.stops(now.previous or now, now)
         return dataclasses.replace(now, is_last=True) if is_last else now
 

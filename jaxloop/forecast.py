@@ -90,7 +90,8 @@ class Course:
       rows: examples in a batch.
       updates_per_step: how many steps a batch counts for, see `Step.updates_per_step`.
       knows_loops: whether no loop ends anywhere else.
-      tells_end: whether the run knows of its last step when it comes to it; where the data end, only afterwards.
+      tells_end: whether the run knows of its last step when it comes to it; not where the data end with a loop of
+        `loop_steps`, which is known only afterwards.
     """
 
     start: Elapsed = dataclasses.field(default_factory=Elapsed)

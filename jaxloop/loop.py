@@ -184,6 +184,11 @@ class Loop:
         return self._was_interrupted
 
     @property
+    def data_have_ended(self) -> bool:
+        """Whether the last call asked its data for another batch, and there was none."""
+        return self._feed.has_ended
+
+    @property
     def batches_consumed(self) -> int:
         """What `source` had counted when the last whole step was done."""
         return self._consumed

@@ -167,7 +167,7 @@ class Training:
                 loop_outputs[types.STOP_LOOP] = True
                 logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, types.STOP_LOOP)
                 break
-            if loop.elapsed.is_last or (pass_has_ended and not self._has_next_pass(step_num)):
+            if (pass_has_ended and not self._has_next_pass(step_num)) or loop.elapsed.is_last:
                 break
         if step_num > first_step or is_resumed:
             self._call_what_waits_for_the_last_step(state)
@@ -185,6 +185,7 @@ class Training:
         source, run_info = self.run.source, self._loop.run_info
         assert run_info is not None
         self.newest, self._loop.source, run_info.quiet_ends = None, source, ends[:-1]
+        run_info.ends_with_data = not only_ends and self._is_last_pass(self.run.passes + 1)
         state, outputs = self._loop(state, iter(()) if only_ends or source is None else source, num_steps)
         is_short = num_steps is None or len(self._loop.num_examples) * updates < num_steps
         if self._loop.steps_passed:
@@ -193,7 +194,8 @@ class Training:
             if stops:
                 outputs[types.STOP_LOOP] = True
         self._joins = bool(self._loop.num_examples) and outputs.can_be_split and types.STOP_LOOP not in outputs
-        return state, outputs, is_short and not only_ends and not self._loop.elapsed.is_last
+        has_ended = self._loop.data_have_ended or not self._loop.elapsed.is_last
+        return state, outputs, is_short and not only_ends and has_ended
 
     def _quiet_ends(self, step_num: int) -> range:
         """Where loops end, from the next one on, as long as nothing is to be done there; they are run in one call."""
@@ -245,13 +247,17 @@ class Training:
     def _has_next_pass(self, step_num: int) -> bool:
         """Whether there is another pass over the train data; says so where there is none."""
         spec = self._spec
+        if not self._is_last_pass(self.run.passes):
+            return True
         if spec.epochs is not None and self.run.passes >= spec.epochs:
             logging.info("The last of train_epochs=%d ended at step %d.", spec.epochs, step_num)
-            return False
-        if spec.epochs is None or spec.has_iterator:
+        else:
             self._report_end_of_data(step_num)
-            return False
-        return True
+        return False
+
+    def _is_last_pass(self, number: int) -> bool:
+        """Whether the data can't, or need not, begin again after so many passes."""
+        return self._spec.epochs is None or self._spec.has_iterator or number >= self._spec.epochs
 
     def _report_end_of_data(self, step_num: int) -> None:
         total_steps = self._spec.total_steps

@@ -3,6 +3,7 @@
 import _thread
 import itertools
 import json
+import shutil
 import time
 
 import jax
@@ -481,7 +482,10 @@ def test_how_far_a_loop_is_can_be_asked_and_set():
 
 
 class BreaksOnce:
-    """A dataset whose iteration of a number is broken off, by an exception or by Ctrl-C, after one batch."""
+    """A dataset whose iteration of a number is broken off, by an exception or by Ctrl-C, after one batch.
+
+    A directory given as `how` is copied then, after what is being saved, so that the copy is what SIGKILL leaves.
+    """
 
     def __init__(self, batches, number, how):
         self.batches, self.number, self.how = batches, number, how
@@ -492,7 +496,12 @@ class BreaksOnce:
             if self.number == 0 and index == 1:
                 if self.how == "exception":
                     raise OSError("the disk is gone")
-                _thread.interrupt_main()
+                if self.how == "ctrl-c":
+                    _thread.interrupt_main()
+                else:
+                    while any("-tmp" in each.name for each in self.how.iterdir()):
+                        time.sleep(0.01)
+                    shutil.copytree(self.how, self.how.with_name("killed"))
             yield batch
 
 
@@ -519,7 +528,8 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how,
     assert resumed.history.collect("steps", "test.loss") == whole.history.collect("steps", "test.loss")
 
 
-@pytest.mark.parametrize("how", ["exception", "ctrl-c"])
+@pytest.mark.parametrize("how", ["exception", "ctrl-c", "kill"])
+@pytest.mark.parametrize("interval", [every(7), 1], ids=repr)
 @pytest.mark.parametrize(
     "options",
     [
@@ -533,11 +543,11 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how,
     ],
     ids=repr,
 )
-def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options, how, tmp_path):
+def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options, interval, how, tmp_path):
     def experiment(workdir, eval_dataset):
         step, state, batches = examples.tiny_regression()
         dataset = batches[: 5 if "train_epochs" in options else 100 if "stop" in options else 20]
-        save = actions.CheckpointAction(workdir, every(7))
+        save = actions.CheckpointAction(workdir, interval)
         specs = [EvalSpec(eval_dataset, schedule=every(6) | last(), name="test")]
         all_options = {"total": None, "checkpoint_spec": CheckpointSpec(workdir), "train_dataset": dataset} | options
         return run(state, step, train_actions=[save], eval_specs=specs, **all_options)[0].history
@@ -545,11 +555,12 @@ def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options,
     batches = examples.tiny_regression()[2][:3]
     whole = experiment(tmp_path / "whole", batches)
     number = len(whole.collect("test.loss"))
+    broken = tmp_path / "broken"
     try:
-        experiment(tmp_path / "broken", BreaksOnce(batches, number, how))
+        experiment(broken, BreaksOnce(batches, number, broken if how == "kill" else how))
     except OSError as error:
         assert "the disk is gone" in str(error)
-    resumed = experiment(tmp_path / "broken", batches)
+    resumed = experiment(tmp_path / "killed" if how == "kill" else broken, batches)
     assert resumed.collect("steps", "loops", "test.loss") == whole.collect("steps", "loops", "test.loss")
 
 

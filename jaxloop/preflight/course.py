@@ -32,7 +32,9 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
         checks.num_examples(data.batch) or 1,
         updates,
         knows_loops=epochs in (None, 1) or known is not None,
-        tells_end=end == experiment.total_steps,
+        tells_end=end == experiment.total_steps
+        or not experiment.loop_steps
+        or bool((end or 0) % experiment.loop_steps),
     )
     return course.ended_by(experiment.stop) if isinstance(experiment.stop, Schedule) else course
 
