@@ -200,10 +200,10 @@ class _TensorFlow(_Stateful):
     """
 
     def __init__(self, dataset: Any, iterator: Any):
-        super().__init__("tf.data", lambda: _save_tf(iterator), lambda state: _restore_tf(iterator, state))
-        self._iterator, self._dataset = iterator, iterator._dataset
+        super().__init__("tf.data", lambda: _save_tf(self._iterator), self._restored)
+        self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
         self._start: Any = None
-        if dataset is not iterator and _has_one_order_a_pass(self._dataset):
+        if not self._is_given and _has_one_order_a_pass(self._dataset):
             self._start = super().read()
 
     def read_start(self) -> Any:
@@ -224,8 +224,16 @@ class _TensorFlow(_Stateful):
         if not {"start", "now"} <= items.keys():
             return super().restore(state)
         iterator, self._start = super().restore(items["now"]), items["start"]
-        _restore_tf(type(self._iterator)(self._dataset), encoding.decode(self._start))
+        _restore_tf(self._new_iterator(), encoding.decode(self._start))
         return iterator
+
+    def _restored(self, state: dict[str, bytes]) -> Any:
+        if not self._is_given:  # TensorFlow can't restore every iterator that has given a batch.
+            self._iterator = self._new_iterator()
+        return _restore_tf(self._iterator, state)
+
+    def _new_iterator(self) -> Any:
+        return type(self._iterator)(self._dataset)
 
     def doubt(self, *, several_passes: bool) -> str | None:
         return _doubt_of_tf(self._dataset, several_passes)

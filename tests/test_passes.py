@@ -70,6 +70,22 @@ def test_a_shuffle_of_tf_data_goes_on_with_its_later_passes(name):
     assert PositionedIterator(make()).resume_warning(several_passes=True) is None
 
 
+def test_a_generator_in_tf_data_that_has_given_a_batch_goes_back_to_the_start_of_a_pass():
+    tf = pytest.importorskip("tensorflow")
+    spec = {"x": tf.TensorSpec((), tf.int64)}
+    make = lambda: tf.data.Dataset.from_generator(lambda: ({"x": x} for x in range(12)), output_signature=spec)
+    shuffled = lambda: make().shuffle(4, seed=1).batch(3)
+    whole = shuffled()
+    start = PositionedIterator(whole)
+    saved = through_json(start.position())
+    passes = [values(start), values(PositionedIterator(whole))]
+    dataset = shuffled()
+    resumed = PositionedIterator(dataset)
+    resumed.peek()
+    resumed.seek(saved)
+    assert [values(resumed), values(PositionedIterator(dataset))] == passes
+
+
 REPEATED = {
     "repeat": lambda: rows().shuffle(12, seed=1).repeat(3).batch(3).prefetch(2),
     "map and batch": lambda: rows().shuffle(12, seed=1).map(lambda row: row).batch(3).repeat(3),
