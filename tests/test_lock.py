@@ -64,13 +64,33 @@ def is_free(directory):
         return False
 
 
+def refusal(directory, match="is in use by"):
+    """Returns the error of acquiring a lock that is held."""
+    with pytest.raises(DirectoryInUseError, match=match) as caught:
+        DirectoryLock(directory).acquire()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    return caught.value
+
+
+def fails(error):
+    """Returns a function that raises an OSError of this code, or this exception."""
+
+    def fail(*args, **kwargs):
+        raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+
+    return fail
+
+
+def move(path):
+    path.rename(path.with_name("elsewhere"))
+
+
 def test_a_second_process_is_refused_with_the_id_of_the_first_until_that_ends(start, tmp_path):
     process, _ = start(HOLD, tmp_path)
-    with pytest.raises(DirectoryInUseError) as caught:
-        DirectoryLock(tmp_path).acquire()
-    holder = caught.value.holder
-    assert (holder.pid, holder.host, caught.value.directory) == (process.pid, socket.gethostname(), str(tmp_path))
-    assert str(caught.value) == (
+    error = refusal(tmp_path)
+    holder = error.holder
+    assert (holder.pid, holder.host, error.directory) == (process.pid, socket.gethostname(), str(tmp_path))
+    assert str(error) == (
         f"{tmp_path} is in use by process {process.pid} on {holder.host}, since {holder.since} "
         f"({printable(holder.command)}). Two runs in one directory would overwrite each other's checkpoints. Give this "
         f"run another directory, or end the other one (on {holder.host}: kill {process.pid})."
@@ -84,7 +104,6 @@ def test_a_second_process_is_refused_with_the_id_of_the_first_until_that_ends(st
 # Its children live on: one forked, and one that runs another program and was given whatever can be inherited.
 HOLD_WITH_CHILDREN = """
 import subprocess
-import warnings
 
 lock.DirectoryLock(directory).acquire()
 child = os.fork()
@@ -148,32 +167,32 @@ def test_a_lock_from_another_host_is_taken_over_with_a_warning(tmp_path, warning
 
 
 ODD = {"pid": 7, "host": "here", "since": ["now"], "command": "train"}
+ESCAPES = {"pid": 7, "host": "a\nb", "since": "now\r", "command": "train \x1b[31m\x9b"}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', json.dumps(ODD), "[" * 50_000_000])
-def test_a_file_that_tells_nothing_is_taken_over_too(content, tmp_path):
+def test_a_file_that_names_no_holder_is_taken_over_too(content, tmp_path):
     (tmp_path / ".trainer.lock").write_text(content)
     assert is_free(tmp_path) and not os.listdir(tmp_path)
 
 
-def test_a_process_that_has_not_named_itself_yet_is_another_process(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "holder", "match"),
+    [
+        ("", None, "is in use by another process. Two runs"),
+        (json.dumps(ODD), None, "is in use by another process. Two runs"),
+        (json.dumps(ESCAPES), Holder(**ESCAPES), "kill 7"),
+    ],
+    ids=["nothing yet", "odd", "escape sequences"],
+)
+def test_the_content_of_a_locked_file_is_untrusted(content, holder, match, tmp_path):
     with open(tmp_path / ".trainer.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(DirectoryInUseError, match="is in use by another process. Two runs") as caught:
-            DirectoryLock(tmp_path).acquire()
-    assert caught.value.holder is None
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_the_text_of_the_file_reaches_no_terminal_unescaped(tmp_path):
-    holder = {"pid": 7, "host": "a\nb", "since": "now\r", "command": "train \x1b[31m\x9b"}
-    with open(tmp_path / ".trainer.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump(holder, file)
+        file.write(content)
         file.flush()
-        with pytest.raises(DirectoryInUseError, match="kill 7") as caught:
-            DirectoryLock(tmp_path).acquire()
-    assert str(caught.value).isprintable() and caught.value.holder == Holder(**holder)
+        error = refusal(tmp_path, match)
+    assert str(error).isprintable() and error.holder == holder
+    assert (tmp_path / ".trainer.lock").read_text() == content
 
 
 def in_a_thread(function):
@@ -183,11 +202,10 @@ def in_a_thread(function):
 
 
 def test_another_thread_of_the_process_is_refused_until_the_first_has_released_it(tmp_path):
-    with DirectoryLock(tmp_path), pytest.raises(DirectoryInUseError) as caught:
-        in_a_thread(DirectoryLock(tmp_path).acquire)
-    assert (caught.value.thread, caught.value.holder) == (threading.current_thread().name, None)
-    assert f"is in use by the thread {caught.value.thread!r} of this process. Two runs" in str(caught.value)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with DirectoryLock(tmp_path):
+        error = in_a_thread(lambda: refusal(tmp_path))
+    assert (error.thread, error.holder) == (threading.current_thread().name, None)
+    assert f"is in use by the thread {error.thread!r} of this process. Two runs" in str(error)
     assert in_a_thread(lambda: is_free(tmp_path))
 
 
@@ -219,49 +237,36 @@ def test_directories_and_names_are_apart(tmp_path):
         assert sorted(os.listdir(tmp_path / "two")) == [".eval", ".trainer.lock"]
 
 
-def test_a_file_deleted_between_opening_and_locking_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lose", [os.unlink, move])
+def test_a_file_lost_between_opening_and_locking_is_not_taken_for_the_lock(lose, tmp_path, monkeypatch):
     path, flock, calls = tmp_path / ".trainer.lock", fcntl.flock, []
 
-    def delete_and_lock(descriptor, operation):
+    def lose_and_lock(descriptor, operation):
         calls.append(operation)
         if len(calls) == 1:  # As the process does that has held it until now.
-            path.unlink()
+            lose(path)
         flock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", delete_and_lock)
+    monkeypatch.setattr(fcntl, "flock", lose_and_lock)
     with DirectoryLock(tmp_path):
         assert len(calls) == 2 and json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_a_directory_deleted_meanwhile_is_no_error(tmp_path):
-    with DirectoryLock(tmp_path / "run"):
-        shutil.rmtree(tmp_path / "run")
-    assert not os.listdir(tmp_path)
+# What happens to a locked directory, and the files that are there after the release.
+LOSSES = {
+    "moved": (move, ["elsewhere/.trainer.lock"]),
+    "replaced": (lambda run: (move(run), run.mkdir()), ["elsewhere/.trainer.lock"]),
+    "deleted": (shutil.rmtree, []),
+    "the file deleted": (lambda run: (run / ".trainer.lock").unlink(), []),
+    "the file replaced": (
+        lambda run: (move(run / ".trainer.lock"), (run / ".trainer.lock").touch()),
+        ["run/.trainer.lock", "run/elsewhere"],
+    ),
+}
 
 
-def lose_by_moving(directory):
-    directory.rename(directory.parent / "elsewhere")
-
-
-def lose_by_moving_and_making_another(directory):
-    lose_by_moving(directory)
-    directory.mkdir()
-
-
-def lose_by_deleting_the_file(directory):
-    (directory / ".trainer.lock").unlink()
-
-
-def lose_to_another_trainer(directory):
-    lose_by_deleting_the_file(directory)
-    (directory / ".trainer.lock").touch()
-
-
-LOSSES = [lose_by_moving, lose_by_moving_and_making_another, shutil.rmtree, lose_by_deleting_the_file]
-
-
-@pytest.mark.parametrize("lose", [*LOSSES, lose_to_another_trainer])
-def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, tmp_path):
+@pytest.mark.parametrize(("lose", "left"), LOSSES.values(), ids=LOSSES)
+def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, left, tmp_path):
     lock = DirectoryLock(tmp_path / "run")
     lock.check()  # It is not locked.
     with lock:
@@ -269,29 +274,28 @@ def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, tmp_path)
         lose(tmp_path / "run")
         with pytest.raises(DirectoryLostError, match="run is no longer the one that this run has locked: it was moved"):
             DirectoryLock(tmp_path / "run").check()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == left
 
 
-def test_a_file_that_can_not_be_deleted_does_not_hide_the_error_that_ended_the_run(
-    tmp_path, monkeypatch, warnings_logged
+def test_a_directory_made_in_place_of_a_locked_one_has_a_lock_of_its_own(tmp_path):
+    with DirectoryLock(tmp_path / "run"):
+        move(tmp_path / "run")
+        with DirectoryLock(tmp_path / "run"):
+            assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "elsewhere") == [".trainer.lock"]
+
+
+@pytest.mark.parametrize(
+    ("function", "warnings"),
+    [("unlink", ["{}/.trainer.lock is unlocked, but could not be deleted: Read-only file system."]), ("close", [])],
+)
+def test_a_failed_release_does_not_hide_the_error_that_ended_the_run(
+    function, warnings, tmp_path, monkeypatch, warnings_logged
 ):
-    def refuse(path):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), DirectoryLock(tmp_path):
-        patch.setattr(os, "unlink", refuse)
+        patch.setattr(os, function, fails(errno.EROFS))
         raise ZeroDivisionError
-    assert warnings_logged() == [
-        f"{tmp_path}/.trainer.lock is unlocked, but could not be deleted: Read-only file system."
-    ]
+    assert warnings_logged() == [text.format(tmp_path) for text in warnings]
     assert is_free(tmp_path)
-
-
-def make_symlink(path):
-    path.symlink_to(path.parent / "target")
-
-
-def make_link_to_full_device(path):
-    path.symlink_to("/dev/full")
 
 
 @pytest.mark.parametrize(
@@ -299,26 +303,39 @@ def make_link_to_full_device(path):
     [
         (os.mkfifo, "a FIFO"),
         (os.mkdir, "a directory"),
-        (make_symlink, "a symbolic link"),
-        (make_link_to_full_device, "a symbolic link"),
+        (lambda path: path.symlink_to(path.parent / "target"), "a symbolic link"),
+        (lambda path: path.symlink_to("/dev/full"), "a symbolic link"),
     ],
+    ids=["FIFO", "directory", "link", "link to a device"],
 )
-def test_what_is_no_regular_file_is_refused_and_left_alone(make, kind, tmp_path):
+def test_anything_but_a_regular_file_is_refused_and_left_alone(make, kind, tmp_path):
     make(tmp_path / ".trainer.lock")
     with pytest.raises(OSError, match=f"can't be written to: Expected a regular file and found {kind}. Remove it"):
         DirectoryLock(tmp_path).acquire()
     assert os.listdir(tmp_path) == [".trainer.lock"]
 
 
-@pytest.mark.parametrize("function", ["open", "pwrite"])
-def test_a_full_disk_is_refused_in_words(function, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FULL = "No space left on device. Give another directory, or free space and inodes"
+BROKEN = "run, which a run writes to, can't be written to: Input/output error. Give another directory, or the right"
 
-    monkeypatch.setattr(os, function, refuse)
-    with pytest.raises(OSError, match="No space left on device. Give another directory, or free space and inodes") as e:
-        DirectoryLock(tmp_path).acquire()
-    assert e.value.errno == errno.ENOSPC
+
+@pytest.mark.parametrize(
+    ("function", "error", "match"),
+    [
+        ("os.open", errno.ENOSPC, FULL),
+        ("os.pwrite", errno.ENOSPC, FULL),
+        ("fcntl.flock", errno.EIO, BROKEN),
+        ("os.pwrite", KeyboardInterrupt("stop"), "stop"),
+    ],
+)
+def test_an_error_of_acquiring_is_explained_and_leaves_the_directory_free(
+    function, error, match, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch, pytest.raises((OSError, KeyboardInterrupt), match=match) as caught:
+        patch.setattr(function, fails(error))
+        DirectoryLock(tmp_path / "run").acquire()
+    assert getattr(caught.value, "errno", error) == error
+    assert is_free(tmp_path / "run")
 
 
 def test_checkpoints_beside_it_are_found(tmp_path):
@@ -332,14 +349,11 @@ def test_checkpoints_beside_it_are_found(tmp_path):
 @pytest.fixture
 def read_only():
     """A directory in which this process may not write, even if it is root's."""
-    directory = tempfile.mkdtemp()
+    directory, user = tempfile.mkdtemp(), os.geteuid()
     os.chmod(directory, 0o555)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
+    os.seteuid(user or 65534)
     yield directory
-    if is_root:
-        os.seteuid(0)
+    os.seteuid(user)
     os.rmdir(directory)
 
 
@@ -353,14 +367,11 @@ def test_a_read_only_directory_is_refused_in_words(read_only):
         )
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_said_once(code, tmp_path, monkeypatch, warnings_logged):
-    def refuse(descriptor, operation):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_warned_of_once(code, tmp_path, monkeypatch, warnings_logged):
+    monkeypatch.setattr(fcntl, "flock", fails(code))
     with DirectoryLock(tmp_path), DirectoryLock(tmp_path):
-        pass
+        assert "of this process" in str(in_a_thread(lambda: refusal(tmp_path)))
     assert warnings_logged() == [
         f"{tmp_path} can't be locked ({os.strerror(code)}): take care that no other run writes there at the same time."
     ]
