@@ -117,10 +117,8 @@ def _kernel_environment(directory: str) -> dict[str, str]:
     }
 
 
-# What bars show of time. Of tqdm's `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` there remains `69/69 [loss=0.5]`, of
-# Keras's `69/69 [=====] - 2s 33ms/step - loss: 0.5` there remains `69/69 [=====] - loss: 0.5`.
+# The times in a bar: `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` becomes `69/69 [loss=0.5]`.
 _TQDM_TIMES = re.compile(r"(?<= \[)[\d:?]+<[\d:?]+, *[^,\]]+(, )?")
-_KERAS_TIMES = re.compile(r"(?<=[=>.]\]) - \d+s( \d+(s|ms|us)/step)?")
 # A line that is written over a longer one is filled up with spaces.
 _SPACES_AT_ENDS = re.compile(r" +$", re.MULTILINE)
 
@@ -143,7 +141,7 @@ def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
                 if "execution_count" in output:
                     output.execution_count = count
                 if output.output_type == "stream":
-                    for pattern in (_TQDM_TIMES, _KERAS_TIMES, _SPACES_AT_ENDS):
+                    for pattern in (_TQDM_TIMES, _SPACES_AT_ENDS):
                         output.text = pattern.sub("", output.text)
     return notebook
 

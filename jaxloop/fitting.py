@@ -148,7 +148,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         and `eval_data` are given.
       partitioner: where the state and the batches live; None for one device. "auto" to take all there are: the state
         is on each one if it fits there, and split over them (`FSDPPartitioner`) if not; the log says which.
-      progress: "auto", "tqdm", "keras" or "plain", see `ProgressAction`; None to show nothing.
+      progress: "auto", "tqdm" or "plain", see `ProgressAction`; None to show nothing.
       seed: of the parameters and of dropout.
       steps_per_dispatch: how many steps the devices take at a time, a number or "auto", see `TrainLoop`.
       actions: more end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.

@@ -261,7 +261,6 @@ def test_debugging_finds_the_step_and_the_operation_that_made_nan():
     [
         ("100%|██| 69/69 [00:02<00:00, 30.12 steps/s, loss=0.5] \n", "100%|██| 69/69 [loss=0.5]\n"),
         ("  1%|  | 2/200 [1:00:02<?, 1801.00s/ steps]", "  1%|  | 2/200 []"),
-        ("69/69 [====] - 12s 174ms/step - loss: 0.5   \n", "69/69 [====] - loss: 0.5\n"),
         ("step 69  eval: loss 0.5  [1, 2]\n", "step 69  eval: loss 0.5  [1, 2]\n"),
     ],
 )

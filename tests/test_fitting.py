@@ -292,7 +292,7 @@ def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, 
             "must be an Optax transformation.*got an nnx.Optimizer.*give the transformation.*nnx_optimizer.tx",
         ),
         ({"optimizer": 0.1}, TypeError, "must be an Optax transformation such as optax.adam.*got 0.1"),
-        ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'keras', 'plain', got 'bars'"),
+        ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'plain', got 'bars'"),
     ],
 )
 def test_arguments_that_can_not_be_meant_are_refused(options, error, message):

@@ -27,7 +27,7 @@ def test_what_is_not_printable_is_escaped():
     assert printable(EVIL) == SHOWN
 
 
-@pytest.mark.parametrize("bar", ["plain", "keras", "tqdm"])
+@pytest.mark.parametrize("bar", ["plain", "tqdm"])
 def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
     plain, state, batches = examples.tiny_regression()
 

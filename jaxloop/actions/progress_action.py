@@ -1,42 +1,34 @@
-"""How far the run is."""
+"""A progress bar, or lines in a file."""
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO, final
 
+import jax
 import numpy as np
 from absl import logging
 
 from jaxloop import checks, distributed, metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.bars import (
-    Bar,
-    KerasBar,
-    PlainBar,
-    Progress,
-    TqdmBar,
-    is_live,
-    is_notebook,
-    named_numbers,
-)
+from jaxloop.actions.bars import PlainBar, Progress, TqdmBar, is_live, is_notebook, named_numbers
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed, Schedule, every, first, last
 from jaxloop.text import printable
 
-_BARS = ("auto", "tqdm", "keras", "plain")
+_BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-# Where each drawing stays, as in a file: the least seconds between two, and how many of them in all where one knows.
+# Where each drawing stays, as in a file: the least seconds between two, and about how many a run has at most.
 _LINE_SECONDS = 10.0
 _MOST_LINES = 50
 
 
 @final
 class ProgressAction(Action):
-    """Shows how far the run is: steps done and to do, time left, speed, the newest metrics, results of evaluations.
+    """Shows the progress of a run: steps, time left, speed, the newest metrics, and results of evaluations.
 
-    It never waits for the devices: it shows the newest metrics that are there. Results of evaluations stay as lines
+    It never waits for the devices: it shows the newest metrics that have arrived. Results of evaluations stay as lines
     above the bar. Only the first process shows anything.
 
     >>> import itertools
@@ -50,15 +42,15 @@ class ProgressAction(Action):
 
     Args:
       total_steps: updates of the whole run; None for what the loop says.
-      interval: see `Action`. By default ten times a second, so that it costs nothing in between.
-      bar: "tqdm", "keras" for a bar as Keras draws it, or "plain" for a line now and then. "auto" is "tqdm" on a
-        terminal and in a notebook, where a bar can be redrawn, and "plain" in a file. Any bar writes only now and then
-        to a file: every 10 seconds at most, and ever more rarely in a long run.
-      min_seconds: between two drawings.
-      names: the metrics to show, in this order; None for all but the loop's statistics (`jaxloop/...`). Results of
-        evaluations are shown with all of theirs.
+      interval: see `Action`. The default is ten times a second, so that steps in between cost nothing.
+      bar: "tqdm" for a bar, "plain" for a line now and then, or "auto": "tqdm" on a terminal and in a notebook, where a
+        bar can be redrawn, and "plain" in a file. Without tqdm, "tqdm" means "plain". In a file each of them writes at
+        most every 10 seconds, and more rarely in a long run.
+      min_seconds: the shortest time between two drawings.
+      names: the metrics to show, in this order; None for all but the loop's statistics (`jaxloop/...`). Evaluations
+        show all of their metrics.
       stream: where to write; None for stderr, or stdout in a notebook.
-      clock: tells the time in seconds.
+      clock: returns the time in seconds.
     """
 
     waits_for_outputs = False
@@ -77,7 +69,10 @@ class ProgressAction(Action):
         super().__init__(interval)
         checks.check_positive("ProgressAction.total_steps", total_steps, optional=True)
         if bar not in _BARS:
-            raise ValueError(f"ProgressAction.bar must be one of {', '.join(map(repr, _BARS))}, got {bar!r}.")
+            raise ValueError(
+                f"ProgressAction.bar must be one of {', '.join(map(repr, _BARS))}, got {bar!r}. Write bar='tqdm' for a "
+                "bar, or bar='plain' for lines."
+            )
         if min_seconds < 0:
             raise ValueError(f"ProgressAction.min_seconds must not be negative, got {min_seconds}.")
         if isinstance(names, str):
@@ -88,13 +83,12 @@ class ProgressAction(Action):
         self._forget()
 
     def _forget(self) -> None:
-        """The next call is the first of a run."""
-        self._bar: Bar | None = None
-        self._drawn: Progress | None = None
-        self._next_look = -math.inf  # When it is worth to do anything.
-        self._next_line = -math.inf  # Where drawings stay, when to draw.
+        """Makes the next call the first of a run."""
+        self._bar: PlainBar | TqdmBar | None = None
+        self._next_look = self._next_line = -math.inf
         self._began_at: tuple[int, float] = (0, 0.0)
         self._newest: tuple[int, Elapsed | None, History | None, int | None] = (0, None, None, None)
+        self._newest_at = 0.0
         self._outputs: dict[str, Any] = {}
         self._rows_seen = 0
         self._results_seen: dict[str, Elapsed] = {}
@@ -113,167 +107,131 @@ class ProgressAction(Action):
         total_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._newest = (step_num, elapsed, history, total_steps)
-        if outputs:
-            self._outputs.update(outputs)
-        now = self._clock()
+        if not distributed.is_first_process():
+            return
+        if step_num < self._newest[0]:
+            self._end(self._newest_at)  # A run that was not closed.
+        self._newest = (step_num, elapsed, history, self._total_steps or total_steps)
+        self._newest_at = now = self._clock()
+        self._outputs.update(outputs or {})
         if now >= self._next_look or step_num == total_steps:
             self._look(now)
 
     def _look(self, now: float) -> None:
-        """Shows what there is to show."""
-        if self._next_look == math.inf:
-            return
-        if self._drawn is not None and self._newest[0] < self._drawn.steps:
-            self._end_bar(self._drawn)  # Of a run that nobody closed.
-        bar = self._bar or self._begin_bar(now)
-        if bar is None:
-            self._next_look = math.inf
-            return
-        self._write_results(bar)
-        if bar.is_live or now >= self._next_line:
-            self._drawn = progress = self._progress(now)
-            bar.draw(progress)
+        """Shows the results of new evaluations, and draws the bar if that is due."""
+        if self._bar is None:
+            self._began_at = (self._newest[0], now)
+            self._skip_old_results()
+            self._bar = self._make_bar(self._progress(now))
+        for line in self._new_results():
+            self._bar.write(line)
+        if self._bar.is_live or now >= self._next_line:
+            progress = self._progress(now)
+            self._bar.draw(progress)
             self._next_line = now + _seconds_to_next_line(progress)
         self._next_look = now + self._min_seconds
 
-    def _begin_bar(self, now: float) -> Bar | None:
-        """Makes the bar of a run; none on the other processes."""
-        if not distributed.is_first_process():
-            return None
-        self._began_at = (self._newest[0], now)
-        self._pass_over_old_rows()
-        self._bar = self._make_bar(self._progress(now))
-        return self._bar
-
-    def _end_bar(self, progress: Progress) -> None:
-        if self._bar is not None:
-            self._bar.close(progress)
-        self._bar = self._drawn = None
-        self._next_line = -math.inf
-
     def _progress(self, now: float) -> Progress:
         steps, _, _, total = self._newest
-        first, since = self._began_at
-        return Progress(steps, self._total_steps or total, steps - first, now - since, self._values())
+        first_step, since = self._began_at
+        values = metrics.summarize({name: value for name, value in self._outputs.items() if _is_on_host(value)})
+        shown = sorted(name for name in values if not name.startswith("jaxloop/"))
+        names = shown if self._names is None else [name for name in self._names if name in values]
+        return Progress(steps, total, steps - first_step, now - since, {name: values[name] for name in names})
 
-    def _values(self) -> dict[str, float]:
-        """The newest metrics to show."""
-        on_host = {name: value for name, value in self._outputs.items() if _is_on_host(value)}
-        values = metrics.summarize(on_host)
-        if self._names is not None:
-            return {name: values[name] for name in self._names if name in values}
-        return {name: values[name] for name in sorted(values) if not name.startswith("jaxloop/")}
-
-    def _make_bar(self, progress: Progress) -> Bar:
-        stream = self._stream or (sys.stdout if is_notebook() else sys.stderr)
+    def _make_bar(self, progress: Progress) -> PlainBar | TqdmBar:
+        stream = self._stream or (sys.stdout if is_notebook(sys.stdout) else sys.stderr)
         redraws = is_live(stream)
-        kind = self._kind if self._kind != "auto" else "tqdm" if redraws else "plain"
-        if kind == "tqdm" and not checks.is_installed("tqdm"):
-            logging.log_first_n(
-                logging.WARNING,
-                "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm.",
-                1,
-            )
-            kind = "plain"
-        match kind:
-            case "tqdm":
-                return TqdmBar(stream, redraws, progress)
-            case "keras":
-                return KerasBar(stream, redraws)
-            case _:
-                return PlainBar(stream)
+        if self._kind == "plain" or (self._kind == "auto" and not redraws):
+            return PlainBar(stream)
+        if checks.is_installed("tqdm"):
+            return TqdmBar(stream, redraws, progress)
+        logging.log_first_n(
+            logging.WARNING,
+            "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm.",
+            1,
+        )
+        return PlainBar(stream)
 
     # Results of evaluations --------------------------------------------------------------------------
 
-    def _pass_over_old_rows(self) -> None:
-        """Those before a resume were shown then."""
+    def _skip_old_results(self) -> None:
+        """Marks the results before a resume as shown."""
         steps, elapsed, history, _ = self._newest
         before = elapsed.previous if elapsed is not None else None
-        is_first_step = before.steps == 0 if before is not None else steps == 1
-        if history is not None and not is_first_step:
-            self._rows_seen = len(history)
-            self._results_seen = self._newest_results(history)
+        if history is not None and (before.steps if before is not None else steps - 1) > 0:
+            self._rows_seen, self._results_seen = len(history), _newest_results(history)
 
-    def _write_results(self, bar: Bar) -> None:
-        """Writes a line for each evaluation that came since the last look."""
+    def _new_results(self) -> Iterator[str]:
+        """Yields a line for each evaluation since the last look."""
         history = self._newest[2]
         if history is None or len(history) == self._rows_seen:
             return
-        newest = self._newest_results(history)
-        if newest != self._results_seen:  # Reading the other rows would wait for values still on the devices.
-            for index in range(self._rows_seen, len(history)):
-                for line in _result_lines(history[index]):
-                    bar.write(line)
+        rows = range(self._rows_seen, len(history))
+        seen, newest = self._results_seen, _newest_results(history)
         self._rows_seen, self._results_seen = len(history), newest
-
-    def _newest_results(self, history: History) -> dict[str, Elapsed]:
-        found = {path: history.last(path) for path in history.paths() if _is_result(path)}
-        return {path: last[0] for path, last in found.items() if last is not None}
+        if newest != seen:  # Reading other rows would wait for values still on the devices.
+            for index in rows:
+                yield from _result_lines(history[index])
 
     # The end -----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         steps, elapsed, _, total = self._newest
-        total = self._total_steps or total
         if elapsed is not None and elapsed.is_last and (total is None or steps >= total):
-            self.close()  # A loop on its own closes nothing.
+            self.close()  # Nothing else closes the actions of a loop on its own.
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._write_results(self._bar)
-            self._end_bar(self._progress(self._clock()))
-            self._warn_of_missing_names()
-        self._forget()
+        self._end(self._clock())
 
-    def _warn_of_missing_names(self) -> None:
-        missing = [name for name in self._names or () if name not in self._outputs]
-        if missing:
-            logging.warning(
-                "ProgressAction showed no %s, because no output is named so. There were: %s.",
-                ", ".join(map(printable, missing)),
-                ", ".join(map(printable, sorted(self._outputs))) or "none",
-            )
+    def _end(self, now: float) -> None:
+        """Closes the bar, if there is one, at some time."""
+        if self._bar is not None:
+            for line in self._new_results():
+                self._bar.write(line)
+            self._bar.draw(self._progress(now), is_final=True)
+            missing = [name for name in self._names or () if name not in self._outputs]
+            if missing:
+                logging.warning(
+                    "ProgressAction showed no %s, because no output is named so. There were: %s.",
+                    checks.listed(missing),
+                    checks.listed(sorted(self._outputs)) or "none",
+                )
+        self._forget()
 
 
 def _seconds_to_next_line(progress: Progress) -> float:
-    """So long that a run has few lines, of known length or not."""
+    """Returns the time between two lines that stay, so that a run has few, of known length or not."""
     if progress.seconds_left is not None:
         return max(_LINE_SECONDS, (progress.seconds + progress.seconds_left) / _MOST_LINES)
     return max(_LINE_SECONDS, progress.seconds / 10)
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether a value is a number, or a list of them, that can be read without waiting."""
-    items = [
-        item.value if isinstance(item, types.MetricWithMetadata) else item
-        for item in (value if isinstance(value, list) else [value])
-    ]
+    """Returns whether a value is a number, or a list of numbers, that can be read without waiting."""
+    items = value if isinstance(value, list) else [value]
+    items = [item.value if isinstance(item, types.MetricWithMetadata) else item for item in items]
     return all(item is None or isinstance(item, bool | int | float | np.generic) for item in items)
 
 
 def _is_result(path: str) -> bool:
-    """Whether a path of a history belongs to an evaluation: `test.accuracy`."""
-    group, *rest = path.split(".")
-    return bool(rest) and group not in ("train", "jaxloop")
+    """Returns whether a path of a history is a result of an evaluation: `test.accuracy`."""
+    group, _, name = path.partition(".")
+    return bool(name) and group not in ("train", "jaxloop") and not name.startswith("jaxloop.")
+
+
+def _newest_results(history: History) -> dict[str, Elapsed]:
+    found = {path: history.last(path) for path in history.paths() if _is_result(path)}
+    return {path: last[0] for path, last in found.items() if last is not None}
 
 
 def _result_lines(row: Row) -> Iterator[str]:
-    """`step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation of a row."""
+    """Yields `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation of a row."""
     groups: dict[str, dict[str, float]] = {}
-    for path, value in _leaves(row.logs):
-        group, _, name = path.partition(".")
-        if _is_result(path) and not name.startswith("jaxloop.") and not isinstance(value, str):
+    for keys, value in jax.tree_util.tree_leaves_with_path(row.logs):
+        path = checks.path_name(keys).replace("/", ".")
+        if _is_result(path) and not isinstance(value, str):
+            group, _, name = path.partition(".")
             groups.setdefault(group, {})[name.replace(".", "/")] = value
     for group, values in groups.items():
-        first, *rest = named_numbers({name: values[name] for name in sorted(values)})
-        yield "  ".join([f"step {row.elapsed.steps:,}", f"{printable(group)}: {first}", *rest])
-
-
-def _leaves(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in logs.items():
-        path = prefix + key.replace("/", ".")
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}.")
-        else:
-            yield path, value
+        yield f"step {row.elapsed.steps:,}  {printable(group)}: {'  '.join(named_numbers(values))}"

@@ -153,7 +153,7 @@ def early_stopping(
 
 @final
 class BarTool(Tool):
-    """What `keras_bar` and `tqdm_bar` return."""
+    """A progress bar, as `keras_bar` and `tqdm_bar` return it."""
 
     def __init__(self, text: str, action: Action):
         super().__init__(text, action)
@@ -168,20 +168,20 @@ class BarTool(Tool):
 
 
 def keras_bar(total: int | None = None, **options: Any) -> BarTool:
-    """A bar as Keras draws it: `4650/10000 [============>.................] - ETA: 8s - accuracy: 0.9779`.
+    """Shows tqdm's bar: `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s, accuracy=0.9779]`.
 
-    By hand, `keras_bar(elapsed, logs)`, and `keras_bar.close()` at the end. It shows the newest values that are there,
-    and never waits for the devices.
+    By hand, call `keras_bar(elapsed, logs)` at each step, and `keras_bar.close()` at the end. It shows the newest
+    values that have arrived, and never waits for the devices.
 
     Args:
       total: steps of the run; None for what the loop's `stop` says.
       **options: of `ProgressAction`.
     """
-    return BarTool("keras_bar()", ProgressAction(total, bar="keras", **options))
+    return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
 def tqdm_bar(total: int | None = None, **options: Any) -> BarTool:
-    """A bar of tqdm; else as `keras_bar`."""
+    """Shows the same bar as `keras_bar`, with the same arguments."""
     return BarTool("tqdm_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
