@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import json
@@ -56,12 +57,13 @@ def start():
         process.communicate()
 
 
+LOCK = ".trainer.lock"
+
+
 def is_free(directory):
-    try:
-        with DirectoryLock(directory):
-            return True
-    except DirectoryInUseError:
-        return False
+    with contextlib.suppress(DirectoryInUseError), DirectoryLock(directory):
+        return True
+    return False
 
 
 def refusal(directory, match="is in use by"):
@@ -87,8 +89,7 @@ def move(path):
 
 def test_a_second_process_is_refused_with_the_id_of_the_first_until_that_ends(start, tmp_path):
     process, _ = start(HOLD, tmp_path)
-    error = refusal(tmp_path)
-    holder = error.holder
+    holder = (error := refusal(tmp_path)).holder
     assert (holder.pid, holder.host, error.directory) == (process.pid, socket.gethostname(), str(tmp_path))
     assert str(error) == (
         f"{tmp_path} is in use by process {process.pid} on {holder.host}, since {holder.since} "
@@ -121,9 +122,9 @@ def test_the_lock_of_a_killed_process_is_taken_over_also_while_its_children_live
         assert not is_free(tmp_path)
         process.kill()
         process.wait()
-        assert os.listdir(tmp_path) == [".trainer.lock"]
+        assert os.listdir(tmp_path) == [LOCK]
         with DirectoryLock(tmp_path):
-            assert json.loads((tmp_path / ".trainer.lock").read_text())["pid"] == os.getpid()
+            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     finally:
         for child in children.split():
             os.kill(int(child), signal.SIGKILL)  # Both were alive.
@@ -158,7 +159,7 @@ def test_a_forked_child_neither_releases_nor_holds_the_lock_of_its_parent(start,
 
 def test_a_lock_from_another_host_is_taken_over_with_a_warning(tmp_path, warnings_logged):
     holder = {"pid": 7, "host": "elsewhere", "since": "2026-01-31T09:30:00+01:00", "command": "python train.py"}
-    (tmp_path / ".trainer.lock").write_text(json.dumps(holder))
+    (tmp_path / LOCK).write_text(json.dumps(holder))
     assert is_free(tmp_path)
     assert warnings_logged() == [
         f"{tmp_path}: took over the lock of {Holder(**holder)}, which ended without releasing it. "
@@ -172,27 +173,21 @@ ESCAPES = {"pid": 7, "host": "a\nb", "since": "now\r", "command": "train \x1b[31
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', json.dumps(ODD), "[" * 50_000_000])
 def test_a_file_that_names_no_holder_is_taken_over_too(content, tmp_path):
-    (tmp_path / ".trainer.lock").write_text(content)
+    (tmp_path / LOCK).write_text(content)
     assert is_free(tmp_path) and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "holder", "match"),
-    [
-        ("", None, "is in use by another process. Two runs"),
-        (json.dumps(ODD), None, "is in use by another process. Two runs"),
-        (json.dumps(ESCAPES), Holder(**ESCAPES), "kill 7"),
-    ],
-    ids=["nothing yet", "odd", "escape sequences"],
+    ("content", "holder"), [("", None), (json.dumps(ODD), None), (json.dumps(ESCAPES), Holder(**ESCAPES))]
 )
-def test_the_content_of_a_locked_file_is_untrusted(content, holder, match, tmp_path):
-    with open(tmp_path / ".trainer.lock", "w") as file:
+def test_the_content_of_a_locked_file_is_untrusted(content, holder, tmp_path):
+    with open(tmp_path / LOCK, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(content)
         file.flush()
-        error = refusal(tmp_path, match)
+        error = refusal(tmp_path, "is in use by another process. Two runs" if holder is None else "kill 7")
     assert str(error).isprintable() and error.holder == holder
-    assert (tmp_path / ".trainer.lock").read_text() == content
+    assert (tmp_path / LOCK).read_text() == content
 
 
 def in_a_thread(function):
@@ -215,7 +210,7 @@ def test_within_a_thread_it_is_held_until_each_has_released_it(tmp_path):
         with second, first:
             pass
         second.acquire()
-    assert os.listdir(tmp_path) == [".trainer.lock"]
+    assert os.listdir(tmp_path) == [LOCK]
     second.release()
     assert not os.listdir(tmp_path)
     with pytest.raises(RuntimeError, match="is not held: release"):
@@ -228,7 +223,7 @@ def test_two_names_of_a_directory_are_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     with DirectoryLock(run), DirectoryLock("run"), DirectoryLock("link"), DirectoryLock(epath.Path("~/run")):
-        assert os.listdir(tmp_path / "link") == [".trainer.lock"]
+        assert os.listdir(tmp_path / "link") == [LOCK]
     assert not os.listdir(run)
 
 
@@ -239,7 +234,7 @@ def test_directories_and_names_are_apart(tmp_path):
 
 @pytest.mark.parametrize("lose", [os.unlink, move])
 def test_a_file_lost_between_opening_and_locking_is_not_taken_for_the_lock(lose, tmp_path, monkeypatch):
-    path, flock, calls = tmp_path / ".trainer.lock", fcntl.flock, []
+    path, flock, calls = tmp_path / LOCK, fcntl.flock, []
 
     def lose_and_lock(descriptor, operation):
         calls.append(operation)
@@ -254,14 +249,11 @@ def test_a_file_lost_between_opening_and_locking_is_not_taken_for_the_lock(lose,
 
 # What happens to a locked directory, and the files that are there after the release.
 LOSSES = {
-    "moved": (move, ["elsewhere/.trainer.lock"]),
-    "replaced": (lambda run: (move(run), run.mkdir()), ["elsewhere/.trainer.lock"]),
+    "moved": (move, [f"elsewhere/{LOCK}"]),
+    "replaced": (lambda run: (move(run), run.mkdir()), [f"elsewhere/{LOCK}"]),
     "deleted": (shutil.rmtree, []),
-    "the file deleted": (lambda run: (run / ".trainer.lock").unlink(), []),
-    "the file replaced": (
-        lambda run: (move(run / ".trainer.lock"), (run / ".trainer.lock").touch()),
-        ["run/.trainer.lock", "run/elsewhere"],
-    ),
+    "the file deleted": (lambda run: (run / LOCK).unlink(), []),
+    "the file replaced": (lambda run: (move(run / LOCK), (run / LOCK).touch()), [f"run/{LOCK}", "run/elsewhere"]),
 }
 
 
@@ -281,16 +273,14 @@ def test_a_directory_made_in_place_of_a_locked_one_has_a_lock_of_its_own(tmp_pat
     with DirectoryLock(tmp_path / "run"):
         move(tmp_path / "run")
         with DirectoryLock(tmp_path / "run"):
-            assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "elsewhere") == [".trainer.lock"]
+            assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "elsewhere") == [LOCK]
 
 
 @pytest.mark.parametrize(
     ("function", "warnings"),
     [("unlink", ["{}/.trainer.lock is unlocked, but could not be deleted: Read-only file system."]), ("close", [])],
 )
-def test_a_failed_release_does_not_hide_the_error_that_ended_the_run(
-    function, warnings, tmp_path, monkeypatch, warnings_logged
-):
+def test_a_failed_release_hides_no_error_of_the_run(function, warnings, tmp_path, monkeypatch, warnings_logged):
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), DirectoryLock(tmp_path):
         patch.setattr(os, function, fails(errno.EROFS))
         raise ZeroDivisionError
@@ -306,17 +296,15 @@ def test_a_failed_release_does_not_hide_the_error_that_ended_the_run(
         (lambda path: path.symlink_to(path.parent / "target"), "a symbolic link"),
         (lambda path: path.symlink_to("/dev/full"), "a symbolic link"),
     ],
-    ids=["FIFO", "directory", "link", "link to a device"],
 )
 def test_anything_but_a_regular_file_is_refused_and_left_alone(make, kind, tmp_path):
-    make(tmp_path / ".trainer.lock")
+    make(tmp_path / LOCK)
     with pytest.raises(OSError, match=f"can't be written to: Expected a regular file and found {kind}. Remove it"):
         DirectoryLock(tmp_path).acquire()
-    assert os.listdir(tmp_path) == [".trainer.lock"]
+    assert os.listdir(tmp_path) == [LOCK]
 
 
 FULL = "No space left on device. Give another directory, or free space and inodes"
-BROKEN = "run, which a run writes to, can't be written to: Input/output error. Give another directory, or the right"
 
 
 @pytest.mark.parametrize(
@@ -324,13 +312,11 @@ BROKEN = "run, which a run writes to, can't be written to: Input/output error. G
     [
         ("os.open", errno.ENOSPC, FULL),
         ("os.pwrite", errno.ENOSPC, FULL),
-        ("fcntl.flock", errno.EIO, BROKEN),
+        ("fcntl.flock", errno.EIO, "can't be written to: Input/output error. Give another directory, or the right to"),
         ("os.pwrite", KeyboardInterrupt("stop"), "stop"),
     ],
 )
-def test_an_error_of_acquiring_is_explained_and_leaves_the_directory_free(
-    function, error, match, tmp_path, monkeypatch
-):
+def test_an_error_of_acquiring_is_explained_and_frees_the_directory(function, error, match, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises((OSError, KeyboardInterrupt), match=match) as caught:
         patch.setattr(function, fails(error))
         DirectoryLock(tmp_path / "run").acquire()
