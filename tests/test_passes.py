@@ -213,6 +213,13 @@ class StatefulLoader(Loader):
         self.skip = state_dict["count"]
 
 
+class RandomCrops(StatefulLoader):
+    """Takes a random number for each batch that it gives, and none for those that it skips."""
+
+    def give(self, batch):
+        return super().give({"x": batch["x"] + sys.modules["torch"].default.draw()})
+
+
 @pytest.fixture
 def torch(monkeypatch):
     module = type(sys)("torch")
@@ -223,7 +230,7 @@ def torch(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("kind", [Loader, StatefulLoader])
+@pytest.mark.parametrize("kind", [Loader, StatefulLoader, RandomCrops])
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_a_loader_that_shuffles_goes_on_with_its_later_passes(torch, kind, has_generator):
     def make():
