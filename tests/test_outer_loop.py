@@ -536,6 +536,15 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_skipped(moment, tmp_pa
     assert "The checkpoint of step 20 was deleted before it could be evaluated." in warnings_logged()
 
 
+def test_a_checkpoint_that_is_damaged_and_not_deleted_is_an_error_of_the_evaluation(tmp_path):
+    resumable(tmp_path, 20)
+    shutil.rmtree(tmp_path / "20" / "default")
+    note = Note()
+    with pytest.raises(checkpoint.CheckpointError, match="20"):
+        continuous(tmp_path, note)
+    assert note.noted == [10]
+
+
 def test_without_a_checkpoint_left_the_state_given_is_not_evaluated_in_its_place(tmp_path):
     resumable(tmp_path, 20)
 
