@@ -856,6 +856,17 @@ def test_a_directory_that_can_not_be_written_is_an_error_with_the_step(tmp_path)
         checkpoint.CheckpointWriter(tmp_path / "file").save(5, STATE)
 
 
+def test_a_directory_in_which_no_byte_can_be_written_is_refused(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # As on a full disk, an empty file can be made.
+    try:
+        with pytest.raises(OSError, match="Can't write to the directory"):
+            checkpoint.prepare_directory(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_killed_saves_left_is_cleared(runs, logs):
     def stop():
         raise SystemExit  # As late as can be: all is written, and only the commit is left.

@@ -794,6 +794,19 @@ def test_a_run_that_ctrl_c_ends_and_that_can_not_be_saved_is_an_error(tmp_path, 
         outer_loop(state, interrupted(batches, 2))
 
 
+def test_a_run_that_ctrl_c_ends_after_its_directory_was_moved_is_an_error(tmp_path, interrupted):
+    def move(batches):
+        for number, batch in enumerate(batches):
+            if number == 1:
+                (tmp_path / "run").rename(tmp_path / "moved")
+            yield batch
+
+    step, state, batches = examples.tiny_regression()
+    outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path / "run", every(steps=100))]))
+    with pytest.raises(checkpoint.CheckpointError, match="no longer the one that this run has locked"):
+        outer_loop(state, move(interrupted(batches, 2)))
+
+
 def test_a_full_disk_under_the_event_file_ends_the_run(tmp_path):
     step, state, batches = examples.tiny_regression()
     writer = actions.default_writer(tmp_path)

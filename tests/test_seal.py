@@ -95,3 +95,9 @@ def test_a_part_can_be_looked_at_alone(directory):
     assert seal.problems(directory, "1") == seal.problems(directory, "about.json") == []
     (directory / seal.NAME).unlink()
     assert len(seal.problems(directory, "1")) == 1  # The seal is looked at always.
+
+
+def test_a_seal_that_is_nested_too_deeply_is_a_changed_one(tmp_path):
+    (tmp_path / seal.NAME).write_text("crc32 00000000\n" + "[" * 1_000_000)
+    (problem,) = seal.problems(tmp_path)
+    assert "does not fit its own checksum" in problem
