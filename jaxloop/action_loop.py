@@ -12,7 +12,8 @@ from jaxloop import agreement, checks, encoding, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.history import History
-from jaxloop.output_queue import Arrived, OutputQueue
+from jaxloop.ledger import Ledger
+from jaxloop.output_queue import OutputQueue
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest
 from jaxloop.slots import Slot, class_name, remembered
 from jaxloop.stat_loop import StatLoop
@@ -117,13 +118,9 @@ class ActionLoop(StatLoop):
         self._is_ending = False  # Whether the end actions have what they are to see, and not all were called.
         self._last_beginning = Elapsed()
         self._stop_asked = False
-        self._piece, self._piece_begins = metrics.LoopOutputs(), 0  # What arrived since the actions were given theirs.
-        self._keeps_pieces = False
         self._spent_at_look = self.spent
-        # Of a loop with `steps_before`: what its earlier part has reported; and all of it up to now.
-        self._outputs_before = self._so_far = metrics.LoopOutputs()
         self._loops_passed = self._steps_passed = 0  # Of the loops that have ended inside the call.
-        self._open_sums, self._leaves_sums_open = _OpenSums(), False
+        self._ended = metrics.LoopOutputs()  # Of the loop that has ended last.
         self._is_failing = False
         self._said_left_out: set[str] = set()
         self.run_info: Run | None = None
@@ -158,7 +155,7 @@ class ActionLoop(StatLoop):
 
     def attach(self, action: Action) -> None:
         """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
-        self._attached.append(Slot(ActionList([action], unit="loops"), 0))
+        self._attached.append(Slot(ActionList([action], unit="loops"), 0, self._ledger.position))
 
     def detach_all(self) -> None:
         """Takes the attached actions away."""
@@ -185,9 +182,8 @@ class ActionLoop(StatLoop):
         self._forget()
 
     def _forget(self) -> None:
-        self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
-        self._so_far, self._is_ending, self._has_begun = metrics.LoopOutputs(), False, False
-        self._close_sums()
+        self.steps_before, self._is_ending, self._has_begun = 0, False, False
+        self._ledger, self._ended = Ledger(), metrics.LoopOutputs()
         for slot in self._all_slots():
             slot.forget(self.spent)
 
@@ -227,18 +223,14 @@ class ActionLoop(StatLoop):
     def _prepare_call(self) -> None:
         has_begun = self._has_begun or self.steps_before > 0
         super()._prepare_call()
-        self._stop_asked = False
-        self._piece, self._piece_begins = metrics.LoopOutputs(), 0
         if self._count == self._loop_count:
             self._has_begun = has_begun
         else:  # An exception ended the last call: this is another loop.
-            self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
-            self._close_sums()
-        self._so_far = self._outputs_before.copy()
-        self._is_failing = self._leaves_sums_open = self._is_ending = False
+            self.steps_before = 0
+            if self._returns_new_state:
+                self._ledger.read()
+        self._stop_asked = self._is_failing = self._is_ending = False
         self._loops_passed = self._steps_passed = 0
-        self._open_sums.outputs_without.clear()
-        self._keeps_pieces = any(slot.takes_pieces for slot in self._all_slots())
         if not self._returns_new_state:  # Each call sees the same step again.
             for slot in self._all_slots():
                 slot.called_at = None
@@ -259,8 +251,6 @@ class ActionLoop(StatLoop):
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state, outputs = super().end(state, outputs)
-        self._hand_out_piece()
-        self._keep_so_far(metrics.LoopOutputs(outputs))
         if self.run_info is not None and self._step_num in self.run_info.quiet_ends:
             self._was_interrupted = False  # Not amid a loop.
         self._pass_quiet_ends(self._step_num - 1)
@@ -268,18 +258,17 @@ class ActionLoop(StatLoop):
             # Here is no end of a loop, only a step of one that goes on in a later call.
             self._looked = now = self._look(self._loop_count)
             due = self._due(now, at_end=False)
-            self._close_sums_for(due)
+            self._read_for(due)
             self._call_actions(due, state, now, comes_last=False)
-            self.steps_before, self._outputs_before = self._steps_in_loop(), self._so_far
-            self._count = self._loop_count
+            self.steps_before, self._count = self._steps_in_loop(), self._loop_count
             return state, outputs
         self._looked = now = self._now(self._loop_count + 1)
-        for slot in self._all_slots():
-            slot.take_loop(self._so_far)
-        self._so_far, self._is_ending = metrics.LoopOutputs(), True
+        self._ended = self._without_passed(outputs)
+        self._ledger.end_loop(self._ended)
+        self._is_ending = True
         self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
         self._loop_count, self._is_ending, self._has_begun = self._count, False, False
-        self.steps_before, self._outputs_before = 0, metrics.LoopOutputs()
+        self.steps_before = 0
         if self.run_info is None:
             self.call_actions_that_come_last(state)
         if self._stop_asked:
@@ -294,18 +283,11 @@ class ActionLoop(StatLoop):
         can_go_on = self.run_info is not None and self.run_info.can_resume and self._returns_new_state
         return can_go_on and (self.was_interrupted or self._is_failing)
 
-    def _keep_so_far(self, outputs: metrics.LoopOutputs) -> None:
-        """Keeps what the loop has reported up to now, its earlier part included."""
-        if self.steps_before:
-            self._so_far.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
-            weights, before, so_far = self._weights(), self._outputs_before.num_examples, self._so_far.num_examples
-            if weights is not self.num_examples:  # Some were changed afterwards.
-                so_far.clear()
-                so_far += before
-            so_far += weights[len(so_far) - len(before) :]
-        else:
-            self._so_far = metrics.LoopOutputs(outputs)
-            self._so_far.num_examples = self._weights()  # No copy: events would take longer as the loop grows.
+    def _without_passed(self, outputs: dict[str, Any]) -> metrics.LoopOutputs:
+        """Returns the outputs of a call without those of the loops that have ended inside it."""
+        whole = metrics.LoopOutputs(outputs)
+        whole.num_examples = getattr(outputs, "num_examples", [])
+        return whole.split(self._steps_passed)[1] if self._steps_passed else whole
 
     def call_actions_that_come_last(self, state: Any) -> bool:
         """Calls the actions of the loop's end that come last; returns whether the run goes on.
@@ -350,10 +332,10 @@ class ActionLoop(StatLoop):
           What JSON can hold; and, by name, the states that actions keep.
         """
         slots = self._all_slots()
-        self._close_sums_for(self._due(self.elapsed, at_end=False))
         # What an evaluation has done by half is done again.
         is_inside = self._count != self._loop_count and self._returns_new_state
-        keeps_outputs = self._returns_new_state and any(slot.takes_whole_loops for slot in slots)
+        self._trim()
+        keeps_loop = self._returns_new_state and any(slot.reads(self._ledger) is self._ledger.loops for slot in slots)
         state_dict = {
             "elapsed": self.elapsed.to_dict(),
             "previous": (self.elapsed.previous or self.elapsed).to_dict(),
@@ -365,10 +347,8 @@ class ActionLoop(StatLoop):
             "wraps_dataset": self._wraps_dataset,
             "last_beginning": self._last_beginning.to_dict(),
             "steps_per_dispatch": self._steps_at_once,
-            "outputs": self._encode(self._so_far if keeps_outputs else metrics.LoopOutputs()),
-            "open_sums": self._encode(self._open_sums.sums),
-            "outputs_without": self._encode(self._open_sums.so_far_without if keeps_outputs else metrics.LoopOutputs()),
-            "slots": [slot.state_dict(self._encode) for slot in slots],
+            "ledger": self._ledger.state_dict(self._encode, keeps_loop=keeps_loop),
+            "slots": [slot.state_dict() for slot in slots],
             "others": [remembered(action) for action in self._other_actions()],
         }
         kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
@@ -386,9 +366,7 @@ class ActionLoop(StatLoop):
         self._last_beginning = Elapsed(**state_dict["last_beginning"])
         if self._steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
             self._steps_at_once = state_dict.get("steps_per_dispatch")
-        self._outputs_before = self._so_far = metrics.LoopOutputs.decode(state_dict["outputs"])
-        sums, without = (metrics.LoopOutputs.decode(state_dict[name]) for name in ("open_sums", "outputs_without"))
-        self._open_sums = _OpenSums(sums, so_far_without=without)
+        self._ledger = Ledger.of(state_dict["ledger"])
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dict["slots"])]
         for slot, kept in self._matched(self._all_slots(), numbered, lambda slot: slot.action):
             slot.load_state_dict(kept)
@@ -407,7 +385,7 @@ class ActionLoop(StatLoop):
         now = dataclasses.replace(now, previous=self._looked.previous)  # No step has been run since.
         loop_has_ended = not self.steps_before and now.previous is not None and now.loops > now.previous.loops
         due = [slot for slot in self._due(now, at_end=loop_has_ended) if not slot.saves]
-        self._close_sums_for(due)
+        self._read_for(due)
         self._call_actions(due, state, now, comes_last=comes_last)
         return not self._stop_asked
 
@@ -463,13 +441,12 @@ class ActionLoop(StatLoop):
         if any(slot.saves for slot in self._due(now, at_end=False)):
             self.source.mark()
 
-    def _rescue_outputs(self, queue: OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+    def _rescue_outputs(self, queue: OutputQueue, error: BaseException) -> None:
         if not self._returns_new_state:
             return
         self._is_failing = True
         try:
-            self._keep_so_far(self._drain(queue, outputs))
-            self._hand_out_piece()
+            self._settle(queue)
         except Exception:
             logging.exception("The outputs of the last steps before an exception could not be read.")
         self._pass_quiet_ends(self._step_num)
@@ -507,9 +484,7 @@ class ActionLoop(StatLoop):
             return
         self._loops_passed = passed
         self._steps_passed = len(self.num_examples) - (self._step_num - ends[passed - 1]) // self._updates
-        ended, self._so_far = self._so_far.split(self._steps_passed)
-        for slot in self._all_slots():
-            slot.take_loop(ended)
+        self._ledger.pass_loops(self._steps_passed)
         self._loop_count += passed
         self._count = self._loop_count + 1
         if ends[passed - 1] < self._step_num:
@@ -529,27 +504,21 @@ class ActionLoop(StatLoop):
         # A hair too early, for rounding not to be too late.
         return NEVER[0] if step is None else step, NEVER[1] if time is None else time - self._time_offset - 1e-9
 
-    def _at_event(
-        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
-    ) -> tuple[metrics.LoopOutputs, bool]:
+    def _at_event(self, now: Elapsed, state: Any, queue: OutputQueue) -> bool:
         self._looked = now
         due = self._due(now, at_end=False)
         reads = any(slot.reads_outputs for slot in due)
         if reads or any(slot.saves for slot in due):
-            self._leaves_sums_open = not reads
-            outputs = self._drain(queue, outputs, keep_sums=not reads)
-            self._leaves_sums_open = False
-            if not outputs:
+            self._settle(queue, reads=reads)
+            if not self._ledger.loop:
                 metrics.wait(state)
-            self._hand_out_piece()
-            self._keep_so_far(outputs)
-        newest = lambda: queue.newest_scalars() or metrics.newest_scalars(outputs)
+        newest = lambda: queue.newest_scalars() or metrics.newest_scalars(self._ledger.loop)
         self._call_actions(due, state, now, comes_last=False, newest=newest)
         if self.run_info is not None and not self.run_info.evaluate(state, now):
             self._stop_asked = True
         if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
             self._call_actions(due, state, now, comes_last=True, newest=newest)
-        return outputs, not (self._stop_asked or self._interrupt.requested)
+        return not (self._stop_asked or self._interrupt.requested)
 
     def _look(self, loops: int) -> Elapsed:
         run = self.run_info
@@ -593,14 +562,15 @@ class ActionLoop(StatLoop):
         for slot in called:
             if slot.saves:
                 self._call_action(slot, state, now, newest)
+        self._trim()
 
     def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
         spent, run = self._spent_at_look, self.run_info or Run()
-        outputs, since = slot.hand_over(newest), spent - slot.spent_before
+        outputs, since = slot.outputs(self._ledger, self._ended, newest), spent - slot.spent_before
         if slot.reads_outputs and now.steps:  # Before the first step there is nothing to measure.
             outputs.update(self._stats(state, since))
         counting = self._stopwatch.counting(slot.action.time_goes_to)
-        with counting, slot.keeping(outputs), self._telling_failure(slot):
+        with counting, self._telling_failure(slot):
             slot.actions.call(
                 slot.index,
                 state,
@@ -611,7 +581,7 @@ class ActionLoop(StatLoop):
                 spent=since,
                 snapshot=run.snapshot,
             )
-        slot.called_at, slot.spent_before = now.steps, spent
+        slot.called_at, slot.spent_before, slot.cursor = now.steps, spent, self._ledger.position
         if outputs.get(types.STOP_LOOP):
             self._stop_asked = True
 
@@ -625,73 +595,16 @@ class ActionLoop(StatLoop):
                 agreement.tell_failure(error)
             raise
 
-    def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
-        if self._keeps_pieces:
-            arrived.add_to(self._piece)
-        if self.steps_before:  # In the order of the steps, for sums to have the same bits as without a break.
-            self._so_far = super()._take(self._so_far, arrived)
-        return super()._take(outputs, arrived)
+    @property
+    def _reads_parts(self) -> bool:
+        return any(slot.reads(self._ledger) is self._ledger.parts for slot in self._all_slots())
 
-    # `clu.metrics` sums have the same bits however often a run was saved, or broken off, only if they are made in the
-    # same order. So nobody ends a sum but those who read it: after a save the loop goes on with the sums that were
-    # saved, and takes them out of where they were put to be saved.
-
-    def _sums_to_go_on_with(self) -> dict[str, Any]:
-        return {name: sums[0] for name, sums in self._open_sums.sums.items()}
-
-    def _close_sums_for(self, due: Sequence[Slot]) -> None:
+    def _read_for(self, due: Sequence[Slot]) -> None:
+        """Ends the sums of `clu.metrics` where somebody is to read them."""
         if any(slot.reads_outputs for slot in due):
-            self._close_sums()
+            self._ledger.read()
 
-    def _close_sums(self) -> None:
-        self._open_sums = _OpenSums()
-        for slot in self._all_slots():
-            slot.unseen_without = metrics.LoopOutputs()
-
-    def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
-        open_sums, leaves_open = self._open_sums, self._leaves_sums_open or self._is_broken_off()
-        for name, sum in merged.items():
-            so_far = self._so_far if self.steps_before else outputs
-            places = [(outputs, open_sums.outputs_without), (so_far, open_sums.so_far_without)]
-            places += [(slot.unseen, slot.unseen_without) for slot in self._all_slots() if slot.takes_pieces]
-            for place, without in places:
-                if name in open_sums.sums:
-                    _put(place, without, name)
-                _put(without, place, name)
-            open_sums.sums[name] = [sum]
-        if not leaves_open:
-            self._close_sums()
-        if self._keeps_pieces:
-            super()._take_merged(self._piece, merged)
-        if self.steps_before:
-            super()._take_merged(self._so_far, merged)
-        super()._take_merged(outputs, merged)
-
-    def _hand_out_piece(self) -> None:
-        """Gives the outputs of the steps since the last time to the actions that are called inside the loop."""
-        self._piece.num_examples = self._weights()[self._piece_begins :]
-        for slot in self._all_slots():
-            slot.take_piece(self._piece)
-        self._piece, self._piece_begins = metrics.LoopOutputs(), len(self.num_examples)
-
-
-@dataclasses.dataclass(frozen=True)
-class _OpenSums:
-    """The `clu.metrics` sums that were saved and not read, with which a loop goes on.
-
-    Attributes:
-      sums: by name, in a list of one.
-      outputs_without: of these names, what the outputs of the call have without them.
-      so_far_without: likewise, what all that the loop has reported has.
-    """
-
-    sums: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
-    outputs_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
-    so_far_without: metrics.LoopOutputs = dataclasses.field(default_factory=metrics.LoopOutputs)
-
-
-def _put(place: metrics.LoopOutputs, other: metrics.LoopOutputs, name: str) -> None:
-    """Puts what another place has under a name in that of what is there."""
-    place.pop(name, None)
-    if name in other:
-        place[name] = list(other[name])
+    def _trim(self) -> None:
+        """Drops what all have read."""
+        for series in (self._ledger.parts, self._ledger.loops):
+            series.keep_for([slot.cursor for slot in self._all_slots() if slot.reads(self._ledger) is series])

@@ -48,7 +48,7 @@ _FORMAT_KEY, _VERSION_KEY = "jaxloop/format", "jaxloop/version"
 _RUN_ID_KEY = "jaxloop/run"
 _OWN_PREFIX = "jaxloop/"
 # Increased whenever an earlier version of jaxloop could not resume from what this one saves, or the other way round.
-_FORMAT = 1
+_FORMAT = 2
 # In the directory of each item: a partial copy of a checkpoint is known by it.
 _MARKER_FILE = "SAVED_BY_JAXLOOP"
 # In a directory of checkpoints, the id of the run that saves there.

@@ -11,6 +11,7 @@ from absl import logging
 from jaxloop import agreement, checks, interrupt, metrics, partition, timing, types
 from jaxloop.feed import Feed, TimedDraw, as_iterator
 from jaxloop.flat_state import whole
+from jaxloop.ledger import Ledger
 from jaxloop.output_queue import Arrived, Block, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import FusingError, PlainStep, Step
@@ -79,6 +80,8 @@ class Loop:
         self._before_step = Elapsed()  # For the step's own actions: how far it was after the step before.
         self._num_examples: list[int] = []
         self._counted = 0  # Of these.
+        self._ledger = Ledger()
+        self._settled = 0  # How many steps of the call it has counted.
         self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
         self._newest_state: Any = None  # During a call, the state as of the last whole step.
         self._rescued_state: Any = None
@@ -239,7 +242,7 @@ class Loop:
         self._returns_new_state = return_state_from_step
         if return_state_from_step:
             checks.check_multiple("num_steps", num_steps, self._step)
-        self._num_examples, self._counted = [], 0
+        self._num_examples, self._counted, self._settled = [], 0, 0
         self._rescued_state = None
         self._was_interrupted = self._made_iterator = False
         self._consumed = self.source.count
@@ -255,7 +258,8 @@ class Loop:
                 self._prepare_call()
                 state, dataset = self._begin(self._newest_state, dataset_iterator)
                 state, outputs = self.run(state, dataset, num_steps)
-                outputs = self._with_num_examples(outputs)
+                weights = list(self._ledger.weights)
+                outputs = _weighted(outputs, weights)
                 if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
                     state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
                 if self._interrupt.outermost is self._interrupt:
@@ -269,7 +273,7 @@ class Loop:
             if self._made_iterator:  # Nobody goes on from here: what draws ahead may end.
                 self.forget_batches()
         self._known_step = getattr(state, "step", None)
-        outputs = self._with_num_examples(outputs)
+        outputs = _weighted(outputs, weights)
         if self._interrupt.requested:
             outputs[types.STOP_LOOP] = True
         return state, outputs
@@ -283,6 +287,7 @@ class Loop:
         if self._has_begun:
             begin = self.begin if self._wraps_dataset else functools.partial(Loop.begin, self)
             return state, begin(state, dataset)[1]
+        self._ledger.begin_loop()
         state, iterator = self.begin(state, dataset)
         self._has_begun, self._wraps_dataset = True, hasattr(dataset, "__next__") and iterator is not dataset
         return state, iterator
@@ -296,12 +301,7 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         num_batches = num_steps and num_steps // self._updates
-        outputs, queue, feed, take = (
-            metrics.LoopOutputs(),
-            self._new_queue(),
-            self._begin_drawing(dataset, num_batches),
-            None,
-        )
+        queue, feed, take = self._new_queue(), self._begin_drawing(dataset, num_batches), None
         due = self._next_event() if self._returns_new_state else NEVER
         if not self._returns_new_state:
             self._step.begin_evaluation()
@@ -312,8 +312,7 @@ class Loop:
                 left = NEVER[0] if num_batches is None else num_batches - len(self._num_examples)
                 state, arrived = self._take_up_to(due, left, take, state, feed, queue)
                 take = take or self._quick_step()
-                if arrived:
-                    outputs = self._take(outputs, arrived)
+                self._take(arrived)
                 if feed.has_ended:
                     break
                 if self._interrupt.requested:
@@ -327,23 +326,22 @@ class Loop:
                     self._place = "the actions"
                     if take is not None:  # Somebody may keep this state, which the next step takes.
                         checks.mark_taken(state, repr(self))
-                    outputs, goes_on = self._at_event(now, state, outputs, queue)
-                    if not goes_on:
+                    if not self._at_event(now, state, queue):
                         self._was_interrupted = self._interrupt.requested
                         break
                     due = self._next_event()
                 self._place = "the dataset"
             self._place = self._step_name
-            outputs = self._drain(queue, outputs)
+            self._settle(queue)
         except BaseException as error:
-            self._rescue_outputs(queue, outputs, error)
+            self._rescue_outputs(queue, error)
             self._count_rescued_step()
             error.add_note(f"in {self._place}, after step {self._step_num}, in {self!r}")
             raise
         finally:
             if take is not None and self._newest_state is not None:
                 self._step.remember(self._newest_state)
-        return state, outputs
+        return state, self._ledger.whole_loop()
 
     def _begin_drawing(self, dataset: Iterator[types.Batch], num_batches: int | None) -> Feed:
         feed, self._fused_step = self._feed_of(dataset), None
@@ -591,7 +589,7 @@ class Loop:
     def _new_queue(self) -> OutputQueue:
         # An `update_outputs` of somebody's own may want to see them soon.
         most_held = None if _is_overridden(self, "update_outputs") else _MOST_STEPS_HELD
-        return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._sums_to_go_on_with())
+        return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._ledger.sums)
 
     def _quick_step(self) -> _Take | None:
         """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own."""
@@ -711,12 +709,8 @@ class Loop:
     def _before_drawing_ahead(self, now: Elapsed) -> None:
         """Called after a step that is an event, while `source` stands after the batch of that step."""
 
-    def _rescue_outputs(self, queue: OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+    def _rescue_outputs(self, queue: OutputQueue, error: BaseException) -> None:
         """Called with the outputs of the steps up to an exception."""
-
-    def _sums_to_go_on_with(self) -> dict[str, Any]:
-        """The merged `clu.metrics` states of an earlier call that was broken off amid its sums."""
-        return {}
 
     def _why_not_rescued(self) -> str | None:
         """The reason why no run may resume from the state as of the last whole step; None if one may."""
@@ -726,34 +720,33 @@ class Loop:
         """For each step of the call how many examples its values stand for."""
         return self._num_examples
 
-    def _at_event(
-        self, now: Elapsed, state: Any, outputs: metrics.LoopOutputs, queue: OutputQueue
-    ) -> tuple[metrics.LoopOutputs, bool]:
-        """Called after a step that is an event; returns the outputs, and whether the loop goes on."""
+    def _at_event(self, now: Elapsed, state: Any, queue: OutputQueue) -> bool:
+        """Called after a step that is an event; returns whether the loop goes on."""
         raise NotImplementedError
 
-    def _take(self, outputs: metrics.LoopOutputs, arrived: Arrived) -> metrics.LoopOutputs:
+    @property
+    def _reads_parts(self) -> bool:
+        """Whether somebody reads what was reported inside a loop."""
+        return False
+
+    def _take(self, arrived: Arrived) -> None:
         """Takes in the outputs of steps that have reached the host."""
-        if not _is_overridden(self, "update_outputs"):
-            arrived.add_to(outputs)
-            return outputs
-        for row in arrived.rows():
-            outputs = self.update_outputs(outputs, row)
-        return outputs
-
-    def _take_merged(self, outputs: metrics.LoopOutputs, merged: dict[str, Any]) -> None:
-        for name, metric in merged.items():
-            outputs[name] = metrics.merge_if_metrics([*outputs.get(name, ()), metric])
-
-    def _drain(
-        self, queue: OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
-    ) -> metrics.LoopOutputs:
-        """Waits for the outputs of all steps so far, and takes them in."""
-        arrived, merged = queue.drain(keep_sums=keep_sums)
         if arrived:
-            outputs = self._take(outputs, arrived)
-        self._take_merged(outputs, merged)
-        return outputs
+            update = self.update_outputs if _is_overridden(self, "update_outputs") else None
+            self._ledger.take(arrived, update, keeps_unread=self._reads_parts)
+
+    def _settle(self, queue: OutputQueue, *, reads: bool = False) -> None:
+        """Waits for the outputs of all steps so far, and takes them in; ends their sums if they are to be read."""
+        self._fetch(queue, keep_sums=not reads)
+        self._ledger.count(self._weights()[self._settled :])
+        self._settled = len(self._num_examples)
+        if reads:
+            self._ledger.read()
+
+    def _fetch(self, queue: OutputQueue, *, keep_sums: bool) -> None:
+        arrived, merged = queue.drain(keep_sums=keep_sums)
+        self._take(arrived)
+        self._ledger.sums.update(merged)
 
     def _get_next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
         return next(dataset)
@@ -763,12 +756,6 @@ class Loop:
             elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
             return self._step(state, batch, per_loop_step_number, elapsed=elapsed)
         return state, self._step.evaluate(state, batch, per_loop_step_number)
-
-    def _with_num_examples(self, outputs: Any) -> metrics.LoopOutputs:
-        if not isinstance(outputs, metrics.LoopOutputs):
-            outputs = metrics.LoopOutputs(outputs)
-        outputs.num_examples = list(self._weights())
-        return outputs
 
     def _read_step_num(self, state: Any) -> int:
         count = getattr(state, "step", None)
@@ -782,6 +769,14 @@ class Loop:
 def _is_overridden(loop: Loop, name: str) -> bool:
     """Whether a method is another one than `Loop`'s, by a subclass or set on this object."""
     return name in vars(loop) or getattr(type(loop), name) is not getattr(Loop, name)
+
+
+def _weighted(outputs: Any, weights: list[int]) -> metrics.LoopOutputs:
+    """Returns what a hook has made of the outputs of a loop as outputs with these weights."""
+    if not isinstance(outputs, metrics.LoopOutputs):
+        outputs = metrics.LoopOutputs(outputs)
+    outputs.num_examples = list(weights)
+    return outputs
 
 
 class _Uncounted:

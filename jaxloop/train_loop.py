@@ -197,14 +197,11 @@ class TrainLoop(ActionLoop):
             self._look_at(self._watch.look(state, in_step=self._job.is_shared))
         return arrived
 
-    def _drain(
-        self, queue: OutputQueue, outputs: metrics.LoopOutputs, *, keep_sums: bool = False
-    ) -> metrics.LoopOutputs:
-        outputs = super()._drain(queue, outputs, keep_sums=keep_sums)
+    def _fetch(self, queue: OutputQueue, *, keep_sums: bool) -> None:
+        super()._fetch(queue, keep_sums=keep_sums)
         if self._watch is not None:
             self._look_at(self._watch.read(self._newest_state))
         self._warn_of_skipped()
-        return outputs
 
     def _look_at(self, found: Sequence[bad_numbers.Found]) -> None:
         if self._nan_policy == "skip":
@@ -232,10 +229,10 @@ class TrainLoop(ActionLoop):
             )
             self._said_skipped = len(self._skipped)
 
-    def _rescue_outputs(self, queue: OutputQueue, outputs: metrics.LoopOutputs, error: BaseException) -> None:
+    def _rescue_outputs(self, queue: OutputQueue, error: BaseException) -> None:
         if error is self._bad:
             return
-        super()._rescue_outputs(queue, outputs, error)
+        super()._rescue_outputs(queue, error)
         if self._bad is not None:
             error.add_note(f"before that: {self._bad}")
 

@@ -989,7 +989,7 @@ def test_a_checkpoint_of_another_format_is_an_error_with_both_versions(whole_run
     directory = tmp_path / "copy"
     shutil.copytree(whole_run[0], directory)
     change_metadata(directory / "20", lambda noted: noted.update({"jaxloop/format": 99, "jaxloop/version": "9.9.9"}))
-    expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 1"
+    expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 2"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
         run_of_twenty_steps(directory)
     assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20  # The state alone.
