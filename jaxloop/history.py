@@ -676,17 +676,30 @@ class History:
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers or not self._writes:
             return
-        lines = []
-        for number in numbers:
-            lines.append(_to_line(self._row(number), None if number == self._num_lines else number))
-            self._num_lines += 1
-        content, in_file = "".join(lines).encode(), self._in_file
-        self._in_file = None  # Nobody knows what is there where the write fails.
+        in_file, self._in_file = self._in_file, None  # Nobody knows what is there where the write fails.
         with files.open_file(self._path, "ab") as file:
+            if in_file is not None and not files.is_remote(self._path) and file.tell() != in_file.size:
+                numbers = [number for number in range(len(self._elapsed)) if number not in self._waiting]
+                logging.warning(
+                    "%s had %d bytes, and has %d now: something else has changed or deleted it during the run. It is "
+                    "written again, with all %d rows.",
+                    self._path,
+                    in_file.size,
+                    file.tell(),
+                    len(numbers),
+                )
+                file.truncate(0)
+                self._num_lines, in_file = 0, _Checksum()
+            content = "".join(map(self._next_line, numbers)).encode()
             file.write(content)
         if in_file is not None:
             in_file.add(content)
             self._in_file = in_file
+
+    def _next_line(self, number: int) -> str:
+        line = _to_line(self._row(number), None if number == self._num_lines else number)
+        self._num_lines += 1
+        return line
 
     def _explain_donated(self, read: Callable[[], Any]) -> Any:
         """Reads device values. If any was donated, says so once, and leaves NaN in its place."""
@@ -873,7 +886,7 @@ class _Checksum:
     """The length and SHA-256 of a file, kept along while it grows."""
 
     def __init__(self):
-        self._size, self._hash = 0, hashlib.sha256()
+        self.size, self._hash = 0, hashlib.sha256()
 
     @classmethod
     def of(cls, path: epath.Path, size: int | None = None) -> "_Checksum":
@@ -881,16 +894,16 @@ class _Checksum:
         checksum = cls()
         if path.exists() or os.path.lexists(path):
             with files.open_file(path, "rb") as file:
-                while chunk := file.read(_CHUNK if size is None else min(_CHUNK, size - checksum._size)):
+                while chunk := file.read(_CHUNK if size is None else min(_CHUNK, size - checksum.size)):
                     checksum.add(chunk)
         return checksum
 
     def add(self, content: bytes) -> None:
-        self._size += len(content)
+        self.size += len(content)
         self._hash.update(content)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
+        return {"bytes": self.size, "sha256": self._hash.hexdigest()}
 
 
 class _Reader:

@@ -195,6 +195,11 @@ class WholeRun:
             self.resume_history(step)
             self.passes = elapsed.loops
             return Resumed(elapsed, was_broken_off, steps_in_loop=steps_in_loop)
+        if elapsed.steps != step:
+            raise ValueError(
+                f"The checkpoint {step} in {directory} was saved after step {elapsed.steps}, and its directory must "
+                f"have that name. Rename it to {elapsed.steps}, or remove it."
+            )
         self._check_is_this_run(run, directory, step)
         kept = checkpoint.trees(directory, step, dict.fromkeys(run["kept_states"], state))
         for name, part in self._parts.items():

@@ -2,6 +2,7 @@ import concurrent.futures
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -236,7 +237,7 @@ def test_a_tool_with_two_stars_is_called_at_every_step():
     bar = jf.keras_bar(stream=stream, interval=jf.always(), min_seconds=0)
     jf.loop(0, BATCHES, {jf.every(1): log_state, **bar, jf.on_end: lambda: stream.write("end")}, stop=100)
     shown = re.split("[\r\n]+", stream.getvalue().strip())
-    assert " 1/100 [" in shown[0] and shown[-1].endswith("state=0.0000]")
+    assert " 1/100 [" in shown[0] and shown[-1].rstrip().endswith("state=0.0000]")
 
 
 @pytest.mark.parametrize(
@@ -1080,7 +1081,7 @@ def test_the_bars_show_the_newest_values_of_each_kind():
     test = lambda: jf.logs().add("test", "loss", 0.1)
     for stop, values in [(4, "accuracy=0.9779, loss=0.0718]"), (70, "accuracy=0.9779, loss=0.0718, test/loss=0.1000]")]:
         jf.loop(0, BATCHES, {jf.every(1): log, jf.every(1): bar, jf.every(5): test}, stop=stop, clock=lambda: 0.0)
-        last = stream.getvalue().splitlines()[-1]
+        last = stream.getvalue().rstrip().splitlines()[-1]
         assert f" {stop}/10000 [" in last and last.endswith(values)
 
 
@@ -1323,3 +1324,29 @@ def test_a_finished_loop_is_not_run_again(tmp_path, warnings_logged):
     state, _, elapsed = jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
     assert (int(state), elapsed.steps) == (10, 10)
     assert any("Nothing is left to do" in warning for warning in warnings_logged())
+
+
+def test_a_loop_that_was_killed_before_its_first_checkpoint_has_the_row_of_step_0_once(tmp_path):
+    def tasks(fails):
+        def measure(state):
+            if fails and state > 2:
+                raise RuntimeError("the power is gone")
+            return jf.logs().add_metric("test", state)
+
+        saves = jf.checkpoint(tmp_path, resume=True)
+        return [(jf.at(0) | jf.every(3), measure), (jf.every(1), count), (jf.every(8), saves)]
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            jf.loop(jnp.int32(0), BATCHES, tasks(fails=True), stop=8)
+    _, history, _ = jf.loop(jnp.int32(0), BATCHES, tasks(fails=False), stop=8)
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["elapsed"]["steps"] for line in lines] == history.collect("steps", "test")[0] == [0, 3, 6]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_resumed_from(tmp_path):
+    tasks = lambda: {jf.every(1): count, jf.every(5): jf.checkpoint(tmp_path, resume=True)}
+    jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
+    (tmp_path / "10").rename(tmp_path / "110")
+    with pytest.raises(ValueError, match="checkpoint 110 in .* was saved after step 10.*Rename it to 10, or remove"):
+        jf.loop(jnp.int32(0), BATCHES, tasks(), stop=15)

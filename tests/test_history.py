@@ -868,3 +868,22 @@ def test_the_checksum_is_that_of_the_file_however_it_was_written(tmp_path):
     history.save(path)
     assert history.checksum() == of_file()
     assert History().checksum() is None and History(path, writes=False).checksum() is None
+
+
+@pytest.mark.parametrize("change", ["deleted", "truncated", "extended"])
+def test_a_file_that_others_change_during_a_run_is_written_again_with_all_rows(change, tmp_path, warnings_logged):
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    for step in range(4):
+        history.commit(Elapsed(step), {"loss": float(step)})
+    change_file = {
+        "deleted": path.unlink,
+        "truncated": lambda: os.truncate(path, 10),
+        "extended": lambda: path.write_bytes(path.read_bytes() + b"{}\n"),
+    }
+    change_file[change]()
+    for step in range(4, 6):
+        history.commit(Elapsed(step), {"loss": float(step)})
+    assert [json.loads(line)["elapsed"]["steps"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 5]
+    assert history.checksum() == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert [text for text in warnings_logged() if "written again, with all 5 rows" in text]

@@ -172,7 +172,8 @@ def _keep_all(
             if warning := source.resume_warning():
                 logging.warning("%s", warning)
             logging.info("No checkpoint found in %s", directory)
-            loop_state.history.resume(loop_state.elapsed.steps)
+            steps = loop_state.elapsed.steps
+            loop_state.history.resume(steps, None if steps else 0)  # The rows of step 0 are made again.
             continue
         loop_state.state, step = restored
         resumed = run.load(directory, step, given)
