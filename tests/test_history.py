@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import weakref
 
 import jax
@@ -836,6 +837,22 @@ def test_a_resumed_run_says_what_was_lost_of_its_rows(damage, tmp_path, warnings
     assert damage == "edited" or all(row in before for row in kept)
     assert kept == before if damage == "reordered" else len(kept) <= len(before)
     assert path.with_name("history.jsonl.damaged").exists() == (damage != "deleted")
+
+
+def test_a_resume_takes_little_memory_for_each_row(tmp_path):
+    lines = (
+        f'{{"elapsed": {{"steps": {n}, "samples": {n}, "time": {n}.5, "loops": 0}}, "logs": {{"loss": {n}.5}}}}\n'
+        for n in range(5000)
+    )
+    (tmp_path / "history.jsonl").write_text("".join(lines))
+    history = History(tmp_path / "history.jsonl")
+    tracemalloc.start()
+    try:
+        history.resume(5000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(history) == 5000 and peak < 400 * 5000  # Bytes. All lines and their objects at once take 800 a row.
 
 
 def test_rows_after_the_checkpoint_are_dropped_without_a_warning(tmp_path, warnings_logged):

@@ -3,6 +3,7 @@
 import io
 import re
 
+import numpy as np
 import pytest
 
 import jaxloop
@@ -57,3 +58,43 @@ def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
     shown = {"the bar": stream.getvalue(), "the log": logs.text, "the report": report, "the history": history}
     assert {place: text for place, text in shown.items() if not is_clean(text)} == {}
     assert SHOWN in shown["the bar"] and SHOWN in shown["the log"]
+
+
+def test_a_layout_escapes_the_names_of_parameters():
+    text = str(jaxloop.SingleDevicePartitioner().report({EVIL: np.zeros(3, np.float32)}))
+    assert SHOWN in text and is_clean(text)
+
+
+def test_a_history_escapes_the_names_that_no_row_has_together(logs):
+    history = jaxloop.History()
+    history.commit(jaxloop.Elapsed(1), {EVIL: 1.0})
+    history.commit(jaxloop.Elapsed(2), {"other": 1.0})
+    assert history.collect(EVIL, "other") == ([], [])
+    assert SHOWN in logs.text and is_clean(logs.text)
+
+
+def test_the_error_of_a_writer_escapes_the_names_that_it_was_to_write():
+    class Full:
+        is_full = True
+
+        def write_scalars(self, step, scalars):
+            self.is_full, was_full = False, self.is_full
+            if was_full:
+                raise OSError("full")
+
+        def flush(self):
+            pass
+
+    plain, state, batches = examples.tiny_regression()
+
+    class EvilStep(type(plain)):
+        def run(self, state, batch):
+            state, outputs = super().run(state, batch)
+            return state, {EVIL: outputs["loss"]}
+
+    step = EvilStep(plain.base_prng, plain.model, plain.optimizer, train=True)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[actions.SummaryAction(Full(), every(steps=2))]))
+    with pytest.raises(OSError, match="full") as error:
+        outer_loop(state, batches, 4)
+    notes = "\n".join(error.value.__notes__)
+    assert SHOWN in notes and is_clean(notes)
