@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -677,7 +677,7 @@ class History:
         if self._path is None or not numbers or not self._writes:
             return
         in_file, self._in_file = self._in_file, None  # Nobody knows what is there where the write fails.
-        with files.open_file(self._path, "ab") as file:
+        with self._open_file() as file:
             if in_file is not None and not files.is_remote(self._path) and file.tell() != in_file.size:
                 numbers = [number for number in range(len(self._elapsed)) if number not in self._waiting]
                 logging.warning(
@@ -695,6 +695,17 @@ class History:
         if in_file is not None:
             in_file.add(content)
             self._in_file = in_file
+
+    def _open_file(self) -> IO[bytes]:
+        assert self._path is not None
+        try:
+            return files.open_file(self._path, "ab")
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            error.add_note(
+                f"The work directory {self._path.parent} was moved, deleted or replaced during the run. Put it back "
+                "and start the run again: it resumes from its newest checkpoint."
+            )
+            raise
 
     def _next_line(self, number: int) -> str:
         line = _to_line(self._row(number), None if number == self._num_lines else number)

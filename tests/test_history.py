@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -904,3 +905,12 @@ def test_a_file_that_others_change_during_a_run_is_written_again_with_all_rows(c
     assert [json.loads(line)["elapsed"]["steps"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 5]
     assert history.checksum() == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     assert [text for text in warnings_logged() if "written again, with all 5 rows" in text]
+
+
+def test_a_work_directory_that_is_moved_during_a_run_is_named_in_the_error(tmp_path):
+    history = History(tmp_path / "work" / "history.jsonl")
+    history.commit(Elapsed(1), {"loss": 1.0})
+    (tmp_path / "work").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError) as caught:
+        history.commit(Elapsed(2), {"loss": 0.5})
+    assert re.search("work was moved, deleted or replaced during the run. Put it back", caught.value.__notes__[0])
