@@ -25,16 +25,16 @@ from jaxloop import checks, metrics
 from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.history import History
 from jaxloop.loop import Loop
-from jaxloop.step import Step
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills a run at each of the steps, goes on with it, and compares it with one that nobody killed, bit by bit.
+    """Kills a run at each of the steps, resumes it, and compares it with an uninterrupted one, bit by bit.
 
     Each run is a process of its own, which starts and compiles as your program does: one that is not killed; and for
     each step one that ends by SIGKILL when the step was given to the device, and what was being saved was committed,
-    and one that goes on. The steps of these processes are compared from the checkpoint on
-    (batch, state, outputs), then the state in the end, leaf by leaf, and the history, apart from its times.
+    and one that resumes. The processes are observed from outside, so they take the steps as your program does, several
+    in one dispatch too. Their steps are compared from the checkpoint on (batch, state, outputs), then the final state,
+    leaf by leaf, and the history, apart from its times.
 
         def make_run(workdir):
             ...  # Builds everything anew, as a program that is started again does.
@@ -82,7 +82,8 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """What tells a run that was gone on with from one that was not killed, in words; "" where nothing does.
 
     Both are records as the processes of `assert_resumable` write them: `steps` by number, each with the digests of its
-    `batch`, of the leaves of its `state` before, and of its `outputs`; `state`, the leaves in the end; and `history`.
+    `batch`, of its `outputs`, and of the leaves of the `state` before it where the host has that; `state`, the leaves
+    in the end; and `history`.
     """
     steps = {int(number): step for number, step in resumed["steps"].items()}
     if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:
@@ -106,7 +107,8 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
                 "are (jaxloop.from_index, Grain, tf.data, lists), or declare that they come in the same order: "
                 "jaxloop.skippable."
             )
-        leaves = _differing(expected["state"], got["state"])
+        is_known = "state" in expected and "state" in got
+        leaves = _differing(expected["state"], got["state"]) if is_known else ""
         if leaves:
             return (
                 f"The state before update {number} differs in {leaves}: it is not all in the checkpoint, or was "
@@ -114,9 +116,9 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
             )
         if got["outputs"] != expected["outputs"]:
             return (
-                f"Update {number} had the same batch and the same state, and other outputs: the step depends on "
-                "something else. Derive its keys from the step, self.prng_key(state.step), and keep what it remembers "
-                "in the state."
+                f"Update {number} had the same batch{' and the same state' * is_known}, and other outputs: the step "
+                "depends on something else. Derive its keys from the step, self.prng_key(state.step), and keep what it "
+                "remembers in the state."
             )
     if len(whole["steps"]) != first - 1 + len(steps):
         return f"It ended after update {max(steps)}, the other run after {len(whole['steps'])}."
@@ -189,37 +191,83 @@ def _digest(tree: Any) -> dict[str, str]:
     return leaves
 
 
-def _record_steps(kill_at: int) -> dict[int, Any]:
-    """Has every update noted, and the process killed at one of them."""
-    steps: dict[int, Any] = {}
-    step_once, count_steps, save = Step.__call__, Loop._count_steps, CheckpointWriter.save
+class _Observed:
+    """What is seen of a loop that trains, by the number of the update.
+
+    Attributes:
+      batches: digests of the batches that were read.
+      outputs: digests of what the steps have reported.
+      states: digests of the states, after those updates at which the host has one.
+    """
+
+    def __init__(self, loop: Loop):
+        self.updates, self._start = loop.step.updates_per_step, loop.step_num
+        self.batches: dict[int, Any] = {}
+        self.outputs: dict[int, Any] = {}
+        self.states: dict[int, Any] = {}
+
+    def add(self, to: dict[int, Any], tree: Any) -> None:
+        to[self._start + (len(to) + 1) * self.updates] = _digest(tree)
+
+    def steps(self) -> dict[int, Any]:
+        """Returns the digests of each update, that of the state before it included where it is known."""
+        steps = {}
+        for number, outputs in self.outputs.items():
+            steps[number] = {"batch": self.batches[number], "outputs": outputs}
+            if number - self.updates in self.states:
+                steps[number]["state"] = self.states[number - self.updates]
+        return steps
+
+
+def _observe(kill_at: int) -> dict[int, _Observed]:
+    """Observes all loops that train, without changing the way they take; kills the process at an update.
+
+    It does so when the batch after that update is read, which is when the update was given to the devices, or later,
+    where that batch was to be in the same dispatch.
+    """
+    observed: dict[int, _Observed] = {}
+    feed_of, push, take, save = Loop._feed_of, Loop._push, Loop._take, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
-    def noted(self: Step, state: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.train:
-            return step_once(self, state, batch, *args, **kwargs)
-        before = {"batch": _digest(self.preprocess_batch(batch)), "state": _digest(state)}
-        state, outputs = step_once(self, state, batch, *args, **kwargs)
-        number = int(metrics.fetch(state.step)) if hasattr(state, "step") else len(steps) + 1
-        steps[number] = {**before, "outputs": _digest(outputs)}
-        return state, outputs
-
-    def counted(self: Loop, *, undone: bool = False) -> int:
-        new = count_steps(self, undone=undone)
-        if self._returns_new_state and self.step_num == kill_at:
+    def kill_after(number: int) -> None:
+        if kill_at and number >= kill_at:
             for writer in writers:  # A run of a moment would be over before its first save is.
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
-        return new
+
+    def observed_feed(self: Loop, dataset: Any) -> Any:
+        is_new, feed = self._feed.dataset is not dataset, feed_of(self, dataset)
+        if self._returns_new_state and is_new:
+            seen, draw = observed.setdefault(id(self), _Observed(self)), feed._draw
+
+            def observed_draw() -> Any:
+                batch = draw()
+                seen.add(seen.batches, batch)
+                kill_after(max(seen.batches) - seen.updates)
+                return batch
+
+            feed._draw = observed_draw
+        return feed
+
+    def observed_push(self: Loop, state: Any, queue: Any, num_steps: int) -> Any:
+        arrived = push(self, state, queue, num_steps)
+        if self._returns_new_state:
+            observed[id(self)].states[self.step_num] = _digest(state)
+            kill_after(self.step_num)
+        return arrived
+
+    def observed_take(self: Loop, arrived: Any) -> None:
+        for outputs in arrived.rows() if self._returns_new_state else ():
+            observed[id(self)].add(observed[id(self)].outputs, outputs)
+        take(self, arrived)
 
     def saved(self: CheckpointWriter, *args: Any, **kwargs: Any) -> bool:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Step.__call__, Loop._count_steps = noted, counted  # pyright: ignore[reportAttributeAccessIssue]
-    Step.quick_step = lambda self, evaluates=False: None  # pyright: ignore[reportAttributeAccessIssue]
+    Loop._feed_of, Loop._push, Loop._take = observed_feed, observed_push, observed_take
     CheckpointWriter.save = saved
-    return steps
+    return observed
 
 
 def _load(target: str) -> Callable[[str], Any]:
@@ -243,11 +291,12 @@ def _main() -> None:
     parser.add_argument("directory", type=pathlib.Path)
     parser.add_argument("--kill_at", type=int)
     options = parser.parse_args()
-    make_run, steps = _load(options.target), _record_steps(options.kill_at)
+    make_run, observed = _load(options.target), _observe(options.kill_at)
     result = make_run(str(options.directory / "run"))
     state, *others = result if type(result) is tuple else (result,)
     history = next((other for other in others if isinstance(other, History)), None)
     rows = [] if history is None else [[{**row.elapsed.to_dict(), "time": 0}, row.logs] for row in history]
+    steps = {number: step for each in observed.values() for number, step in each.steps().items()}
     record = {"steps": steps, "state": _digest(state), "history": rows}
     (options.directory / "record.json").write_text(json.dumps(record, default=repr))
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import jax
 import optax
 import pytest
 from flax import linen as nn
@@ -10,12 +11,14 @@ import jaxloop
 from jaxloop import examples, testing
 
 
-def make_run(workdir, make_data=lambda batches: batches):
+def make_run(workdir, make_data=lambda batches: batches, change=lambda step: None, **options):
     step, state, batches = examples.tiny_regression()
     step = type(step)(step.base_prng, nn.Dense(1), optax.sgd(0.1, 0.9), train=True)
+    change(step)
     save = jaxloop.CheckpointAction(workdir, interval=jaxloop.every(steps=3))
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, end_actions=[save], stat_names=[]), checkpoint_spec=jaxloop.CheckpointSpec(workdir)
+        jaxloop.TrainLoop(step, end_actions=[save], stat_names=[], **options),
+        checkpoint_spec=jaxloop.CheckpointSpec(workdir),
     )
     state = step.initialize_model([1, 3])
     return outer_loop(state, make_data(batches), train_total_steps=8, train_loop_steps=4)[0], outer_loop.history
@@ -25,8 +28,40 @@ def make_run_with_data_that_start_anew(workdir):
     return make_run(workdir, make_data=lambda batches: (batch for batch in batches))
 
 
-def test_a_run_that_can_be_resumed_is_certified():
-    testing.assert_resumable(make_run, at_steps=[7])
+def make_run_in_groups(workdir):
+    return make_run(workdir, steps_per_dispatch=2)
+
+
+def make_run_with_broken_groups(workdir):
+    """The first dispatch of several steps in a process has another result, so a resumed process differs."""
+
+    def change(step):
+        fused_step, is_first = step.fused_step, [True]
+
+        def broken(evaluates=False):
+            take = fused_step(evaluates=evaluates)
+
+            def broken_take(state, batches):
+                state, outputs, numbers = take(state, batches)
+                if is_first.pop() if is_first else False:
+                    state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1e-3, state.params))
+                return state, outputs, numbers
+
+            return broken_take
+
+        step.fused_step = broken
+
+    return make_run(workdir, change=change, steps_per_dispatch=2)
+
+
+@pytest.mark.parametrize("run", [make_run, make_run_in_groups])
+def test_a_run_that_can_be_resumed_is_certified(run):
+    testing.assert_resumable(run, at_steps=[7])
+
+
+def test_a_fault_in_the_path_of_several_steps_in_one_dispatch_is_found_out():
+    with pytest.raises(AssertionError, match="Killed at step 7.*\n.*(before update 9|Update 9 had|in the end)"):
+        testing.assert_resumable(make_run_with_broken_groups, at_steps=[7])
 
 
 def test_data_that_start_anew_are_found_out():
