@@ -36,9 +36,9 @@ class Series:
 
     def keep_for(self, cursors: Sequence[int]) -> None:
         """Joins the parts that no cursor separates, and drops those before all cursors."""
-        first, kept = min(cursors, default=None), []
-        for end, part in self._parts if first is not None else ():
-            if end <= first:
+        kept: list[tuple[int, LoopOutputs]] = []
+        for end, part in self._parts:
+            if all(end <= cursor for cursor in cursors):
                 continue
             if kept and kept[-1][0] not in cursors:
                 kept[-1][1].extend(part)

@@ -256,7 +256,7 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def newest_scalars(outputs: LoopOutputs) -> dict[str, Any]:
+def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """The scalars of the newest step, by name, of outputs on the host."""
     return _scalar_values({name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value})
 
