@@ -69,7 +69,9 @@ class DirectoryInUseError(RuntimeError):
             f"Give this run another directory, or end the other one{how}."
         )
         super().__init__(printable(text))
-        self.directory, self.holder, self.thread = directory, holder, thread
+        self.directory: str = directory
+        self.holder: Holder | None = holder
+        self.thread: str | None = thread
 
     def __reduce__(self) -> Any:
         return type(self), (self.directory, self.holder, self.thread)

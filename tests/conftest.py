@@ -4,6 +4,7 @@ import _thread
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 # A shell has what it starts in the background ignore Ctrl-C, and so all that is started from there.
@@ -150,3 +151,11 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True)
+def no_bars_of_other_tests():
+    """Forgets the bars that a test leaves open: tqdm would draw the next ones below them."""
+    yield
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm._instances.clear()

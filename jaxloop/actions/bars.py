@@ -43,7 +43,7 @@ class Progress:
 class PlainBar:
     """Shows progress as lines that stay."""
 
-    is_live = False
+    is_live: bool = False
     """Whether drawings replace each other. If not, there should be few."""
 
     def __init__(self, stream: TextIO):
@@ -66,7 +66,8 @@ class TqdmBar:
     """Shows progress as tqdm's bar: text, or a widget in a notebook that has ipywidgets."""
 
     def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
-        self.is_live, self._stream = is_live, stream
+        self.is_live: bool = is_live
+        self._stream = stream
         has_widgets = is_notebook(stream) and checks.is_installed("ipywidgets")
         size: dict[str, Any] = {"dynamic_ncols": True}
         with contextlib.suppress(AttributeError, OSError, ValueError):  # It is not a terminal.
