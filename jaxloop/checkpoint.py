@@ -7,6 +7,7 @@ that are no part of the state. A seal over all of their files, see `jaxloop.seal
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -35,7 +36,7 @@ _RUN_ITEM = "run"
 _TREES_ITEM = "trees"
 # And there, the metrics by which it tells the best checkpoint, and what it notes about each.
 _METRICS_ITEM = "metrics"
-_METADATA_FILE = "_CHECKPOINT_METADATA"
+METADATA_FILE = "_CHECKPOINT_METADATA"
 # In our metadata, which metric tells the best and how: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
 # And what only this module reads. There must be a seal:
@@ -93,47 +94,16 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
       FileNotFoundError: there is no such checkpoint.
       CheckpointError: the file in which it is noted is damaged.
     """
-    path, _ = _verified(directory, step, _METADATA_FILE)
-    return {key: value for key, value in _noted(path).items() if not key.startswith(_OWN_PREFIX)}
+    return Checkpoint.at(directory, step, METADATA_FILE).metadata()
 
 
 def _noted(path: epath.Path) -> dict[str, Any]:
-    if not (path / _METADATA_FILE).exists():
+    if not (path / METADATA_FILE).exists():
         return {}
-    with _reading(path, _METADATA_FILE):
+    with _reading(path, METADATA_FILE):
         if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
-            return {**files.parse_json(files.read_bytes(path / _METADATA_FILE))["custom_metadata"]}
+            return {**files.parse_json(files.read_bytes(path / METADATA_FILE))["custom_metadata"]}
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
-
-
-@contextlib.contextmanager
-def understanding(directory: epath.PathLike, step: int) -> Iterator[None]:
-    """Turns errors in interpreting what was saved with a checkpoint into a `CheckpointError` that names both versions.
-
-    Raises:
-      CheckpointError: the checkpoint was saved in another format, or the body raised a KeyError or the like.
-    """
-    path = _step_directory(directory, step)
-    noted = _noted(path)
-    by, version = noted.get(_VERSION_KEY, "an unknown version"), _version()
-    if _SEALED_KEY in noted and noted.get(_FORMAT_KEY) != _FORMAT:
-        raise CheckpointError(
-            f"The checkpoint {path} was saved by jaxloop {by} in format {noted.get(_FORMAT_KEY)}, and jaxloop "
-            f"{version} resumes from format {_FORMAT}. Resume it with jaxloop {by}, or restore its train state alone "
-            "with step.restore_model(state, directory) and start a run in another directory.",
-            path.parent,
-            [step],
-        )
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"The checkpoint {path}, saved by jaxloop {by}, does not hold what jaxloop {version} expects "
-            f"({type(error).__name__}: {error}). Resume it with the version and the program that saved it, or restore "
-            "its train state alone with step.restore_model(state, directory) and start a run in another directory.",
-            path.parent,
-            [step],
-        ) from error
 
 
 def _version() -> str:
@@ -144,8 +114,7 @@ def _version() -> str:
 
 def _metrics(directory: epath.PathLike, step: int) -> dict[str, Any]:
     """The metrics that tell how good the checkpoint of a step is; `{}` where none were saved with it."""
-    path, _ = _verified(directory, step, _METRICS_ITEM)
-    return _json_item(path, _METRICS_ITEM, filename=_METRICS_ITEM)
+    return _json_item(Checkpoint.at(directory, step, _METRICS_ITEM).path, _METRICS_ITEM, filename=_METRICS_ITEM)
 
 
 def _json_item(path: epath.Path, item: str, filename: str = "metadata") -> dict[str, Any]:
@@ -166,8 +135,9 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
     """
     steps = all_steps(directory)
     if best is None and steps:
-        noted = metadata(directory, steps[-1]).get(_BEST_KEY)
-        with understanding(directory, steps[-1]):
+        newest = Checkpoint.at(directory, steps[-1], METADATA_FILE)
+        noted = newest.metadata().get(_BEST_KEY)
+        with newest.understanding():
             best = noted and (noted["name"], noted["mode"])
     if not best:
         return None
@@ -205,15 +175,10 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
       ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
     """
     try:
-        return _restore(directory, step, state, transforms)
+        return Checkpoint.at(directory, step).restore(state, transforms=transforms)
     except CheckpointError as error:
         hint = "checkpoint.restore_newest restores the newest that is whole, and moves damaged ones aside."
         raise CheckpointError(f"{error}\n{hint}", error.directory, error.steps) from error.__cause__
-
-
-def _restore(directory: epath.PathLike, step: int, state: Any, transforms: Any) -> Any:
-    path, sealed = _verified(directory, step)
-    return _read_tree(path, _ITEM, state, sealed, transforms)
 
 
 def restore_newest(
@@ -232,15 +197,28 @@ def restore_newest(
       CheckpointError: there are checkpoints, and all are damaged; none was moved.
       ValueError: the newest that is whole does not fit the state; none was moved.
     """
+    opened = open_newest(directory, state, transforms=transforms, moves_aside=moves_aside)
+    return opened and (opened[1], opened[0].step)
+
+
+def open_newest(
+    directory: epath.PathLike, state: Any, *, transforms: Any = None, moves_aside: bool = True
+) -> "tuple[Checkpoint, Any] | None":
+    """Like `restore_newest`; returns the checkpoint, for what else is to be read from it, and the state."""
     directory = absolute(directory)
-    step, restored, errors = _newest_whole(directory, lambda step: _restore(directory, step, state, transforms))
+
+    def read(step: int) -> tuple[Checkpoint, Any]:
+        opened = Checkpoint.at(directory, step)
+        return opened, opened.restore(state, transforms=transforms)
+
+    step, found, errors = _newest_whole(directory, read)
     if step is not None:
         for damaged, error in errors.items():
             if moves_aside:
                 _move_aside(directory, damaged, error, f"Step {step} was restored instead.")
             else:
                 logging.warning("%s\nStep %d was restored instead.", error, step)
-        return restored, step
+        return found
     if errors:
         raise CheckpointError(
             f"All checkpoints in {directory} are damaged, and nothing was restored or moved.\n"
@@ -257,7 +235,7 @@ def move_damaged_aside(directory: epath.PathLike) -> None:
 
     In a job of many processes, the first does so before all of them restore. Where all are damaged, none is moved.
     """
-    step, _, errors = _newest_whole(directory, lambda step: _verified(directory, step))
+    step, _, errors = _newest_whole(directory, lambda step: Checkpoint.at(directory, step))
     for damaged, error in errors.items() if step is not None else ():
         _move_aside(absolute(directory), damaged, error, f"Step {step} is restored instead.")
 
@@ -297,8 +275,7 @@ def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
       FileNotFoundError: there is no such checkpoint.
       CheckpointError: its file is damaged.
     """
-    path, _ = _verified(directory, step, _RUN_ITEM)
-    return _json_item(path, _RUN_ITEM)
+    return Checkpoint.at(directory, step, _RUN_ITEM).run()
 
 
 def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,9 +292,120 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
       CheckpointError: the files of the trees are damaged.
       ValueError: the saved trees differ from the templates in path, shape or dtype; the error lists the leaves.
     """
-    path, sealed = _verified(directory, step, _TREES_ITEM)
-    with_leaves = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
-    return {**templates, **(_read_tree(path, _TREES_ITEM, with_leaves, sealed) if with_leaves else {})}
+    return Checkpoint.at(directory, step, _TREES_ITEM).trees(templates)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were verified when it was opened; what is read from it later is not verified again.
+
+    Attributes:
+      path: its directory, whose name is the step.
+      is_sealed: whether its files are known to be as they were saved; what an Orbax manager saves has no seal.
+    """
+
+    path: epath.Path
+    is_sealed: bool
+
+    @classmethod
+    def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
+        """Opens the checkpoint of a step, and verifies its files, or those below a path in it.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          CheckpointError: the files are damaged, or of another run; the error lists them.
+        """
+        path = _step_directory(directory, step)
+        is_sealed = seal.is_sealed(path) or _is_of_jaxloop(path)
+        problems = seal.problems(path, below) if is_sealed else []
+        if not problems and is_sealed:
+            problems = _problems_of_run_id(path)
+        if problems:
+            raise _damaged(path, problems)
+        return cls(path, is_sealed)
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return int(self.path.name)
+
+    @functools.cached_property
+    def _noted(self) -> dict[str, Any]:
+        return _noted(self.path)
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns what was noted with it."""
+        return {key: value for key, value in self._noted.items() if not key.startswith(_OWN_PREFIX)}
+
+    def restore(self, state: Any, *, transforms: Any = None) -> Any:
+        """Reads the train state; see `restore` of this module."""
+        return self._tree(_ITEM, state, transforms)
+
+    def run(self) -> dict[str, Any]:
+        """Reads the JSON dict that was saved as `run`; `{}` where none was."""
+        return _json_item(self.path, _RUN_ITEM)
+
+    def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads trees that were saved beside the state; see `trees` of this module."""
+        with_leaves = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
+        return {**templates, **(self._tree(_TREES_ITEM, with_leaves) if with_leaves else {})}
+
+    @contextlib.contextmanager
+    def understanding(self) -> Iterator[None]:
+        """Turns errors in interpreting what was saved into a `CheckpointError` that names both versions.
+
+        Raises:
+          CheckpointError: it was saved in another format, or the body raised a KeyError or the like.
+        """
+        by, version = self._noted.get(_VERSION_KEY, "an unknown version"), _version()
+        if _SEALED_KEY in self._noted and self._noted.get(_FORMAT_KEY) != _FORMAT:
+            raise CheckpointError(
+                f"The checkpoint {self.path} was saved by jaxloop {by} in format {self._noted.get(_FORMAT_KEY)}, and "
+                f"jaxloop {version} resumes from format {_FORMAT}. Resume it with jaxloop {by}, or restore its train "
+                "state alone with step.restore_model(state, directory) and start a run in another directory.",
+                self.path.parent,
+                [self.step],
+            )
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"The checkpoint {self.path}, saved by jaxloop {by}, does not hold what jaxloop {version} expects "
+                f"({type(error).__name__}: {error}). Resume it with the version and the program that saved it, or "
+                "restore its train state alone with step.restore_model(state, directory) and start a run in another "
+                "directory.",
+                self.path.parent,
+                [self.step],
+            ) from error
+
+    def _tree(self, item: str, tree: Any, transforms: Any = None) -> Any:
+        """Reads an item into the structure and onto the devices of a tree; of `trees`, only the names that it has."""
+        template = _storable(tree)
+        wanted = checks.leaves_by_path(template)
+        handler = ocp.PyTreeCheckpointHandler()
+        is_known_to_fit = item == _ITEM and self.is_sealed and self._noted.get(_LEAVES_KEY) == _fingerprint(template)
+        if transforms is None and not is_known_to_fit:
+            saved = {}
+            if item == _ITEM or (self.path / item).exists():
+                with _reading(self.path, item, self.is_sealed):
+                    saved = handler.metadata(self.path / item).tree
+            if item == _TREES_ITEM:
+                saved = {name: saved[name] for name in tree if name in saved}
+            _check_fits(self.path, item, checks.leaves_by_path(saved), wanted)
+            # The saved tree with our leaves: where it has no leaf, as in an empty dict, the two may differ.
+            template = jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
+        args = ocp.args.PyTreeRestore(
+            item=template,
+            restore_args=jax.tree.map(_restore_args, template),
+            transforms=transforms,
+            partial_restore=item == _TREES_ITEM,
+        )
+        with _reading(self.path, item, self.is_sealed), ocp.Checkpointer(handler) as checkpointer:
+            restored = checkpointer.restore(self.path / item, args=args)
+        values = checks.leaves_by_path(restored)
+        _check_fits(self.path, item, values, wanted)  # What `transforms` made of it, too.
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), tree)
 
 
 def _step_directory(directory: epath.PathLike, step: int) -> epath.Path:
@@ -328,18 +416,6 @@ def _step_directory(directory: epath.PathLike, step: int) -> epath.Path:
             + (f"steps {', '.join(map(str, found))}." if found else "none.")
         )
     return absolute(directory) / str(step)
-
-
-def _verified(directory: epath.PathLike, step: int, below: str = "") -> tuple[epath.Path, bool]:
-    """The directory of a checkpoint, and whether it is sealed; raises where what is below a path was damaged."""
-    path = _step_directory(directory, step)
-    sealed = seal.is_sealed(path) or _is_of_jaxloop(path)
-    problems = seal.problems(path, below) if sealed else []
-    if not problems and sealed:
-        problems = _problems_of_run_id(path)
-    if problems:
-        raise _damaged(path, problems)
-    return path, sealed
 
 
 def _is_of_jaxloop(path: epath.Path) -> bool:
@@ -412,35 +488,6 @@ def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None
             error.add_note(f"in reading {what} of the checkpoint {path}, whose files are as they were saved")
             raise
         raise _damaged(path, [f"{what} can't be read: {type(error).__name__}: {error}"]) from error
-
-
-def _read_tree(path: epath.Path, item: str, tree: Any, sealed: bool, transforms: Any = None) -> Any:
-    """Reads an item into the structure and onto the devices of a tree; of `trees`, only the names that it has."""
-    template = _storable(tree)
-    wanted = checks.leaves_by_path(template)
-    handler = ocp.PyTreeCheckpointHandler()
-    is_known_to_fit = item == _ITEM and sealed and _noted(path).get(_LEAVES_KEY) == _fingerprint(template)
-    if transforms is None and not is_known_to_fit:
-        saved = {}
-        if item == _ITEM or (path / item).exists():
-            with _reading(path, item, sealed):
-                saved = handler.metadata(path / item).tree
-        if item == _TREES_ITEM:
-            saved = {name: saved[name] for name in tree if name in saved}
-        _check_fits(path, item, checks.leaves_by_path(saved), wanted)
-        # The saved tree with our leaves: where it has no leaf, as in an empty dict, the two may differ.
-        template = jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
-    args = ocp.args.PyTreeRestore(
-        item=template,
-        restore_args=jax.tree.map(_restore_args, template),
-        transforms=transforms,
-        partial_restore=item == _TREES_ITEM,
-    )
-    with _reading(path, item, sealed), ocp.Checkpointer(handler) as checkpointer:
-        restored = checkpointer.restore(path / item, args=args)
-    values = checks.leaves_by_path(restored)
-    _check_fits(path, item, values, wanted)  # What `transforms` made of it, too.
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), tree)
 
 
 def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
@@ -742,7 +789,7 @@ class CheckpointWriter:
                 with files.open_file(item / _MARKER_FILE, "w") as file:
                     file.write("A part of a checkpoint that jaxloop saved, with a SEAL in the directory above.\n")
         # Orbax is still writing this file, and puts the time of the commit into it afterwards.
-        seal.write(path, {_METADATA_FILE: {"custom_metadata": self._noted}})
+        seal.write(path, {METADATA_FILE: {"custom_metadata": self._noted}})
         self._lock.check()
         if _read_run_id(self._directory) is None:
             with files.open_file(self._directory / _RUN_ID_FILE, "w") as file:

@@ -325,13 +325,14 @@ class Training:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
         else:
             given = checks.adopt(state)
-            restored = checkpoint.restore_newest(
+            restored = checkpoint.open_newest(
                 spec.checkpoint_dir, given, transforms=spec.transforms, moves_aside=not self._job.is_shared
             )
             assert restored is not None
-            state, saved_step = restored
+            opened, state = restored
+            saved_step = opened.step
             _check_count(state, saved_step, spec.checkpoint_dir)
-            resumed = self.run.load(spec.checkpoint_dir, saved_step, given)
+            resumed = self.run.load(opened, given)
             logging.info("Resumed at step %d from %s.", saved_step, spec.checkpoint_dir)
         if distributed.is_first_process():  # Evaluators of this directory shall wait for what is trained now.
             spec.stopped_file.unlink(missing_ok=True)

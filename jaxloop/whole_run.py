@@ -160,12 +160,11 @@ class WholeRun:
             "trees": trees | ({_POSITION_ARRAYS: arrays} if arrays else {}),
         }
 
-    def load(self, directory: epath.PathLike, step: int, state: Any) -> Resumed:
-        """Has all parts go on from the checkpoint of a step.
+    def load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
+        """Has all parts go on from a checkpoint.
 
         Args:
-          directory: of the checkpoints.
-          step: of the checkpoint.
+          opened: the checkpoint.
           state: a train state; those that actions keep are laid out as it is.
 
         Returns:
@@ -175,12 +174,12 @@ class WholeRun:
           CheckpointError: the checkpoint is damaged.
           ValueError: it is of a run with other PRNG keys.
         """
-        with checkpoint.understanding(directory, step):
-            return self._load(directory, step, state)
+        with opened.understanding():
+            return self._load(opened, state)
 
-    def _load(self, directory: epath.PathLike, step: int, state: Any) -> Resumed:
-        noted, run = checkpoint.metadata(directory, step), checkpoint.run(directory, step)
-        elapsed = elapsed_at(directory, step)
+    def _load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
+        noted, run, directory, step = opened.metadata(), opened.run(), opened.path.parent, opened.step
+        elapsed = _elapsed_in(noted, step)
         was_broken_off, steps_in_loop = noted.get("was_broken_off", False), noted.get("batches_in_loop", 0)
         if not run:
             logging.warning(
@@ -201,7 +200,7 @@ class WholeRun:
                 f"have that name. Rename it to {elapsed.steps}, or remove it."
             )
         self._check_is_this_run(run, directory, step)
-        kept = checkpoint.trees(directory, step, dict.fromkeys(run["kept_states"], state))
+        kept = opened.trees(dict.fromkeys(run["kept_states"], state))
         for name, part in self._parts.items():
             if name not in run["parts"]:
                 logging.warning("The checkpoint of step %d has no evaluation named %r: it begins anew.", step, name)
@@ -226,7 +225,7 @@ class WholeRun:
             was_broken_off,
             run["parts"]["train"]["has_stopped"],
             steps_in_loop,
-            self._read_position(directory, step, run, positions["data"]),
+            self._read_position(opened, run, positions["data"]),
             knows_position=True,
             is_own_position=is_own,
         )
@@ -249,13 +248,13 @@ class WholeRun:
         return run["positions"][place if is_own else 0], is_own
 
     def _read_position(
-        self, directory: epath.PathLike, step: int, run: Mapping[str, Any], position: Any
+        self, opened: checkpoint.Checkpoint, run: Mapping[str, Any], position: Any
     ) -> DatasetPosition | None:
         if position is None:
             return None
         arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
         if arrays:
-            arrays = checkpoint.trees(directory, step, {_POSITION_ARRAYS: arrays})[_POSITION_ARRAYS]
+            arrays = opened.trees({_POSITION_ARRAYS: arrays})[_POSITION_ARRAYS]
         return DatasetPosition.from_dict(position, arrays)
 
     def _check_is_this_run(self, run: Mapping[str, Any], directory: epath.PathLike, step: int) -> None:
@@ -278,10 +277,14 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
     """How far the run was at the checkpoint of a step, as far as that says so; `previous` is a step earlier."""
-    noted = checkpoint.metadata(directory, step)
-    with checkpoint.understanding(directory, step):
-        previous = Elapsed(**noted["previous"]) if "previous" in noted else None
-        return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
+    opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
+    with opened.understanding():
+        return _elapsed_in(opened.metadata(), step)
+
+
+def _elapsed_in(noted: Mapping[str, Any], step: int) -> Elapsed:
+    previous = Elapsed(**noted["previous"]) if "previous" in noted else None
+    return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
 
 
 def directories_of(

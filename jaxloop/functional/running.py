@@ -167,7 +167,7 @@ def _keep_all(
         directory = tool.action.directory
         checkpoints.clear_leftovers(directory)
         given = checks.adopt(loop_state.state)
-        restored = checkpoints.restore_newest(directory, given)
+        restored = checkpoints.open_newest(directory, given)
         if restored is None:
             if warning := source.resume_warning():
                 logging.warning("%s", warning)
@@ -175,15 +175,15 @@ def _keep_all(
             steps = loop_state.elapsed.steps
             loop_state.history.resume(steps, None if steps else 0)  # The rows of step 0 are made again.
             continue
-        loop_state.state, step = restored
-        resumed = run.load(directory, step, given)
+        opened, loop_state.state = restored
+        resumed = run.load(opened, given)
         loop_state.elapsed = resumed.elapsed
         if resumed.position is not None:
             try:
                 source.seek(resumed.position)
             except PositionUnknownError as error:
                 logging.warning("%s The loop goes on with what the dataset gives now.", error)
-        logging.info("Resumed at step %d from %s.", step, directory)
+        logging.info("Resumed at step %d from %s.", opened.step, directory)
     for callback in callbacks if any(tool.resume for tool in tools) else ():
         callback.begin_run(loop_state.elapsed.steps)
     return feed, source.mark

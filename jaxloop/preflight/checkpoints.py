@@ -36,7 +36,8 @@ def look_at_checkpoints(
         with found.finding("the checkpoint"):
             newest = _newest_to_go_on_from(spec.checkpoint_dir, begin, found)
             if newest is not None:
-                with checkpoint.understanding(spec.checkpoint_dir, newest):
+                opened = checkpoint.Checkpoint.at(spec.checkpoint_dir, newest, checkpoint.METADATA_FILE)
+                with opened.understanding():
                     begin = _look_at_checkpoint(spec, newest, experiment, state, source, found)
     if train_loop is not None:
         with found.finding("the checkpoints"):
