@@ -127,7 +127,11 @@ class Ledger:
     def pass_loops(self, num_steps: int) -> None:
         """Ends the loops that have ended inside a call, of whose steps the first ones are in `loop`."""
         ended, loop = LoopOutputs(self.loop, self.weights).split(num_steps)
-        self.loops.add(self.position - len(loop.num_examples), ended)
+        end, unread = self.position - len(loop.num_examples), self._unread.num_examples
+        self.loops.add(end, ended)
+        if len(unread) > len(loop.num_examples):
+            part, self._unread = self._unread.split(len(unread) - len(loop.num_examples))
+            self.parts.add(end, part)
         self.loop, self.weights = loop, loop.num_examples
 
     def end_loop(self, outputs: LoopOutputs) -> None:

@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxloop
@@ -134,8 +134,23 @@ plans = st.fixed_dictionaries(
 )
 
 
+# Loops that have ended inside a call that fails.
+FAILS_IN_A_CALL = {
+    "total": 20,
+    "loop_steps": 1,
+    "log_interval": 7,
+    "interval": 5,
+    "evaluates": {"eval_loop_interval": 4},
+    "saves": 6,
+    "fault": "the data raise",
+    "at": 2,
+    "stop": None,
+}
+
+
 @settings(deadline=None, max_examples=30)
 @given(plan=plans)
+@example(plan=FAILS_IN_A_CALL)
 def test_nobody_can_tell(plan, tmp_path_factory):
     one, other = (tmp_path_factory.mktemp("run") for _ in range(2))
     assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
