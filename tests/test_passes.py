@@ -242,6 +242,7 @@ def test_a_loader_that_shuffles_goes_on_with_its_later_passes(torch, kind, has_g
     assert PositionedIterator(make()).resume_warning(several_passes=True) is None
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it.
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("shuffled", [{"shuffle": True}, {"shuffle": True, "generator": 5}, {"shuffle": False}])
 def test_loaders_of_pytorch_go_on_with_their_later_passes(stateful, shuffled):
