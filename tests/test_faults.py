@@ -142,27 +142,23 @@ def with_other_keys(monkeypatch):
 
 def with_state_changed_by(change):
     def tamper(monkeypatch):
-        restore_newest = checkpoint.restore_newest
-
-        def restore(*args, **kwargs):
-            state, step = restore_newest(*args, **kwargs)
-            return change(state), step
-
-        monkeypatch.setattr(checkpoint, "restore_newest", restore)
+        restore = checkpoint.Checkpoint.restore
+        changed = lambda self, state, **options: change(restore(self, state, **options))
+        monkeypatch.setattr(checkpoint.Checkpoint, "restore", changed)
 
     return tamper
 
 
 def without_sums(monkeypatch):
-    load = checkpoint.run
+    load = checkpoint.Checkpoint.run
 
-    def without(directory, step):
-        loaded = load(directory, step)
+    def without(self):
+        loaded = load(self)
         nothing = jaxloop.metrics.LoopOutputs().encode()[0]
         loaded["parts"]["train"]["ledger"] |= {"unread": nothing, "sums": nothing, "parts": []}
         return loaded
 
-    monkeypatch.setattr(checkpoint, "run", without)
+    monkeypatch.setattr(checkpoint.Checkpoint, "run", without)
 
 
 TAMPERINGS = {
