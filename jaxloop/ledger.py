@@ -138,7 +138,7 @@ class Ledger:
         """Ends the loop, and the part since the last reading, with what `end` has made of the outputs."""
         self._unread.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
         self.read()
-        self.loops.add(self.position, outputs)
+        self.loops.add(self.position, outputs.copy())  # The caller has those, and a series joins its parts.
         self.begin_loop()
 
     def state_dict(self, encode: Callable[[LoopOutputs], Any], *, keeps_loop: bool) -> dict[str, Any]:

@@ -366,3 +366,13 @@ def test_an_event_costs_the_same_however_long_the_loop_is(is_resumed, tmp_path):
         tracemalloc.stop()
     early, late = statistics.median(allocated[5:25]), statistics.median(allocated[-20:])
     assert late - early < 20_000  # Bytes. A list with a number for each step has 64,000.
+
+
+def test_outputs_that_a_loop_has_returned_stay_as_they_are_while_an_action_waits_for_more_loops():
+    step, state, batches = examples.tiny_regression()
+    loop = ActionLoop(step, end_actions=[Seen(interval=4)])
+    returned = []
+    for _ in range(4):
+        state, outputs = loop(state, batches, num_steps=3)
+        returned.append(outputs)
+    assert [(len(each["loss"]), each.num_examples) for each in returned] == [(3, [8, 8, 8])] * 4
