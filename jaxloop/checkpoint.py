@@ -7,9 +7,7 @@ that are no part of the state. A seal over all of their files, see `jaxloop.seal
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import json
 import math
 import os
 import re
@@ -28,6 +26,8 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
 from jaxloop import agreement, checks, distributed, files, lock, seal
+from jaxloop.files import absolute, prepare_directory
+from jaxloop.schedules import Elapsed
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
@@ -97,32 +97,10 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
     return Checkpoint.at(directory, step, METADATA_FILE).metadata()
 
 
-def _noted(path: epath.Path) -> dict[str, Any]:
-    if not (path / METADATA_FILE).exists():
-        return {}
-    with _reading(path, METADATA_FILE):
-        if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
-            return {**files.parse_json(files.read_bytes(path / METADATA_FILE))["custom_metadata"]}
-        return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
-
-
 def _version() -> str:
     import jaxloop
 
     return jaxloop.__version__
-
-
-def _metrics(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """The metrics that tell how good the checkpoint of a step is; `{}` where none were saved with it."""
-    return _json_item(Checkpoint.at(directory, step, _METRICS_ITEM).path, _METRICS_ITEM, filename=_METRICS_ITEM)
-
-
-def _json_item(path: epath.Path, item: str, filename: str = "metadata") -> dict[str, Any]:
-    """The JSON dict of an item, from the file name that Orbax gives it; `{}` where there is none."""
-    if not (path / item / filename).exists():
-        return {}
-    with _reading(path, f"{item}/{filename}"):
-        return dict(ocp.JsonCheckpointHandler(filename=filename).restore(path / item) or {})
 
 
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
@@ -133,17 +111,23 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
       best: the name of the metric and "min" or "max", `("accuracy", "max")`. None for those of the `CheckpointAction`
         that wrote the newest checkpoint.
     """
+    directory = absolute(directory)
     steps = all_steps(directory)
     if best is None and steps:
-        newest = Checkpoint.at(directory, steps[-1], METADATA_FILE)
+        newest = Checkpoint.open(directory / str(steps[-1]), METADATA_FILE)
         noted = newest.metadata().get(_BEST_KEY)
         with newest.understanding():
             best = noted and (noted["name"], noted["mode"])
     if not best:
         return None
-    qualities = {step: _quality(_metrics(directory, step), best) for step in steps}
+    qualities = {step: _quality(_metrics(directory / str(step)), best) for step in steps}
     known = [step for step in steps if qualities[step] > -math.inf]
     return max(known, key=lambda step: (qualities[step], step), default=None)
+
+
+def _metrics(path: epath.Path) -> dict[str, Any]:
+    """Reads the metrics by which a checkpoint may be the best; `{}` if none were saved with it."""
+    return Checkpoint.open(path, _METRICS_ITEM).json(_METRICS_ITEM, _METRICS_ITEM)
 
 
 def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
@@ -205,29 +189,23 @@ def open_newest(
     directory: epath.PathLike, state: Any, *, transforms: Any = None, moves_aside: bool = True
 ) -> "tuple[Checkpoint, Any] | None":
     """Like `restore_newest`; returns the checkpoint, for what else is to be read from it, and the state."""
-    directory = absolute(directory)
-
-    def read(step: int) -> tuple[Checkpoint, Any]:
-        opened = Checkpoint.at(directory, step)
-        return opened, opened.restore(state, transforms=transforms)
-
-    step, found, errors = _newest_whole(directory, read)
-    if step is not None:
-        for damaged, error in errors.items():
+    found, errors = _newest_whole(directory, lambda opened: opened.restore(state, transforms=transforms))
+    if found is not None:
+        for error in errors:
+            consequence = f"Step {found[0].step} was restored instead."
             if moves_aside:
-                _move_aside(directory, damaged, error, f"Step {step} was restored instead.")
+                _move_aside(error, consequence)
             else:
-                logging.warning("%s\nStep %d was restored instead.", error, step)
-        return found
-    if errors:
+                logging.warning("%s\n%s", error, consequence)
+    elif errors:
         raise CheckpointError(
-            f"All checkpoints in {directory} are damaged, and nothing was restored or moved.\n"
-            + "\n".join(map(str, errors.values()))
+            f"All checkpoints in {absolute(directory)} are damaged, and nothing was restored or moved.\n"
+            + "\n".join(map(str, errors))
             + "\nTo start from scratch, give another directory or move these away.",
-            directory,
-            list(errors),
+            absolute(directory),
+            [error.steps[0] for error in errors],
         )
-    return None
+    return found
 
 
 def move_damaged_aside(directory: epath.PathLike) -> None:
@@ -235,33 +213,38 @@ def move_damaged_aside(directory: epath.PathLike) -> None:
 
     In a job of many processes, the first does so before all of them restore. Where all are damaged, none is moved.
     """
-    step, _, errors = _newest_whole(directory, lambda step: Checkpoint.at(directory, step))
-    for damaged, error in errors.items() if step is not None else ():
-        _move_aside(absolute(directory), damaged, error, f"Step {step} is restored instead.")
+    found, errors = _newest_whole(directory, lambda opened: None)
+    if found is not None:
+        for error in errors:
+            _move_aside(error, f"Step {found[0].step} is restored instead.")
 
 
 def _newest_whole(
-    directory: epath.PathLike, read: Callable[[int], Any]
-) -> tuple[int | None, Any, dict[int, CheckpointError]]:
-    """The newest step that can be read, or None; what was read; and what is wrong with newer ones."""
-    errors: dict[int, CheckpointError] = {}
+    directory: epath.PathLike, read: Callable[["Checkpoint"], Any]
+) -> tuple[tuple["Checkpoint", Any] | None, list[CheckpointError]]:
+    """Returns the newest checkpoint that can be read, with what was read, or None; and the errors of newer ones."""
+    errors: list[CheckpointError] = []
+    directory = absolute(directory)
     for step in reversed(all_steps(directory)):
         try:
-            return step, read(step), errors
+            opened = Checkpoint.open(directory / str(step))
+            return (opened, read(opened)), errors
         except CheckpointError as error:
-            errors[step] = error
-    return None, None, errors
+            errors.append(error)
+    return None, errors
 
 
-def _move_aside(directory: epath.Path, step: int, error: CheckpointError, consequence: str) -> None:
-    """Moves a damaged checkpoint out of the way, or says why it can't."""
-    target, count = directory / _DAMAGED / str(step), 1
+def _move_aside(error: CheckpointError, consequence: str) -> None:
+    """Moves the damaged checkpoint that an error is about out of the way, and warns of it."""
+    assert error.directory is not None
+    (step,) = error.steps
+    target, count = error.directory / _DAMAGED / str(step), 1
     while target.exists():
         count += 1
-        target = directory / _DAMAGED / f"{step}-{count}"
+        target = error.directory / _DAMAGED / f"{step}-{count}"
     try:
         files.make_directory(target.parent)
-        (directory / str(step)).rename(target)
+        (error.directory / str(step)).rename(target)
         where = f"It was moved to {target}."
     except OSError as reason:
         where = f"It could not be moved to {target} ({reason})."
@@ -303,10 +286,12 @@ class Checkpoint:
     Attributes:
       path: its directory, whose name is the step.
       is_sealed: whether its files are known to be as they were saved; what an Orbax manager saves has no seal.
+      noted: what was noted with it, by the caller and by this module.
     """
 
     path: epath.Path
     is_sealed: bool
+    noted: Mapping[str, Any]
 
     @classmethod
     def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
@@ -316,35 +301,62 @@ class Checkpoint:
           FileNotFoundError: there is no such checkpoint.
           CheckpointError: the files are damaged, or of another run; the error lists them.
         """
-        path = _step_directory(directory, step)
-        is_sealed = seal.is_sealed(path) or _is_of_jaxloop(path)
+        found = all_steps(directory)
+        if step not in found:
+            raise FileNotFoundError(
+                f"No checkpoint of step {step} in {directory}, which holds "
+                + (f"steps {', '.join(map(str, found))}." if found else "none.")
+            )
+        return cls.open(absolute(directory) / str(step), below)
+
+    @classmethod
+    def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
+        """Like `at`, for the directory of a checkpoint that exists."""
+        is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
-        if not problems and is_sealed:
-            problems = _problems_of_run_id(path)
+        noted = {} if problems else _noted(path)
+        if not is_sealed and _is_of_jaxloop(path, noted):
+            problems = seal.problems(path)  # The seal is missing.
+        saved_by, belongs_to = noted.get(_RUN_ID_KEY), _read_run_id(path.parent)
+        if None not in (saved_by, belongs_to) and saved_by != belongs_to:
+            problems.append(f"another run saved it: run {saved_by}, and this directory belongs to run {belongs_to}")
         if problems:
             raise _damaged(path, problems)
-        return cls(path, is_sealed)
+        return cls(path, is_sealed, noted)
 
     @property
     def step(self) -> int:
         """The step after which it was saved."""
         return int(self.path.name)
 
-    @functools.cached_property
-    def _noted(self) -> dict[str, Any]:
-        return _noted(self.path)
+    def elapsed(self) -> Elapsed:
+        """Returns the progress of the run; without a note of it, the step alone.
+
+        Raises:
+          CheckpointError: what was noted is no progress.
+        """
+        with self.understanding():
+            previous = Elapsed(**self.noted["previous"]) if "previous" in self.noted else None
+            return Elapsed(**self.noted.get("elapsed", {"steps": self.step}), previous=previous)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns what was noted with it."""
-        return {key: value for key, value in self._noted.items() if not key.startswith(_OWN_PREFIX)}
+        """Returns what the caller has noted with it."""
+        return {key: value for key, value in self.noted.items() if not key.startswith(_OWN_PREFIX)}
+
+    def run(self) -> dict[str, Any]:
+        """Reads the JSON dict that was saved as `run`; `{}` where none was."""
+        return self.json(_RUN_ITEM)
+
+    def json(self, item: str, filename: str = "metadata") -> dict[str, Any]:
+        """Reads the JSON dict of an item, from the file name that Orbax gives it; `{}` if there is none."""
+        if not (self.path / item / filename).exists():
+            return {}
+        with _reading(self.path, f"{item}/{filename}"):
+            return dict(ocp.JsonCheckpointHandler(filename=filename).restore(self.path / item) or {})
 
     def restore(self, state: Any, *, transforms: Any = None) -> Any:
         """Reads the train state; see `restore` of this module."""
         return self._tree(_ITEM, state, transforms)
-
-    def run(self) -> dict[str, Any]:
-        """Reads the JSON dict that was saved as `run`; `{}` where none was."""
-        return _json_item(self.path, _RUN_ITEM)
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
         """Reads trees that were saved beside the state; see `trees` of this module."""
@@ -358,10 +370,10 @@ class Checkpoint:
         Raises:
           CheckpointError: it was saved in another format, or the body raised a KeyError or the like.
         """
-        by, version = self._noted.get(_VERSION_KEY, "an unknown version"), _version()
-        if _SEALED_KEY in self._noted and self._noted.get(_FORMAT_KEY) != _FORMAT:
+        by, version = self.noted.get(_VERSION_KEY, "an unknown version"), _version()
+        if _SEALED_KEY in self.noted and self.noted.get(_FORMAT_KEY) != _FORMAT:
             raise CheckpointError(
-                f"The checkpoint {self.path} was saved by jaxloop {by} in format {self._noted.get(_FORMAT_KEY)}, and "
+                f"The checkpoint {self.path} was saved by jaxloop {by} in format {self.noted.get(_FORMAT_KEY)}, and "
                 f"jaxloop {version} resumes from format {_FORMAT}. Resume it with jaxloop {by}, or restore its train "
                 "state alone with step.restore_model(state, directory) and start a run in another directory.",
                 self.path.parent,
@@ -383,18 +395,9 @@ class Checkpoint:
         """Reads an item into the structure and onto the devices of a tree; of `trees`, only the names that it has."""
         template = _storable(tree)
         wanted = checks.leaves_by_path(template)
+        if transforms is None:
+            template = self.fitted(item, template)
         handler = ocp.PyTreeCheckpointHandler()
-        is_known_to_fit = item == _ITEM and self.is_sealed and self._noted.get(_LEAVES_KEY) == _fingerprint(template)
-        if transforms is None and not is_known_to_fit:
-            saved = {}
-            if item == _ITEM or (self.path / item).exists():
-                with _reading(self.path, item, self.is_sealed):
-                    saved = handler.metadata(self.path / item).tree
-            if item == _TREES_ITEM:
-                saved = {name: saved[name] for name in tree if name in saved}
-            _check_fits(self.path, item, checks.leaves_by_path(saved), wanted)
-            # The saved tree with our leaves: where it has no leaf, as in an empty dict, the two may differ.
-            template = jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
         args = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(_restore_args, template),
@@ -407,30 +410,43 @@ class Checkpoint:
         _check_fits(self.path, item, values, wanted)  # What `transforms` made of it, too.
         return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), tree)
 
+    def fitted(self, item: str, template: Any) -> Any:
+        """Returns the saved tree of an item with the template's leaves; no array is read.
 
-def _step_directory(directory: epath.PathLike, step: int) -> epath.Path:
-    found = all_steps(directory)
-    if step not in found:
-        raise FileNotFoundError(
-            f"No checkpoint of step {step} in {directory}, which holds "
-            + (f"steps {', '.join(map(str, found))}." if found else "none.")
-        )
-    return absolute(directory) / str(step)
+        Where it has no leaf, as in an empty dict, the two trees may differ.
+
+        Raises:
+          ValueError: they differ in the path, shape or dtype of a leaf.
+        """
+        if item == _ITEM and self.is_sealed and self.noted.get(_LEAVES_KEY) == _fingerprint(template):
+            return template
+        saved = {}
+        if item == _ITEM or (self.path / item).exists():
+            with _reading(self.path, item, self.is_sealed):
+                saved = ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
+        if item == _TREES_ITEM:
+            saved = {name: saved[name] for name in template if name in saved}
+        wanted = checks.leaves_by_path(template)
+        _check_fits(self.path, item, checks.leaves_by_path(saved), wanted)
+        return jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
 
 
-def _is_of_jaxloop(path: epath.Path) -> bool:
+def _noted(path: epath.Path) -> dict[str, Any]:
+    """Reads what was noted with a checkpoint; `{}` if there is nothing."""
+    if not (path / METADATA_FILE).exists():
+        return {}
+    with _reading(path, METADATA_FILE):
+        if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
+            return {**files.parse_json(files.read_bytes(path / METADATA_FILE))["custom_metadata"]}
+        return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
+
+
+def _is_of_jaxloop(path: epath.Path, noted: Mapping[str, Any]) -> bool:
     """Returns whether a `CheckpointWriter` of a directory saved this: each part of it tells, where others are missing.
 
     What plain Orbax managers save, ours among them, has no such mark.
     """
-    return any((each / _MARKER_FILE).exists() for each in path.iterdir()) or _SEALED_KEY in _noted(path)
-
-
-def _problems_of_run_id(path: epath.Path) -> list[str]:
-    directory_id, saved_id = _read_run_id(path.parent), _noted(path).get(_RUN_ID_KEY)
-    if directory_id is None or saved_id is None or directory_id == saved_id:
-        return []
-    return [f"another run saved it: run {saved_id}, and this directory belongs to run {directory_id}"]
+    return _SEALED_KEY in noted or any((each / _MARKER_FILE).exists() for each in path.iterdir())
 
 
 def _read_run_id(directory: epath.Path) -> str | None:
@@ -498,13 +514,7 @@ def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
       CheckpointError: what says which leaves it has is damaged. Other damage is not looked for.
       ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
     """
-    path = _step_directory(directory, step)
-    template = jax.eval_shape(_storable, state)
-    if _noted(path).get(_LEAVES_KEY) == _fingerprint(template):
-        return
-    with _reading(path, _ITEM):
-        saved = ocp.PyTreeCheckpointHandler().metadata(path / _ITEM).tree
-    _check_fits(path, _ITEM, checks.leaves_by_path(saved), checks.leaves_by_path(template))
+    Checkpoint.at(directory, step, METADATA_FILE).fitted(_ITEM, jax.eval_shape(_storable, state))
 
 
 def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -534,9 +544,8 @@ def _fingerprint(tree: Any) -> str:
     """
     is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
-    describe = lambda node: "nothing" if is_empty(node) else checks.describe(node)
-    leaves = sorted(f"{checks.path_name(path)}: {describe(node)}" for path, node in nodes)
-    return hashlib.sha256("\n".join(leaves).encode()).hexdigest()
+    lines = sorted([f"{checks.path_name(path)}: {checks.describe(node)}" for path, node in nodes])
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:
@@ -596,7 +605,6 @@ class CheckpointWriter:
         self._step: int | None = None  # Of the save under way, or of the last one.
         self._saved: int | None = None  # The step of the last save that was committed since `close`.
         self._noted: dict[str, Any] = {}  # With that save.
-        self._said_what_is_left_out = False
         if best is not None and not self._owns_manager:
             raise ValueError(
                 "A CheckpointManager has options of its own for which checkpoints it keeps, so `best` goes with a "
@@ -607,6 +615,11 @@ class CheckpointWriter:
         else:
             self._manager = manager_or_directory  # pyright: ignore[reportAttributeAccessIssue]
             self._directory = epath.Path(manager_or_directory.directory)  # pyright: ignore[reportAttributeAccessIssue]
+            logging.info(
+                "The checkpoint manager of %s saves the train state alone. With the directory in its place, the state "
+                "of the loops and actions would be saved too, and all be sealed against damage.",
+                self._directory,
+            )
         self._lock = lock.DirectoryLock(self._directory)  # That of a run, which is checked here and not acquired.
 
     @property
@@ -645,66 +658,66 @@ class CheckpointWriter:
           CheckpointError: the last save failed in the background, or this one did. The error has its step. With a
             directory nothing is left of the save that failed, and the next one may succeed.
         """
-        began, self.last_wait_secs = self._clock(), 0.0
-        try:
-            return self._save(step, state, metrics, metadata, run, trees)
-        finally:
-            self.last_stall_secs = self._clock() - began
-
-    def _save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, float] | None,
-        metadata: Mapping[str, Any] | None,
-        run: Mapping[str, Any] | None,
-        trees: Mapping[str, Any] | None,
-    ) -> bool:
         if self._closed:
             raise ValueError(
                 f"The checkpoint manager of {self._directory} was closed when the last run ended, and would lose "
                 "what it is given. Make a new CheckpointManager, or give CheckpointAction the directory instead."
             )
+        began, self.last_wait_secs = self._clock(), 0.0
+        try:
+            args, noted = self._to_be_saved(state, metadata or {}, run or {}, trees or {})
+            with self._named(step):
+                manager = self._ready_manager()
+                if self._has(step, manager):
+                    logging.warning(
+                        "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
+                        self._directory,
+                        step,
+                    )
+                    return False
+                if not manager.should_save(step):
+                    return False
+                if self._owns_manager:
+                    noted[_RUN_ID_KEY] = _run_id_of(self._directory)
+                else:
+                    self._wait_for_the_one_before()  # Only now: the manager may have passed this step over.
+                if self._best is not None:
+                    metrics = metrics or {}  # With None, Orbax warns at each save.
+                self._step, self._noted = step, noted
+                with _start_of_a_save:
+                    return manager.save(
+                        step,
+                        args=args,
+                        metrics=None if metrics is None else dict(metrics),
+                        custom_metadata=noted or None,
+                    )
+        finally:
+            self.last_stall_secs = self._clock() - began
+
+    def _to_be_saved(
+        self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
+    ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
+        """Returns the items as Orbax takes them, and what is noted with them; raises where they would not come back."""
+        noted = _json_copy(metadata, "metadata")
         if self._best is not None:
-            name, mode = self._best
-            metadata = {**(metadata or {}), _BEST_KEY: {"name": name, "mode": mode}}
-            metrics = metrics or {}  # With None, Orbax warns at each save.
-        noted = _json_copy(metadata or {}, "metadata")
-        saved = _saved_form(checks.adopt(state), "the state")
+            noted[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
+        state = _saved_form(checks.adopt(state), "the state")
+        items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: ocp.args.PyTreeSave(state)}
+        if not self._owns_manager:
+            return items[_ITEM], noted
+        if run:
+            items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
+        if with_leaves := _checked_trees(trees):
+            items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(with_leaves, "trees"))
+        noted |= {_SEALED_KEY: True, _LEAVES_KEY: _fingerprint(state), _FORMAT_KEY: _FORMAT, _VERSION_KEY: _version()}
+        return ocp.args.Composite(**items), noted
+
+    def _ready_manager(self) -> ocp.CheckpointManager:
+        """Returns the manager; one of our own can save now, into a directory that was looked at."""
         if self._owns_manager:
-            noted |= {_SEALED_KEY: True, _LEAVES_KEY: _fingerprint(saved)}
-            noted |= {_FORMAT_KEY: _FORMAT, _VERSION_KEY: _version()}
-            args = _items(saved, run or {}, trees or {})
-        else:
-            args = ocp.args.PyTreeSave(saved)
-            if run or trees:
-                self._say_what_is_left_out()
-        with self._named(step):
-            if self._owns_manager:
-                self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
-            self._check_directory()  # Before `_open` makes it anew.
-            manager = self._manager or self._open()
-            if self._has(step, manager):
-                logging.warning(
-                    "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
-                    self._directory,
-                    step,
-                )
-                return False
-            if not manager.should_save(step):
-                return False
-            if not self._owns_manager:
-                self._wait_for_the_one_before()  # Only now: the manager may have passed this step over.
-            if self._owns_manager:
-                noted[_RUN_ID_KEY] = _run_id_of(self._directory)
-            self._step, self._noted = step, noted
-            with _start_of_a_save:
-                return manager.save(
-                    step,
-                    args=args,
-                    metrics=None if metrics is None else dict(metrics),
-                    custom_metadata=noted or None,
-                )
+            self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
+            self._check_directory()  # Before `_open` makes it.
+        return self._manager or self._open()
 
     def _check_directory(self) -> None:
         """Raises, in all processes, if no save can succeed now: it would have some of them wait for the others."""
@@ -748,9 +761,9 @@ class CheckpointWriter:
         if self._best is not None and distributed.is_first_process():
             for step in all_steps(self._directory):
                 try:
-                    _metrics(self._directory, step)
+                    _metrics(self._directory / str(step))
                 except CheckpointError as error:  # Such as one whose deletion was killed half-way.
-                    _move_aside(self._directory, step, error, "It can't be the best any more.")
+                    _move_aside(error, "It can't be the best any more.")
         self._manager = ocp.CheckpointManager(self._directory, options=self._options())
         return self._manager
 
@@ -827,15 +840,6 @@ class CheckpointWriter:
             self._lock.check()  # In a directory of another run, these are not ours.
             clear_leftovers(self._directory)
 
-    def _say_what_is_left_out(self) -> None:
-        if not self._said_what_is_left_out:
-            self._said_what_is_left_out = True
-            logging.info(
-                "The checkpoint manager of %s saves the train state alone. With the directory in its place, the state "
-                "of the loops and actions would be saved too, and all be sealed against damage.",
-                self._directory,
-            )
-
     def wait(self) -> None:
         """Waits until what was saved is committed.
 
@@ -868,20 +872,28 @@ class CheckpointWriter:
                     self._closed = True
 
 
-def _items(saved: Any, run: Mapping[str, Any], trees: Mapping[str, Any]) -> ocp.args.Composite:
-    """What Orbax is to save as one checkpoint."""
-    items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: ocp.args.PyTreeSave(saved)}
-    if run:
-        items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
-    if jax.tree.leaves(trees):
-        items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(_checked_trees(trees), "trees"))
-    return ocp.args.Composite(**items)
+_SCALARS = {type(None), bool, int, float, str}
 
 
-def _json_copy(value: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What a file of JSON will give back; raises where that would differ."""
-    _check_is_json(value, path)
-    return json.loads(json.dumps(value, default=dict))
+def _json_copy(value: Any, path: str) -> Any:
+    """Returns what a file of JSON gives back; raises a `TypeError` that names the place if that differs."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}.")
+        return {
+            key: each if type(each) in _SCALARS else _json_copy(each, f"{path}[{key!r}]") for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [
+            each if type(each) in _SCALARS else _json_copy(each, f"{path}[{index}]") for index, each in enumerate(value)
+        ]
+    if isinstance(value, bool | int | float | str):  # One of a subclass.
+        return value
+    raise TypeError(
+        f"{path} of a checkpoint must be a number, a string, a list or a dict, got {value!r}. Arrays belong in the "
+        "state; a NumPy number has .item()."
+    )
 
 
 def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -912,47 +924,6 @@ def _saved_form(tree: Any, what: str) -> Any:
     return _storable(tree)
 
 
-def _check_is_json(value: Any, path: str) -> None:
-    """Raises where a file of JSON would not give back what it was given, naming the place."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}.")
-            _check_is_json(each, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            _check_is_json(each, f"{path}[{index}]")
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(
-            f"{path} of a checkpoint must be a number, a string, a list or a dict, got {value!r}. Arrays belong in the "
-            "state; a NumPy number has .item()."
-        )
-
-
-def prepare_directory(directory: epath.PathLike) -> epath.Path:
-    """Makes a directory, if need be, and makes sure that it can be written.
-
-    Raises:
-      OSError: it can't; the error says why.
-    """
-    path = absolute(directory)
-    probe = path / ".write_probe"  # Of one name, for the next one to remove it if this process is killed just here.
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = files.open_file(probe, "wb")
-        try:
-            with file:
-                file.write(b"0")  # On a full disk, an empty file can be made.
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        raise OSError(
-            error.errno, f"Can't write to the directory {path} ({reason}). Give one that can be written"
-        ) from error
-    return path
-
-
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
     """Removes what saves that were killed left in a directory, where nothing else may be saving now.
 
@@ -970,8 +941,3 @@ def clear_leftovers(directory: epath.PathLike) -> list[str]:
     if names:
         logging.info("Removed what was left of incomplete saves in %s: %s", directory, ", ".join(names))
     return names
-
-
-def absolute(directory: Any) -> epath.Path:
-    """Orbax refuses relative paths, and only when it saves for the first time."""
-    return epath.Path(directory).expanduser().resolve()

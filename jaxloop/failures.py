@@ -57,7 +57,7 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     batches since then lead to the step, if they are at hand: those of the last 64 steps, within 256 MiB. Of several
     failures the newest five are kept. What goes wrong here is logged, not raised.
     """
-    folder = checkpoint.absolute(workdir) / FOLDER / str(failure.step_num)
+    folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
         _write(folder, step, failure)
         _remove_old(folder.parent, but=folder)
@@ -258,7 +258,7 @@ def replay(
 
 
 def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
-    path = checkpoint.absolute(path)
+    path = files.absolute(path)
     if (path / _FILE).exists() and step_num is None:
         return path
     found = [each for each in (path / FOLDER).glob("*") if (each / _FILE).exists() and each.name.isdigit()]

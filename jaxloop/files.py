@@ -4,6 +4,7 @@ What a work directory contains is untrusted input. A FIFO there would block a ru
 rows, and through a symbolic link it would overwrite a file elsewhere.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -36,11 +37,11 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
     Raises:
       OSError: there is something else of this name, or the file can't be opened.
     """
-    _check_regular(path)  # Opening some devices has effects.
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, os.lstat(path).st_mode)  # Before it is opened, which has effects on some devices.
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFELY, mode)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # It was replaced in between.
-            raise _not_regular(path, os.fstat(descriptor).st_mode)
+        _check_regular(path, os.fstat(descriptor).st_mode)  # It may have been replaced in between.
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except BaseException:
@@ -91,6 +92,41 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("the JSON is nested too deeply") from None
 
 
+def absolute(directory: Any) -> epath.Path:
+    """Returns the absolute path of a directory, without links: Orbax refuses others, and only when it first saves."""
+    return epath.Path(directory).expanduser().resolve()
+
+
+def prepare_directory(directory: epath.PathLike) -> epath.Path:
+    """Makes a directory, if need be, and makes sure that it can be written.
+
+    Raises:
+      OSError: it can't; the error says why.
+    """
+    path = absolute(directory)
+    probe = path / ".write_probe"  # Of one name, for the next one to remove it if this process is killed just here.
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = open_file(probe, "wb")
+        try:
+            with file:
+                file.write(b"0")  # On a full disk, an empty file can be made.
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return path
+
+
+def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
+    """Returns the error of a directory that can't be made or written to: why, and what to do."""
+    reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "the right to write there"
+    return OSError(
+        error.errno, f"Can't write to the directory {directory} ({reason}). Give another directory, or {remedy}"
+    )
+
+
 def make_directory(path: epath.PathLike) -> None:
     """Makes a directory and those above it, where none exists.
 
@@ -107,16 +143,8 @@ def is_remote(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
-def _check_regular(path: str | os.PathLike[str]) -> None:
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:  # Then opening it says why.
-        return
+def _check_regular(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise _not_regular(path, mode)
-
-
-def _not_regular(path: str | os.PathLike[str], mode: int) -> OSError:
-    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    text = f"Expected a regular file and found {kind}. Remove it, or give another directory"
-    return OSError(errno.EINVAL, text, os.fspath(path))
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        text = f"Expected a regular file and found {kind}. Remove it, or give another directory"
+        raise OSError(errno.EINVAL, text, os.fspath(path))

@@ -153,7 +153,7 @@ class DirectoryLock:
                     lock = _Lock(key, path, self._open_locked(path))
                     _held.add(lock)
             except OSError as error:
-                raise self._explained(error) from error
+                raise files.unwritable(self._directory, error) from error
             if lock.thread is not threading.current_thread():
                 raise DirectoryInUseError(self._directory, None, lock.thread.name)
             lock.count += 1
@@ -255,16 +255,6 @@ class DirectoryLock:
             logging.log(level, text, self._directory, dead or "a process")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(dataclasses.asdict(us)).encode(), 0)
-
-    def _explained(self, error: OSError) -> OSError:
-        what = "written to" if os.path.isdir(self._directory) else "made"
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        explained = type(error)(
-            f"The directory {self._directory}, which a run writes to, can't be {what}: {error.strerror}. Give another "
-            f"directory, or {'free space and inodes' if is_full else 'the right to write there'}."
-        )
-        explained.errno = error.errno
-        return explained
 
 
 def _is_same_file(descriptor: int, path: str) -> bool:

@@ -5,7 +5,7 @@ It knows neither Orbax nor JAX. It guards against what storage and accidents do 
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -64,39 +64,39 @@ def problems(directory: epath.PathLike, below: str = "") -> list[str]:
         sealed_files, values = _read(directory / NAME)
     except (OSError, ValueError) as error:
         return [str(error)]
-    found = [_problem_of_file(directory, name, *of) for name, of in sealed_files.items() if _is_below(name, below)]
-    found += [_problem_of_values(directory, name, of) for name, of in values.items() if _is_below(name, below)]
-    return [problem for problem in found if problem is not None]
+    kinds: list[tuple[Callable[[epath.Path, Any], str | None], Mapping[str, Any]]]
+    kinds, found = [(_change_of_file, sealed_files), (_change_of_values, values)], []
+    for change_of, sealed in kinds:
+        for name, of in sealed.items():
+            if not f"{name}/".startswith(f"{below}/" if below else ""):
+                continue
+            try:
+                problem = change_of(directory / name, of)
+            except FileNotFoundError:
+                problem = "is missing"
+            except OSError as error:
+                problem = f"can't be read: {error}"
+            if problem is not None:
+                found.append(f"{name} {problem}")
+    return found
 
 
-def _is_below(name: str, below: str) -> bool:
-    return not below or name == below or name.startswith(f"{below}/")
+def _change_of_file(path: epath.Path, sealed: tuple[int, int]) -> str | None:
+    size, crc = sealed
+    found_size = path.stat().length
+    if found_size != size:  # Said without reading it.
+        return f"has {found_size} bytes, and {size} were sealed"
+    _, found_crc = _size_and_crc(path)
+    return None if found_crc == crc else f"is changed: its CRC-32 is {found_crc:08x}, and {crc:08x} was sealed"
 
 
-def _problem_of_file(directory: epath.Path, name: str, size: int, crc: int) -> str | None:
+def _change_of_values(path: epath.Path, sealed: Mapping[str, int]) -> str | None:
     try:
-        found_size = (directory / name).stat().length
-        if found_size != size:  # Said without reading it.
-            return f"{name} has {found_size} bytes, and {size} were sealed"
-        _, found_crc = _size_and_crc(directory / name)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} can't be read: {error}"
-    return None if found_crc == crc else f"{name} is changed: its CRC-32 is {found_crc:08x}, and {crc:08x} was sealed"
-
-
-def _problem_of_values(directory: epath.Path, name: str, crcs: Mapping[str, int]) -> str | None:
-    try:
-        found = files.parse_json(files.read_bytes(directory / name))
-        changed = [key for key, crc in crcs.items() if key not in found or _crc_of_value(found[key]) != crc]
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} can't be read: {error}"
+        found = files.parse_json(files.read_bytes(path))
+        changed = [key for key, crc in sealed.items() if key not in found or _crc_of_value(found[key]) != crc]
     except (ValueError, TypeError) as error:
-        return f"{name} is changed: it is no JSON object any more ({error})"
-    return f"{name} is changed: {', '.join(changed)} is not what was sealed" if changed else None
+        return f"is changed: it is no JSON object any more ({error})"
+    return f"is changed: {', '.join(changed)} is not what was sealed" if changed else None
 
 
 def _files(directory: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Path]]:

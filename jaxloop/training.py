@@ -122,7 +122,8 @@ class Training:
                 if step_num not in checkpoint.all_steps(action.directory):
                     snapshot = self.run.snapshot(was_broken_off=True)
                     if action.save(step_num, state, None, **snapshot):
-                        logging.info("%r saves the state of step %d.", action, step_num)
+                        action.flush()
+                        logging.info("%r has saved the state of step %d.", action, step_num)
             except Exception as error:
                 logging.exception("%r could not save the state of step %d.", action, step_num)
                 errors.append(error)
@@ -216,7 +217,7 @@ class Training:
         return (self._interrupt.requested or self._loop.call_actions_that_come_last(state)) and goes_on
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
-        saves = " and saved" if checkpoint_actions(self._loop) else ""
+        saves = ", and being saved" if checkpoint_actions(self._loop) else ""
         signal_name = self._interrupt.signal_name
         logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
         for error in self.save_now(state, step_num):

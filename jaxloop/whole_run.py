@@ -179,7 +179,7 @@ class WholeRun:
 
     def _load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
         noted, run, directory, step = opened.metadata(), opened.run(), opened.path.parent, opened.step
-        elapsed = _elapsed_in(noted, step)
+        elapsed = opened.elapsed()
         was_broken_off, steps_in_loop = noted.get("was_broken_off", False), noted.get("batches_in_loop", 0)
         if not run:
             logging.warning(
@@ -277,14 +277,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
     """How far the run was at the checkpoint of a step, as far as that says so; `previous` is a step earlier."""
-    opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
-    with opened.understanding():
-        return _elapsed_in(opened.metadata(), step)
-
-
-def _elapsed_in(noted: Mapping[str, Any], step: int) -> Elapsed:
-    previous = Elapsed(**noted["previous"]) if "previous" in noted else None
-    return Elapsed(**noted.get("elapsed", {"steps": step}), previous=previous)
+    return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
 def directories_of(

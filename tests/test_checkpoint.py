@@ -1014,8 +1014,12 @@ def test_what_a_checkpoint_keeps_in_another_form_is_a_checkpoint_error(change, w
     directory = tmp_path / "copy"
     shutil.copytree(whole_run[0], directory)
     where(directory / "20", change)
-    with pytest.raises(checkpoint.CheckpointError, match=r"saved by jaxloop \S+, does not hold what jaxloop \S+ exp"):
+    expected = r"saved by jaxloop \S+, does not hold what jaxloop \S+ exp"
+    with pytest.raises(checkpoint.CheckpointError, match=expected):
         run_of_twenty_steps(directory)
+    if where is change_metadata:
+        with pytest.raises(checkpoint.CheckpointError, match=expected):
+            checkpoint.Checkpoint.at(directory, 20).elapsed()
 
 
 def test_resuming_from_a_state_that_a_plain_manager_saved_is_a_warning(tmp_path, warnings_logged):

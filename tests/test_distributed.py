@@ -110,7 +110,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_in_another_layout_to_the_
 
 def test_sigterm_in_one_process_has_all_save_the_same_step(tmp_path):
     job, _ = launch(JOB, tmp_path, "--fault=term", "--in=0", processes=2, devices=2)
-    steps = re.findall(r"Ended by SIGTERM. The state of step (\d+) is returned and saved", job.stdout)
+    steps = re.findall(r"Ended by SIGTERM. The state of step (\d+) is returned, and being saved", job.stdout)
     assert job.returncode == 143 and len(steps) == 2 and len(set(steps)) == 1
     assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == int(steps[0])
 

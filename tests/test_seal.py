@@ -58,6 +58,11 @@ def flip_a_bit(path, bit=None):
         ("1/deeper/file1", lambda path: path.write_bytes(b"?"), "has 1 bytes, and 0 were sealed"),
         ("2/deeper/file2", flip_a_bit, "is changed: its CRC-32 is [0-9a-f]{8}, and [0-9a-f]{8} was sealed"),
         ("0/deeper/file0", lambda path: [path.unlink(), path.mkdir()], "(has|can't be read)"),
+        (
+            "0/deeper/file0",
+            lambda path: path.rename(path.parent / "a") and path.symlink_to("a"),
+            "can't be read: .*link",
+        ),
         ("about.json", lambda path: path.unlink(), "about.json is missing"),
         ("about.json", lambda path: path.write_text(path.read_text()[:-3]), "about.json is changed: it is no JSON"),
         ("about.json", lambda path: path.write_text("3"), "about.json is changed: it is no JSON object"),

@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from jaxloop import checkpoint, checks, types
+from jaxloop import checkpoint, checks, files, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
 from jaxloop.history import History
@@ -82,7 +82,7 @@ class CheckpointAction(Action):
         self._saves = self._saves_measured = 0
         self._last_step: int | None = None  # That was saved.
         self._has_waited = self._has_said_that_it_waits = False
-        checkpoint.prepare_directory(self.directory)
+        files.prepare_directory(self.directory)
 
     @property
     def monitors(self) -> Sequence[str]:
