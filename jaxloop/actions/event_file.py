@@ -1,7 +1,5 @@
 """Event files of TensorBoard that lose nothing when the process is killed."""
 
-import contextlib
-import itertools
 import os
 import re
 import socket
@@ -15,6 +13,8 @@ from typing import IO, Any, final
 from absl import logging
 from etils import epath
 
+from jaxloop import files
+
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.[^/\\]*")
 # A record is the length of its data, a checksum of the length, the data, and a checksum of the data.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -26,7 +26,7 @@ class EventFile:
     """The event file of one process. Each event is in the file when `add_event` returns.
 
     Takes the place of tensorboardX's `FileWriter`, which keeps events in a queue and two buffers: a killed process
-    loses them, a `flush` does not wait for the queue, and where the disk is full, its thread ends without an error.
+    loses them, a `flush` does not wait for the queue, and if the disk is full, its thread ends without an error.
     An event that could not be written raises an error and leaves the file as it was. Thread-safe.
 
     The file is made with the first event, and closed by `close` or when this object is garbage. Its name sorts after
@@ -40,7 +40,6 @@ class EventFile:
         from tensorboardX.proto import event_pb2
 
         self._directory, self._new_event = directory, event_pb2.Event  # pyright: ignore
-        self._started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # pyright: ignore
         self._lock = threading.RLock()
         self._name: str | None = None
         self._file: IO[bytes] | None = None
@@ -67,8 +66,10 @@ class EventFile:
             event.step = int(step)
         with self._lock:
             self._open()
+            if not self._size:
+                self._append(self._new_event(wall_time=event.wall_time, file_version="brain.Event:2"))
             begins = self._size
-            self._append(event.SerializeToString())
+            self._append(event)
             if event.step > self._newest_step:
                 self._newest_step, self._begins = event.step, begins
 
@@ -76,10 +77,13 @@ class EventFile:
         """Waits until the disk has all events."""
         with self._lock:
             if self._file is not None:
-                with self._named():
+                try:
                     self._file.flush()
                     if hasattr(self._file, "fileno"):
                         os.fsync(self._file.fileno())
+                except OSError as error:
+                    self._restore(error)
+                    raise
 
     def close(self) -> None:
         """Closes the file. The next event opens it again."""
@@ -93,111 +97,95 @@ class EventFile:
             return {"file": self._name, "begins": self._begins, "ends": self._size}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Has TensorBoard hide what was written after a position: a run goes on from there, or begins anew.
+        """Has TensorBoard hide what was written after a position: a run resumes there, or begins again.
 
         TensorBoard hides all points from a given step on. Those of the step itself that belong to the position are
         therefore copied from the earlier file.
 
         Args:
-          step: where the run goes on.
-          position: what `position` returned when that step was saved. None where that is not known: then points of the
+          step: where the run resumes.
+          position: what `position` returned when that step was saved. None if that is not known: then points of the
             step itself are kept, except for step 0.
         """
         with self._lock:
-            if not self._names():
+            if not self._numbers():
                 return
             copies = None if position is None else self._events_of(step, position)
             first_hidden = step if copies is not None or step == 0 else step + 1
             for _ in range(2):  # TensorBoard's pages take the first one of a directory for that of the first process.
-                self.add_event(self._new_event(step=first_hidden, session_log=self._started))
+                self.add_event(self._new_event(step=first_hidden, session_log={"status": "START"}))
             self._newest_step, self._begins = step, self._size
             for event in copies or ():
-                self._append(event.SerializeToString())
+                self._append(event)
 
-    def _names(self) -> list[str]:
+    @property
+    def _path(self) -> str:
+        return f"{self._directory}/{self._name}"
+
+    def _numbers(self) -> list[int]:
+        """Returns the numbers in the names of the directory's event files."""
         directory = epath.Path(self._directory)
-        return [path.name for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.exists() else []
+        names = [path.name for path in directory.iterdir()] if directory.exists() else []
+        return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
 
     def _open(self) -> None:
         if self._file is not None:
             return
-        from tensorboardX import record_writer
+        is_old = self._name is not None and os.path.isfile(self._path)
+        if not is_old:
+            number = max([int(time.time()), *(1 + each for each in self._numbers())])
+            # With the process, so that no two of a machine make the same file.
+            self._name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
+            self._size, self._newest_step, self._begins = 0, -1, 0
+        if files.is_remote(self._directory):  # Such a store can't append, so every file is a new one.
+            from tensorboardX import record_writer
 
-        if "://" in self._directory:  # A store that can't append.
-            self._name = self._next_name()
             record_writer.directory_check(self._directory)
-            self._keep_open(record_writer.open_file(f"{self._directory}/{self._name}"))
-        elif self._name is not None and os.path.isfile(os.path.join(self._directory, self._name)):
-            self._keep_open(open(os.path.join(self._directory, self._name), "ab", buffering=0))  # noqa: SIM115
-            return
+            file: Any = record_writer.open_file(self._path)
         else:
             os.makedirs(self._directory, exist_ok=True)
-            self._name, file = self._make_file()
-            self._keep_open(file)
-        self._size, self._newest_step, self._begins = 0, -1, 0
-        self._append(self._new_event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-
-    def _keep_open(self, file: IO[bytes]) -> None:
-        """Keeps a file open until `close`, or until this object is garbage: not everyone closes a writer."""
+            file = open(self._path, "ab" if is_old else "xb", buffering=0)  # noqa: SIM115
+        # Closed with this object at the latest: not everyone closes a writer. An exit handler may still write.
         self._file, self._close_file = file, weakref.finalize(self, file.close)
-        self._close_file.atexit = False  # An exit handler may still write.
+        self._close_file.atexit = False
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Adds the path of the file to an `OSError`."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is not None:
-                error.filename = f"{self._directory}/{self._name}"
-            raise
-
-    def _make_file(self) -> tuple[str, IO[bytes]]:
-        for _ in itertools.repeat(None, 100):
-            name = self._next_name()
-            try:
-                return name, open(os.path.join(self._directory, name), "xb", buffering=0)
-            except FileExistsError:  # Another process was faster.
-                pass
-        raise FileExistsError(
-            f"No event file can be made in {self._directory}: other processes make them all the time."
-        )
-
-    def _next_name(self) -> str:
-        newest = max((int(name.split(".")[3]) for name in self._names()), default=0)
-        return f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.{socket.gethostname()}"
-
-    def _append(self, event: bytes) -> None:
-        file, record = self._file, _record(event)
+    def _append(self, event: Any) -> None:
+        file, record = self._file, _record(event.SerializeToString())
         assert file is not None
         try:
             written = 0
-            with self._named():
-                while written < len(record):
-                    written += file.write(record[written:]) or len(record)
-        except OSError:
-            if hasattr(file, "fileno"):  # Half a record would hide all that come after it.
-                os.ftruncate(file.fileno(), self._size)
-                file.seek(self._size)
+            while written < len(record):
+                written += file.write(record[written:]) or len(record)
+        except OSError as error:
+            self._restore(error)
             raise
         self._size += len(record)
 
+    def _restore(self, error: OSError) -> None:
+        """Cuts off half a record, which would hide all that come after it, and adds the path to the error."""
+        if self._file is not None and hasattr(self._file, "fileno"):
+            os.ftruncate(self._file.fileno(), self._size)
+            self._file.seek(self._size)
+        if error.errno is not None:
+            error.filename = self._path
+
     def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
-        """The events from a step on that belong to a position; None where its file can't be read."""
+        """Returns the events from a step on that belong to a position; None if its file can't be read."""
         name: Any
         name, begins, ends = (position.get(key, -1) for key in ("file", "begins", "ends"))
         if name is None:
             return []
-        is_number = lambda value: type(value) is int and value >= 0
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or not is_number(begins) or not is_number(ends):
+        are_offsets = all(type(value) is int and value >= 0 for value in (begins, ends))
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not are_offsets:
             raise ValueError(f"{position!r} is not a position in an event file.")
         path = os.path.join(self._directory, name)
-        if os.path.islink(path) or not os.path.isfile(path):
-            logging.warning("%s is not there any more. TensorBoard may show points of step %d twice.", path, step)
+        try:
+            with files.open_file(path, "rb") as file:
+                file.seek(begins)
+                data = file.read(max(min(ends, os.path.getsize(path)) - begins, 0))
+        except OSError as error:
+            logging.warning("TensorBoard may show points of step %d twice: %s can't be read, %s", step, path, error)
             return None
-        with open(path, "rb") as file:
-            file.seek(begins)
-            data = file.read(max(min(ends, os.path.getsize(path)) - begins, 0))
         records = list(_records(data))
         if begins + sum(len(each) + _NUM_FRAME_BYTES for each in records) < ends:
             logging.warning("%s is damaged or truncated: TensorBoard may miss points of step %d.", path, step)

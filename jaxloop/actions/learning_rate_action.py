@@ -1,19 +1,18 @@
 """Writing the learning rate."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
 import optax
 
 from jaxloop import metrics, types
-from jaxloop.actions.action import Action
-from jaxloop.actions.background import Call, writer_of
+from jaxloop.actions.writer_queue import Call, WriterAction
 from jaxloop.schedules import Schedule
 
 
 @final
-class LearningRateAction(Action):
+class LearningRateAction(WriterAction):
     """Writes the learning rate of the last update, where `optax.inject_hyperparams` keeps it in the optimizer's state.
 
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
@@ -32,15 +31,13 @@ class LearningRateAction(Action):
     uses_outputs = False
 
     def __init__(self, summary_writer: Any, interval: int | Schedule = 1, *, background: bool = True):
-        super().__init__(interval)
-        self._writer = writer_of(summary_writer, background)
+        super().__init__(summary_writer, interval, background)
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
-        value = learning_rate(state.opt_state)
         for problem in self.check(state, outputs):
             raise ValueError(problem)
-        values = {"learning_rate": float(metrics.fetch(value))}
-        self._writer.put(self, step_num, [Call("write_scalars", values, {})])
+        value = float(metrics.fetch(learning_rate(state.opt_state)))
+        self._queue.put(Call(self, step_num, "write_scalars", {"learning_rate": value}))
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if learning_rate(getattr(state, "opt_state", None)) is None:
@@ -48,21 +45,6 @@ class LearningRateAction(Action):
                 "LearningRateAction finds no learning rate in the optimizer's state. Make the optimizer with "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
             )
-
-    def before_checkpoint(self) -> None:
-        """Does nothing: `state_dict` flushes the writer, and keeps what it could not write."""
-
-    def begin_run(self, step_num: int) -> None:
-        self._writer.begin_run(self, step_num)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self._writer.state_dict(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._writer.load_state_dict(self, state_dict)
-
-    def flush(self) -> None:
-        self._writer.flush()
 
 
 def learning_rate(opt_state: Any) -> Any:

@@ -1,5 +1,4 @@
 import itertools
-import os
 import random
 import subprocess
 import sys
@@ -7,12 +6,13 @@ import threading
 import time
 import types
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 from jaxloop import actions, every, examples
-from jaxloop.actions import background
+from jaxloop.actions import writer_queue
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import MetricType, MetricWithMetadata
@@ -42,6 +42,9 @@ class GatedWriter:
 
     write_histograms = write_images
 
+    def resume(self, step, position):
+        self.rows.append((step, "resume"))
+
     def flush(self):
         self.flushes += 1
 
@@ -52,7 +55,7 @@ def writing_threads():
 
 @pytest.fixture(autouse=True)
 def leaves_no_thread():
-    for thread in writing_threads():  # Of another file's tests; it ends when it has had nothing to do for a second.
+    for thread in writing_threads():  # Of another file's tests.
         thread.join(10)
     yield
     assert writing_threads() == []
@@ -67,24 +70,17 @@ def tell(action, steps, **outputs):
 
 
 def test_calls_come_together_until_somebody_waits_for_them(monkeypatch):
-    monkeypatch.setattr(background, "_PAUSE_SECS", 60.0)
+    monkeypatch.setattr(writer_queue, "PAUSE_SECS", 60.0)
     began, writer, steps = time.monotonic(), GatedWriter(), lambda: [step for step, _ in writer.rows]
     action = actions.SummaryAction(writer, every(1))
-    tell(action, [1])
-    assert writer.has_begun.wait(10) and action.state_dict() == {} and steps() == [1]
-    tell(action, range(2, 6))
+    tell(action, range(1, 6))
     time.sleep(0.05)
-    assert steps() == [1]
+    assert steps() == []
     assert action.state_dict() == {} and steps() == list(range(1, 6))
-    tell(action, range(6, 7 + background.MOST_PENDING))  # More than may be left.
+    tell(action, range(6, 7 + writer_queue.MOST_PENDING))  # More than may be left.
     assert len(steps()) > 5
     action.flush()
-    assert steps() == list(range(1, 7 + background.MOST_PENDING))
-    tell(action, [90])
-    assert action.state_dict() == {}
-    tell(action, [91])
-    action.flush()
-    assert steps()[-2:] == [90, 91] and time.monotonic() - began < 30
+    assert steps() == list(range(1, 7 + writer_queue.MOST_PENDING)) and time.monotonic() - began < 30
 
 
 def test_a_loop_goes_on_while_the_writer_is_at_its_first_row():
@@ -108,7 +104,7 @@ def test_no_more_rows_are_pending_than_there_may_be():
     summaries = actions.SummaryAction(writer)
 
     def write():
-        for step in range(background.MOST_PENDING + 10):
+        for step in range(writer_queue.MOST_PENDING + 10):
             tell(summaries, [step])
             done.append(step)
 
@@ -116,11 +112,11 @@ def test_no_more_rows_are_pending_than_there_may_be():
     thread.start()
     assert writer.has_begun.wait(10)
     thread.join(0.1)
-    assert len(done) == background.MOST_PENDING and thread.is_alive()
+    assert len(done) == writer_queue.MOST_PENDING and thread.is_alive()
     writer.gate.set()
     thread.join()
     summaries.flush()
-    assert [row[0] for row in writer.rows] == list(range(background.MOST_PENDING + 10))
+    assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 10))
 
 
 def test_actions_that_share_a_writer_share_a_thread_and_their_order():
@@ -207,16 +203,17 @@ def test_an_error_comes_up_when_the_run_ends_once_and_what_was_written_is_flushe
 def test_an_error_comes_up_where_a_call_waits_for_room():
     writer = GatedWriter(is_open=False, fails=[0])
     summaries = actions.SummaryAction(writer)
-    tell(summaries, range(background.MOST_PENDING))
+    tell(summaries, range(writer_queue.MOST_PENDING))
     threading.Timer(0.05, writer.gate.set).start()
     with pytest.raises(OSError, match="the disk is full"):
-        tell(summaries, [background.MOST_PENDING])
-    tell(summaries, [background.MOST_PENDING])
+        tell(summaries, [writer_queue.MOST_PENDING])
+    tell(summaries, [writer_queue.MOST_PENDING])
     summaries.close()
-    assert [row[0] for row in writer.rows] == list(range(background.MOST_PENDING + 1))
+    assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 1))
 
 
-def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process():
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process(has_thread):
     broken, whole = GatedWriter(fails=[2]), GatedWriter()
     one, two = (actions.SummaryAction(broken, prefix=prefix) for prefix in ("one/", "two/"))
     tell(one, [1])
@@ -231,12 +228,15 @@ def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process
         one.close()
     two.close()
     assert broken.rows == [(1, "one/loss")]
-    one, two = (actions.SummaryAction(whole, prefix=prefix) for prefix in ("one/", "two/"))
+    one, two = (actions.SummaryAction(whole, prefix=prefix, background=has_thread) for prefix in ("one/", "two/"))
     for action, state_dict in zip((one, two), kept, strict=True):
         action.load_state_dict(state_dict)
+    one.begin_run(4)
+    two.begin_run(4)
     tell(two, [5])
     assert one.state_dict() == two.state_dict() == {}  # All is written.
     assert whole.rows == [
+        (4, "resume"),  # First: it hides what comes before it.
         (2, "one/loss"),
         (3, "two/loss"),
         (3, {"two/array": [0.0, 1.0]}),
@@ -244,6 +244,34 @@ def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process
         (5, "two/loss"),
     ]
     two.close()
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_a_run_hides_what_others_wrote_unless_this_process_has_begun_to_write(has_thread):
+    writer = GatedWriter()
+    one, two = (actions.SummaryAction(writer, background=has_thread) for _ in range(2))
+    for step in (0, 1):  # The second run does not resume.
+        one.begin_run(step)
+        two.begin_run(step)
+        tell(one, [step + 1])
+    one.flush()
+    assert writer.rows == [(0, "resume"), (1, "loss"), (2, "loss")]
+    two.load_state_dict({})
+    two.begin_run(2)
+    two.flush()
+    assert writer.rows[3:] == [(2, "resume")]
+
+
+def test_another_process_than_the_first_writes_nothing(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    writer = GatedWriter()
+    for has_thread in (True, False):
+        action = actions.SummaryAction(writer, background=has_thread)
+        action.begin_run(0)
+        tell(action, [1])
+        assert action.state_dict() == {}
+        action.flush()
+    assert writer.rows == []
 
 
 @pytest.mark.parametrize("again", ["the same", "another", "one without a thread"])
@@ -254,8 +282,6 @@ def test_what_a_checkpoint_has_kept_is_not_written_twice_in_the_same_process(aga
     kept = before.state_dict()
     with pytest.raises(OSError):
         before.close()
-    background.BackgroundWriter.of(writer).finish()  # As when the program ends.
-    assert writer.rows == []
     after = before if again == "the same" else actions.SummaryAction(writer, background=again == "another")
     after.load_state_dict(kept)
     tell(after, [2])
@@ -275,7 +301,7 @@ def test_a_value_that_a_checkpoint_can_not_keep_does_not_keep_the_run_from_being
     summaries = actions.SummaryAction(writer)
     tell(summaries, [1], loss=1.0, words=MetricWithMetadata(np.array([{}]), MetricType.HISTOGRAM))
     kept = summaries.state_dict()["unwritten"]
-    assert [each["method"] for each in kept] == ["write_scalars"]
+    assert [each["method"] for each in kept] == ["write_scalars", "flush"]
     assert "A checkpoint can't keep what SummaryAction(interval=1) could not write for step 1" in logs.text
     with pytest.raises(OSError):
         summaries.close()
@@ -338,29 +364,14 @@ def test_with_the_run_the_thread_ends(how, interrupted):
     assert [row[0] for row in writer.rows] == list(range(1, done + 1))
 
 
-def test_a_thread_that_has_nothing_to_do_ends(monkeypatch):
-    monkeypatch.setattr(background, "_IDLE_SECS", 0.01)
+def test_a_thread_that_has_nothing_to_do_ends():
     writer = GatedWriter()
     summaries = actions.SummaryAction(writer)
     for number in range(2):
         tell(summaries, [number])
-        (thread,) = writing_threads() or [None]
-        if thread is not None:
-            thread.join(10)
+        (thread,) = writing_threads()
+        thread.join(10)
         assert len(writer.rows) == number + 1 and writing_threads() == []
-
-
-def test_a_process_that_was_forked_writes_nothing_when_it_ends(monkeypatch):
-    writer = GatedWriter(is_open=False)
-    summaries = actions.SummaryAction(writer)
-    tell(summaries, [1, 2])
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: 0)
-        background.BackgroundWriter.of(writer).finish()  # Nor does it wait for a thread that it has not.
-    assert writer.rows == []
-    writer.gate.set()
-    summaries.close()
-    assert len(writer.rows) == 2
 
 
 PROGRAM = """
@@ -390,9 +401,11 @@ for step in range(20):
     [
         ("", 0, [5], 20, ""),
         ("", 0, [5, 5], 5, "Summaries could not be written"),
+        ("summaries.state_dict()", 0, [5], 5, "Summaries could not be written"),  # A checkpoint has the rest.
         ("del summaries\nraise KeyError('x')", 1, [], 20, "KeyError: 'x'"),
+        ("import os, sys\nif os.fork() == 0:\n    sys.exit()\nos.wait()", 0, [], 20, ""),  # The child writes nothing.
     ],
-    ids=["it fails once", "it fails for good", "an exception"],
+    ids=["it fails once", "it fails for good", "it fails before a checkpoint", "an exception", "a fork"],
 )
 def test_nothing_is_lost_when_a_program_ends(end, code, fails, left, said):
     program = PROGRAM.format(end=end, fails=fails)

@@ -1,0 +1,359 @@
+"""The queue in front of a writer, and the base of the actions that write through it."""
+
+import atexit
+import copy
+import dataclasses
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+from absl import logging
+
+from jaxloop import distributed, encoding
+from jaxloop.actions.action import Action
+from jaxloop.schedules import Schedule
+from jaxloop.text import printable
+
+MOST_PENDING = 64
+"""The number of calls that may wait for the thread. An action that asks for more waits."""
+
+PAUSE_SECS = 0.1
+"""How long a new thread lets calls come together, unless an action waits for them."""
+
+_METHODS = frozenset(
+    f"write_{kind}" for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams")
+) | {"flush", "resume"}
+"""The methods of a writer that a checkpoint may name."""
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call of a writer's method: `write_scalars` with values by name, `flush` with none, `resume` with a position.
+
+    Attributes:
+      action: asks for it.
+      step: the step that it describes.
+      method: the name of the method.
+      values: what is written, by name.
+      options: further keyword arguments.
+      number: its place among all calls of the writer; 0 comes before all others.
+      is_in_checkpoint: a checkpoint of this process has it, so that a later process will make it.
+    """
+
+    action: Any
+    step: int
+    method: str
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    number: int = 0
+    is_in_checkpoint: bool = False
+
+    def make(self, writer: Any) -> None:
+        """Calls the method of a writer. An error gets a note of the action, the step and the names."""
+        try:
+            if self.method == "resume":
+                _resume(writer, self.step, **self.options)
+            else:
+                arguments = (self.step, self.values) if self.values else ()
+                getattr(writer, self.method)(*arguments, **self.options)
+        except BaseException as error:
+            names = f" of {', '.join(map(printable, self.values))}" if self.values else ""
+            error.add_note(f"in {self.action!r}, after step {self.step}: {self.method}{names}")
+            raise
+
+    def keep(self) -> dict[str, Any] | None:
+        """Returns what a checkpoint keeps of it; None, and an error in the log, if it has a value of another type."""
+        kept = {name: getattr(self, name) for name in ("number", "step", "method", "values", "options")}
+        try:
+            encoding.encode(kept)
+        except TypeError as error:
+            text = "A checkpoint can't keep what %r could not write for step %d: %s"
+            logging.error(text, self.action, self.step, error)
+            return None
+        self.is_in_checkpoint = True
+        return kept
+
+
+@final
+class WriterQueue:
+    """Calls the methods of a writer in the order in which actions ask for it, in a thread.
+
+    >>> import types
+    >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
+    >>> queue = WriterQueue.of(writer)
+    >>> queue.put(Call("an action", 10, "write_scalars", {"loss": 0.5}))
+    >>> queue.flush()
+    10 {'loss': 0.5}
+
+    All actions with the same writer share its queue. The thread begins with the first call, waits a tenth of a second
+    for more, makes them all, and ends; so a process that is killed may lose that much, unless a checkpoint was saved:
+    `state_dict` waits until everything is written and flushed. A program that ends makes all calls before; one that
+    was forked from it makes none of them. In a job of many processes, only the first one calls anything.
+
+    No row is lost or written twice if a call raises: that call and those behind it stay in the queue, and the thread
+    ends. The error is raised when an action next asks for something, or flushes. When an action asks for more after
+    that, the calls are made again. A checkpoint that is saved in between keeps them, and a run that resumes makes them
+    first.
+
+    Args:
+      writer: any object with the methods of `clu.metric_writers.MetricWriter`.
+      has_thread: False to make each call at once, where the action asks for it.
+    """
+
+    # By the ids of the writers, which these objects keep alive: not every writer can be hashed, or weakly referred to.
+    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, bool], "WriterQueue"]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, writer: Any, has_thread: bool = True) -> "WriterQueue":
+        """Returns the queue of a writer. clu's `AsyncWriter`, which has a thread itself, gets no second one."""
+        is_async = any(each.__module__ == "clu.metric_writers.async_writer" for each in type(writer).__mro__)
+        has_thread = has_thread and not is_async
+        return cls._all.setdefault((id(writer), has_thread), cls(writer, has_thread))
+
+    def __init__(self, writer: Any, has_thread: bool):
+        self._writer, self._has_thread = writer, has_thread
+        self._lock = threading.Lock()
+        self._pending: list[Call] = []
+        self._count = 0  # The number of the last call.
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()  # An action waits for the thread.
+        self._errors: list[BaseException] = []  # To be raised; one at most.
+        self._is_halted = False  # After an error, until an action asks for more.
+        self._unflushed_step: int | None = None  # The newest step that was written since the last flush.
+        self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once something was written.
+        self._process = os.getpid()
+
+    def put(self, *calls: Call, waits: bool = False) -> None:
+        """Adds calls behind those before, all or none of them. If there are too many, waits until all are made.
+
+        Args:
+          calls: the calls. Their values are copied.
+          waits: until they are made. An error in them is raised the next time nevertheless, as they stay in the queue.
+
+        Raises:
+          BaseException: that of an earlier call; without a thread, of these calls.
+        """
+        if not calls or not distributed.is_first_process():
+            return
+        with self._lock:
+            self._raise_error()
+            self._is_halted = False
+        if not self._has_thread or len(self._pending) + len(calls) > MOST_PENDING:
+            self._drain()
+            self._raise_error()
+        self._unflushed_step, self._begins_from = calls[-1].step, None
+        if not self._has_thread:
+            for call in calls:
+                call.make(self._writer)
+            return
+        for call in calls:
+            if call.method != "write_scalars":  # Numbers can't be changed.
+                call.values = copy.deepcopy(call.values)
+        with self._lock:
+            self._add(calls)
+            self._start()
+        if waits:
+            self._drain()
+
+    def flush(self) -> None:
+        """Waits until all calls are made and the thread has ended, and flushes the writer.
+
+        Raises:
+          BaseException: that of an earlier call, once.
+        """
+        self._drain()
+        try:
+            self._raise_error()
+        finally:
+            self._writer.flush()
+            self._unflushed_step = None
+
+    def state_dict(self, action: Any) -> dict[str, Any]:
+        """Writes and flushes everything; returns what could not be written for an action, and the writer's position.
+
+        A checkpoint is about to be saved, and an error must not prevent that: it is raised later.
+        """
+        if not distributed.is_first_process():
+            return {}
+        if self._unflushed_step is not None:
+            with self._lock:
+                self._add([Call(action, self._unflushed_step, "flush")])
+            self._unflushed_step = None
+        self._drain()
+        kept = [call.keep() for call in self._pending if call.action is action]
+        unwritten = {"unwritten": [each for each in kept if each is not None]} if any(kept) else {}
+        return unwritten | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
+
+    def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
+        """Adds what could not be written before all that actions will ask for."""
+        calls = list(_calls_in(action, state_dict)) if distributed.is_first_process() else []
+        self._join()
+        with self._lock:
+            # The state has them, if they are to be made: of this action, or one in its place in an earlier run.
+            others = [each for each in self._pending if each.action is not action and not each.is_in_checkpoint]
+            # Other actions may put theirs between these, so the thread begins later.
+            self._pending = sorted([*others, *calls], key=lambda call: call.number)
+            self._count = max([self._count, *(call.number for call in calls)])
+            self._is_halted, self._begins_from = False, state_dict
+
+    def begin_run(self, action: Any, step: int) -> None:
+        """Has the writer, before anything else, hide what a killed run wrote after its newest checkpoint.
+
+        A run that resumes does so, once for all actions that share the writer. One that begins does so only if this
+        process has written nothing yet: what is there then was written by a run that was killed before its first
+        checkpoint.
+
+        Args:
+          action: asks for it.
+          step: the checkpoint's; the first step of the run if there is none.
+        """
+        with self._lock:
+            state_dict, self._begins_from = self._begins_from, None
+            if state_dict is not None and distributed.is_first_process():
+                position = {"position": state_dict.get("position")}
+                self._pending.insert(0, Call(action, step, "resume", options=position))
+
+    def _add(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._count += 1
+            call.number = self._count
+        self._pending += calls
+
+    def _start(self) -> None:
+        """Starts the thread, if there is something to do for it."""
+        if self._pending and not self._is_halted and self._thread is None:
+            self._hurry.clear()
+            # After what the writer itself may have registered, and so called before: it is still open then.
+            atexit.register(self._finish)
+            thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def _drain(self) -> None:
+        """Makes all calls, or those before one that raises, and ends the thread."""
+        if not self._has_thread:
+            self._make_calls()
+            return
+        with self._lock:
+            self._start()
+        self._join()
+
+    def _join(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            self._hurry.set()
+            thread.join()
+
+    def _work(self) -> None:
+        self._hurry.wait(PAUSE_SECS)
+        self._make_calls()
+
+    def _make_calls(self) -> None:
+        while True:
+            with self._lock:
+                if not self._pending or self._is_halted:
+                    if not self._pending and self._thread is not None:
+                        atexit.unregister(self._finish)
+                    self._thread = None
+                    return
+                call = self._pending[0]
+            try:
+                call.make(self._writer)
+            except BaseException as error:
+                if self._has_thread:
+                    error.add_note("It was called in the background, and raised where the run next came to the writer.")
+                with self._lock:
+                    self._errors, self._is_halted = [error], True
+            else:
+                with self._lock:
+                    self._pending.remove(call)
+
+    def _raise_error(self) -> None:
+        if self._errors:
+            raise self._errors.pop()
+
+    def _finish(self) -> None:
+        """Makes what is pending, at the end of the program; logs what raises."""
+        if os.getpid() != self._process:  # The thread is that of the process from which this one was forked.
+            return
+        self._join()
+        self._pending = [call for call in self._pending if not call.is_in_checkpoint]
+        if self._pending:
+            self._errors, self._is_halted = [], False
+            self._make_calls()  # Not in a thread: a program that ends can start none.
+        for error in self._errors:
+            logging.error("Summaries could not be written.", exc_info=error)
+
+
+class WriterAction(Action):
+    """An action that writes through a writer like clu's; actions with the same writer share its queue.
+
+    Args:
+      summary_writer: any object with the methods of `clu.metric_writers.MetricWriter`. It stays yours: it is flushed
+        when a run ends, and not closed.
+      interval: see `Action`.
+      background: whether a thread writes.
+    """
+
+    def __init__(self, summary_writer: Any, interval: int | Schedule, background: bool):
+        super().__init__(interval)
+        if not hasattr(summary_writer, "write_scalars"):
+            raise TypeError(
+                f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
+                "jaxloop.default_writer(workdir) makes one."
+            )
+        self._summary_writer = summary_writer
+        self._queue = WriterQueue.of(summary_writer, background)
+
+    @property
+    def summary_writer(self) -> Any:
+        """The writer that it was given."""
+        return self._summary_writer
+
+    def before_checkpoint(self) -> None:
+        """Does nothing: `state_dict` flushes the writer, and keeps what it could not write."""
+
+    def begin_run(self, step_num: int) -> None:
+        self._queue.begin_run(self, step_num)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._queue.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._queue.load_state_dict(self, state_dict)
+
+    def flush(self) -> None:
+        self._queue.flush()
+
+
+def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
+    """Calls `resume` of a writer that has it; does the same for TensorFlow's writers, which clu's writers hold."""
+    if hasattr(writer, "resume"):
+        writer.resume(step, position)
+    elif hasattr(writer, "_summary_writer") and "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        started = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
+        # The file does not say which points of the step itself came after the checkpoint: they stay.
+        event = tf.compat.v1.Event(wall_time=time.time(), step=step + 1 if step else 0, session_log=started)
+        for _ in range(2):  # TensorBoard's pages take the first one of a directory for that of the first process.
+            tf.raw_ops.ImportEvent(writer=writer._summary_writer._resource, event=event.SerializeToString())
+    else:
+        for inner in getattr(writer, "_writers", [getattr(writer, "_writer", None)]):
+            if inner is not None:
+                _resume(inner, step, position)
+
+
+def _calls_in(action: Any, state_dict: Mapping[str, Any]) -> Iterable[Call]:
+    """Yields the calls that are kept in an action's state."""
+    if set(state_dict) - {"unwritten", "position"}:
+        raise ValueError(f"{action!r} remembers what is unwritten, and was given {sorted(state_dict)}: of another?")
+    for kept in state_dict.get("unwritten", ()):
+        if kept["method"] not in _METHODS:
+            raise ValueError(f"{action!r} has no call of {kept['method']!r} to make: its state is not one it wrote.")
+        yield Call(action, **kept)
