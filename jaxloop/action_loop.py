@@ -469,7 +469,7 @@ class ActionLoop(StatLoop):
         To be asked between two calls. Where a clock or a hook of a subclass is to be asked at each end, it is the next.
         """
         next_step, next_time = self._next_event()
-        has_hooks = any(checks.is_of_user(self, name) for name in _HOOKS) or self._quick_step() is None
+        has_hooks = any(checks.is_of_user(self, name) for name in _HOOKS) or self._calls_step
         if has_hooks or next_time < NEVER[1] or self.begin_actions:
             return self._step_num + 1, self._loop_count + 1
         now, stop = self._looked, self.run_info and self.run_info.stop

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxloop import checks, metrics, structures, types
-from jaxloop.flat_state import whole
 
 NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
@@ -207,19 +206,17 @@ class Watch:
         self._on_their_way.clear()
         self.steps = self._sent = self._read = 0
 
-    def run(
-        self, looking: Looking, compiled: Callable[[Any, Any], Any], state: Any, batch: Any, *, fused: bool = False
-    ) -> Any:
-        """Runs one compiled step, of `looking.run`, or as many as batches are stacked; returns `(state, outputs)`."""
-        num_steps = len(jax.tree.leaves(batch)[0]) if fused else 1
-        if looking is not self._looking:  # Whose flags are in an array of their own.
+    def call(self, compiled: Any, carry: Any, batch: Any, *, fuses: bool = False) -> Any:
+        """Gives a batch to the devices as `compiled.call` does, with the flags; or as many as are stacked."""
+        num_steps = len(jax.tree.leaves(batch)[0]) if fuses else 1
+        if compiled.looking is not self._looking:  # Whose flags are in an array of their own.
             self._send()
-            self._looking, self._flags = looking, looking.no_flags(whole(state))
+            self._looking, self._flags = compiled.looking, compiled.looking.no_flags(compiled.leave(carry))
         elif self.steps - self._sent + num_steps > _ROWS:
             self._send()
-        state, (outputs, self._flags) = compiled(state, (batch, self._flags))
+        carry, (outputs, self._flags) = compiled.call(carry, (batch, self._flags))
         self.steps += num_steps
-        return state, outputs
+        return carry, outputs
 
     def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
         """What the flags say that are there already. Does not wait; to be called after each chunk of steps.

@@ -1,6 +1,7 @@
 """What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
 
 import importlib.util
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -64,6 +65,11 @@ def is_of_user(thing: Any, name: str) -> bool:
     """Whether a method is that of a user's subclass, or set on this object, and none of jaxloop's own."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
+
+
+def is_overridden(thing: Any, name: str, base: type) -> bool:
+    """Returns whether a method is another one than that of the base, by a subclass or set on this object."""
+    return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
@@ -293,6 +299,9 @@ def empty_dataset(dataset: Any) -> ValueError:
     )
 
 
+_form = operator.attrgetter("shape", "dtype")
+
+
 @final
 class BatchWatch:
     """Looks at the batches of a step for what JAX would take without a word.
@@ -303,15 +312,13 @@ class BatchWatch:
 
     def __init__(self):
         self.num_rows: int | None = None
-        self._shapes: list[Any] | None = None  # Of the last batch.
+        self._form: list[Any] | None = None  # Names, shapes and dtypes of the last batch.
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
         self._wide: list[str] = []  # The paths of 64-bit integers.
         self._limits: list[tuple[Any, int, int]] = []  # Where they are in a plain batch, and what fits into 32 bits.
         self._has_device_arrays = False  # Which may be laid out in several ways.
-        self._are_plain = True
-        self._name: str | int = ""
         self._has_warned = False
 
     def look(self, batch: Any, step: Any) -> int | None:
@@ -324,18 +331,18 @@ class BatchWatch:
           ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them; or there are too many shapes.
         """
         try:
-            shapes = [leaf.shape for leaf in batch.values()]
-        except AttributeError:  # Something else than a dict of arrays.
-            shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(batch)]
+            form = [*batch, *map(_form, batch.values())]
+        except (AttributeError, TypeError):  # Something else than a dict of arrays.
+            form = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(batch)]
         if self._has_device_arrays:
-            shapes = [*shapes, *(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch))]
-        if shapes != self._shapes:
-            self._look_closely(batch, shapes, step)
+            form += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch)]
+        if form != self._form:
+            self._look_closely(batch, form, step)
         if self._wide:
-            self.check_range(batch)
+            self._check_range(batch)
         return self.num_rows
 
-    def check_range(self, batch: Any) -> None:
+    def _check_range(self, batch: Any) -> None:
         """Raises where a 64-bit integer of a batch like the last one does not fit into 32 bits."""
         try:
             leaves = [(batch[name], least, most) for name, least, most in self._limits]
@@ -347,12 +354,7 @@ class BatchWatch:
             if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
                 _check_range(batch, self._wide)
 
-    @property
-    def has_wide_integers(self) -> bool:
-        """Whether the last batch had 64-bit integers."""
-        return bool(self._wide)
-
-    def _look_closely(self, batch: Any, shapes: list[Any], step: Any) -> None:
+    def _look_closely(self, batch: Any, form: list[Any], step: Any) -> None:
         by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
@@ -367,12 +369,10 @@ class BatchWatch:
             self._tell_of_change(by_path, leaves, step)
         self._arrays = self._arrays or self._shapes_by_path(by_path)
         self._seen.add(key)
-        self._shapes, self._leaves = shapes, leaves
+        self._form, self._leaves = form, leaves
         self.num_rows = num_examples(batch)
         items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())
-        self._name = next((name for name, leaf in items.items() if getattr(leaf, "ndim", 0)), "")
-        self._are_plain &= has_arrays_alone and bool(self.num_rows) and bool(items)
         kinds = {name: str(leaf.dtype) for name, leaf in items.items()} if cuts_to_32 and has_arrays_alone else {}
         limits = {"int64": np.iinfo(np.int32), "uint64": np.iinfo(np.uint32)}
         wide = [(name, limits[kind]) for name, kind in kinds.items() if kind in limits]
@@ -399,17 +399,6 @@ class BatchWatch:
         if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
             self._has_warned = True
             logging.warning("%s %s This is said once.", text, remedy)
-
-    @property
-    def like(self) -> tuple[str | int, int] | None:
-        """The name of an array in the last batch, and how many rows it has: another one that has as many is like it.
-
-        None where that does not say all: batches are to be looked at that are not dicts or tuples of host arrays with
-        one leading axis. Those with 64-bit integers are to be given to `check_range`.
-        """
-        if not self._seen or not self._are_plain:
-            return None
-        return self._name, self.num_rows  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""What is compiled of a step: for training and for evaluating, one batch or several in one dispatch."""
+"""A step's `run`, compiled for one purpose: to train or to evaluate, one batch or several in one dispatch."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -14,164 +12,109 @@ import numpy as np
 from absl import logging
 
 from jaxloop import agreement, bad_numbers, checks, partition, types
-from jaxloop.flat_state import FlatState, whole
+from jaxloop.flat_state import FlatState
 from jaxloop.structures import OfEachStructure
-
-
-class NotCompiled(Exception):
-    """Something would have to be compiled that nobody has looked at."""
 
 
 @final
 class Compiled:
-    """The functions that a step's `run` is compiled to, each when it is asked for first.
+    """A step's `run`, compiled when it is first called, and again for batches of another shape.
 
-    Where one is traced again, other than for a new shape of a batch, it says in the log which leaf has changed.
+    Between two calls the state is a carry: `enter` makes one of a state, `leave` makes a state of the newest one. It
+    is flat where the partitioner compiles for any tree, and the state itself elsewhere.
+
+    Where it is traced again, other than for a new shape of a batch, it says in the log which leaf has changed.
 
     Args:
-      name: of the step's class.
-      run: `(state, batch) -> (state, outputs)`, pure.
-      evaluate: `(state, batch) -> outputs`, likewise.
+      name: the name of the step's class.
+      run: `(state, batch) -> (state, outputs)`, pure; to evaluate, `(state, batch) -> outputs`.
       partitioner: compiles for its placement.
-      **jit_kwargs: arguments of `jax.jit`, which replace the partitioner's own.
+      evaluates: keeps the state: what `run` makes of it is never computed.
+      fuses: takes stacked batches, scans over them, and stacks the outputs likewise.
+      policy: looks for bad numbers; batches then go in, and outputs come out, as pairs with flags.
+      jit_kwargs: arguments of `jax.jit`, which replace the partitioner's own.
+
+    Attributes:
+      looking: what looks for bad numbers; None for nothing.
     """
 
     def __init__(
         self,
         name: str,
         run: Callable[..., Any],
-        evaluate: Callable[..., Any],
         partitioner: partition.Partitioner,
-        **jit_kwargs: Any,
-    ):
-        self._name, self._run, self._evaluate = name, run, evaluate
-        self._partitioner, self._jit_kwargs = partitioner, jit_kwargs
-        # With arguments of jit, and layouts leaf by leaf, a state goes in as the tree that these are for.
-        self.takes_flat_states: bool = not jit_kwargs and partitioner.takes_any_tree
-        self._made: dict[Any, Any] = {}
-        self._only_known: int | None = None  # The thread that is in that context.
-
-    def training(self, watch: bad_numbers.Watch | None = None, *, fused: bool = False) -> Callable[..., Any]:
-        """`(state, batch) -> (state, outputs)`, which takes the state over.
-
-        Args:
-          watch: looks for bad numbers.
-          fused: of stacked batches; the outputs are stacked likewise.
-        """
-        if watch is None:
-            run = _scan(self._run) if fused else self._run
-            return self._once(("train", fused), lambda: self._compile_training(run, fused))
-        looking, compiled = self._once(("train", fused, watch.policy), lambda: self._looking(watch.policy, fused))
-        return functools.partial(watch.run, looking, compiled, fused=fused)
-
-    def plain_training(self, watch: bad_numbers.Watch | None = None) -> Callable[..., Any] | None:
-        """`training` for arguments of the structure of the last ones, which it does not look at; None before the first.
-
-        It takes and returns a `FlatState`, where `takes_flat_states`.
-        """
-        if watch is None:
-            return self.training().newest  # pyright: ignore[reportFunctionMemberAccess]
-        looking, compiled = self.training(watch).args  # pyright: ignore[reportFunctionMemberAccess]
-        return compiled.newest and functools.partial(watch.run, looking, compiled.newest)
-
-    def lower(
-        self,
-        state: Any,
-        batch: types.Batch,
-        watch: bad_numbers.Watch | None = None,
         *,
-        fused: bool = False,
         evaluates: bool = False,
-    ) -> jax.stages.Lowered:
-        """What `training`, or `evaluation` with `evaluates`, would compile for this state and batch.
-
-        To compile it is to compile it ahead: the function that it is of finds it there.
-        """
+        fuses: bool = False,
+        policy: bad_numbers.NanPolicy | None = None,
+        jit_kwargs: Any = None,
+    ):
+        self._name, self._partitioner, self._evaluates = name, partitioner, evaluates
+        # With arguments of jit, and layouts leaf by leaf, a state goes in as the tree that these are for.
+        self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
+        options, mesh = dict(jit_kwargs or {}), partitioner.mesh
+        self.looking: bad_numbers.Looking | None = None
+        if policy is not None:
+            self.looking = bad_numbers.Looking(run, policy, mesh is not None)
+            run = self.looking.run
+        if fuses:
+            run = _scan_with_flags(run) if self.looking is not None else _map(run) if evaluates else _scan(run)
         if evaluates:
-            return self.evaluation(fused=fused).lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
-        compiled: Any = self.training(watch, fused=fused)
-        if watch is None:
-            return compiled.lower(state, batch)
-        looking, compiled = compiled.args
-        return compiled.lower(state, (batch, looking.no_flags(state)))
+            options.pop("donate_argnames", None)
+            options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
+        elif self._is_flat:
+            options["donate_argnums"] = 0
+            if mesh is not None:
+                place = partitioner.sharding
+                options["out_shardings"] = (place, (place, partitioner.output_sharding))
+        self._signatures: list[dict[str, str]] = []
+        self._of_each_structure = OfEachStructure(lambda: self._compile(run, options))
 
-    def _looking(self, policy: bad_numbers.NanPolicy, fused: bool) -> tuple[bad_numbers.Looking, Callable[..., Any]]:
-        looking = bad_numbers.Looking(self._run, policy, self._partitioner.mesh is not None)
-        run = _scan_with_flags(looking.run) if fused else looking.run
-        return looking, self._compile_training(run, fused)
+    def enter(self, state: Any) -> Any:
+        """Makes of a state what `call` takes."""
+        return FlatState.of(state) if self._is_flat else state
 
-    def _compile_training(self, run: Callable[[Any, Any], Any], fused: bool) -> Callable[..., Any]:
-        if not self.takes_flat_states:
-            return self._compile(run, self._jit_kwargs, refuses=not fused)
+    def leave(self, carry: Any) -> Any:
+        """Makes a state of what `enter` or `call` has returned."""
+        return carry[0].whole(carry[1]) if self._is_flat else carry
+
+    def call(self, carry: Any, batch: types.Batch) -> tuple[Any, Any]:
+        """Gives a batch to the devices; returns the new carry, the old one being donated, and the outputs."""
+        if self._is_flat:
+            flat, step = carry
+            flat, (step, outputs) = self._of_each_structure(flat, (step, batch))
+            return (flat, step), outputs
+        if self._evaluates:
+            return carry, self._of_each_structure(carry, batch)
+        return self._of_each_structure(carry, batch)
+
+    def lower(self, state: Any, batch: types.Batch) -> jax.stages.Lowered:
+        """Lowers what `call` would compile for this state and batch; what is compiled of that, `call` finds."""
+        if self.looking is not None:
+            batch = (batch, self.looking.no_flags(state))
+        if self._is_flat:
+            flat, step = FlatState.of(state)
+            return self._of_each_structure.lower(flat, (step, batch))
+        return self._of_each_structure.lower(state, batch)
+
+    def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def traced(state: Any, batch: types.Batch) -> Any:
+            signature = _signature(state, batch)
+            if self._signatures and signature not in self._signatures:
+                _explain_trace(self._name, self._signatures, signature)
+            self._signatures.append(signature)
+            return run(state, batch)
 
         @functools.wraps(run)
-        def of_flat(state: FlatState, batch: Any) -> tuple[FlatState, Any]:
-            new_state, outputs = run(state.whole(), batch)
-            return FlatState.of(new_state), outputs
+        def of_flat(flat: FlatState, step_and_batch: tuple[Any, types.Batch]) -> Any:
+            step, batch = step_and_batch
+            new_state, outputs = traced(flat.whole(step), batch)
+            flat, step = FlatState.of(new_state)
+            return flat, (step, outputs)
 
-        return _OfWholeStates(self._compile(of_flat, {}, refuses=not fused))
-
-    def evaluation(self, *, fused: bool = False) -> Callable[..., Any]:
-        """`(state, batch) -> outputs`: the state is kept, and what `run` makes of it is never computed."""
-        kept = {name: value for name, value in self._jit_kwargs.items() if name != "donate_argnames"}
-        jit_kwargs = {**kept, "donate_argnums": (), "out_shardings": self._partitioner.output_sharding}
-        run = _map(self._evaluate) if fused else self._evaluate
-        return self._once(("evaluate", fused), lambda: self._compile(run, jit_kwargs))
-
-    def _compile(self, run: Callable[[Any, Any], Any], jit_kwargs: Any, *, refuses: bool = False) -> OfEachStructure:
-        traces: list[dict[str, str]] = []
-
-        def compile() -> Callable[..., Any]:
-            known: list[dict[str, str]] = []  # Of the traces, those of this structure.
-
-            @functools.wraps(run)
-            def traced(state: Any, batch: types.Batch) -> Any:
-                signature = _signature(state, batch)
-                if self._only_known == threading.get_ident() and refuses and signature not in known:
-                    raise NotCompiled
-                if traces and signature not in traces:
-                    _explain_trace(self._name, traces, signature)
-                traces.append(signature)
-                known.append(signature)
-                return run(state, batch)
-
-            compiled = self._partitioner.partition(traced, **jit_kwargs)
-            return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
-
-        return OfEachStructure(compile)
-
-    @contextlib.contextmanager
-    def only_known(self) -> Iterator[None]:
-        """A context in which NotCompiled is raised where leaves are not like any that it was compiled for."""
-        self._only_known = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._only_known = None
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-
-class _OfWholeStates:
-    """A compiled function of a `FlatState`, for states as they come."""
-
-    def __init__(self, of_flat: OfEachStructure):
-        self._of_flat = of_flat
-
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        new_state, outputs = self._of_flat(FlatState.of(state), batch)
-        return new_state.whole(), outputs
-
-    @property
-    def newest(self) -> Any:
-        """The compiled function for a `FlatState` and a batch like those of the last call."""
-        return self._of_flat.newest
-
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        return self._of_flat.lower(FlatState.of(state), batch)
+        compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
+        return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
 
 
 class _Compared:
@@ -190,17 +133,21 @@ class _Compared:
         form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if form not in self._known:
             program = self.lower(state, batch).as_text()
-            signature = [f"{name}: {described}" for name, described in _signature(state, batch).items()]
+            if isinstance(state, FlatState):
+                signature = _signature(state.whole(batch[0]), batch[1])
+            else:
+                signature = _signature(state, batch)
+            described = [f"{name}: {leaf}" for name, leaf in signature.items()]
             digest = hashlib.sha256(program.encode()).hexdigest()[:12]
-            lines = [f"jax {jax.__version__}", *signature, f"compiled program {digest}, of {len(program)} characters"]
+            lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, of {len(program)} characters"]
             agreement.check_same(f"{self._name}.run, with its model, loss and optimizer,", lines)
             self._known.add(form)
         return self._compiled(state, batch)
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """What a trace depends on: the type of each leaf."""
-    leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(whole(state)).items()}
+    """Describes each leaf, by its name: what a trace depends on."""
+    leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
     return {name: checks.describe(leaf) + (" (weakly typed)" if is_weak(leaf) else "") for name, leaf in leaves.items()}
@@ -232,15 +179,13 @@ def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
-        return _scan_batches(
-            lambda state, batch: run(state, batch), state, batches
-        )  # Of a new function, for each class.
+        return _scan_batches(lambda *args: run(*args), state, batches)  # Of a new function, for each class.
 
     return fused
 
 
 def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same of a `run` that hands on the flags of `bad_numbers.Looking`."""
+    """Scans over a `run` that hands on the flags of `bad_numbers.Looking`."""
 
     def fused(state: Any, batches_and_flags: Any) -> Any:
         batches, flags = batches_and_flags

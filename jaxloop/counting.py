@@ -114,11 +114,6 @@ class Counting:
             stopwatch.move(came - began, "data")
         return self.count(self.num_examples(batch), came), batch
 
-    @property
-    def counts_alike(self) -> bool:
-        """Whether batches of the same shapes have the same number of examples."""
-        return self._num_examples is None
-
     def num_examples(self, batch: types.Batch) -> int:
         """The number of examples of a batch.
 
@@ -149,22 +144,19 @@ class Counting:
         self._is_over = self._stop is not None and self._stop.stops(before, elapsed)
         return dataclasses.replace(elapsed, is_last=True) if self._is_over else elapsed
 
-    def count_all(self, samples: int, came: Sequence[float]) -> list[Elapsed]:
-        """As `count`, for each of several batches of so many examples, after none of which the run can end.
+    def count_all(self, seen: Sequence[tuple[int, float]]) -> list[Elapsed]:
+        """Counts several batches, each of so many examples, and there when the clock showed so much.
 
-        What was before is kept of the last alone.
+        The run can end after none of them but the last, and what was before is kept of that alone.
         """
-        newest, training_at = self.newest, self.stopwatch.training_at
-        steps, total, loops = newest.steps, newest.samples, newest.loops
-        all_but_last = [
-            Elapsed(steps + place, total + place * samples, self._offset + training_at(then), loops)
-            for place, then in enumerate(came[:-1], start=1)
-        ]
-        if all_but_last:
-            self.newest = all_but_last[-1]
-            self.stopwatch.steps += len(all_but_last)
-            self.stopwatch.samples += len(all_but_last) * samples
-        return [*all_but_last, self.count(samples, came[-1])]
+        newest, elapsed = self.newest, list[Elapsed]()
+        for samples, came in seen[:-1]:
+            time = self._offset + self.stopwatch.training_at(came)
+            newest = Elapsed(newest.steps + 1, newest.samples + samples, time, newest.loops)
+            elapsed.append(newest)
+            self.stopwatch.samples += samples
+        self.newest, self.stopwatch.steps = newest, self.stopwatch.steps + len(elapsed)
+        return [*elapsed, self.count(*seen[-1])]
 
     def room(self) -> int:
         """How many of the next steps come before the one that `stop` may end the run with."""

@@ -1,6 +1,5 @@
 """Batches on their way from a dataset into the steps of a loop."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -10,9 +9,6 @@ import numpy as np
 from jaxloop import checks, types
 from jaxloop.agreement import JointDraw
 from jaxloop.sources import NO_DATA, is_function
-
-# Of `cycle` the first pass may be slow.
-_IN_MEMORY = (type(iter([])), type(iter(())), itertools.repeat, itertools.cycle)
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -55,7 +51,6 @@ class Feed(Iterator[types.Batch]):
       joint: what draws in several processes together; None in one.
       ahead: batches that were drawn, and not taken.
       has_ended: whether the end of the data has come out.
-      was_quick: whether nobody waited for the batches that were drawn and timed last; for whoever times them to say.
     """
 
     def __init__(
@@ -67,12 +62,10 @@ class Feed(Iterator[types.Batch]):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
-        self._is_in_memory = draw is None and isinstance(dataset, _IN_MEMORY)
-        self.was_quick = False
         self._draw = dataset.__next__ if draw is None else lambda: draw(dataset)
         self.joint: JointDraw | None = join and join(self._draw)
         if self.joint is not None:
-            self._draw, self._is_in_memory = self.joint, False
+            self._draw = self.joint
         self._error: Exception | SystemExit | None = None
 
     @property
@@ -85,10 +78,6 @@ class Feed(Iterator[types.Batch]):
         self.has_ended = False
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
-
-    def is_instant(self) -> bool:
-        """Whether to draw a batch is but to take it out of the memory, so that nobody needs to time it."""
-        return self.was_quick and self._is_in_memory
 
     def drawer(self) -> Callable[[], types.Batch]:
         """What draws the next batch, as long as nobody calls another method. It raises what the dataset raises."""
@@ -141,27 +130,3 @@ class Feed(Iterator[types.Batch]):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-
-@final
-class TimedDraw:
-    """Draws batches, and counts how long that takes.
-
-    Attributes:
-      secs: in all.
-      newest: what the clock showed when the last batch was there; or at the start.
-      before: when the one before it was; likewise.
-    """
-
-    def __init__(self, draw: Callable[[], types.Batch], clock: Callable[[], float]):
-        self._draw, self._clock = draw, clock
-        self.secs: float = 0.0
-        self.before: float = clock()
-        self.newest: float = self.before
-
-    def __call__(self) -> types.Batch:
-        began = self._clock()
-        batch = self._draw()
-        self.before, self.newest = self.newest, self._clock()
-        self.secs += self.newest - began
-        return batch

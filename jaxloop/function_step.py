@@ -1,10 +1,9 @@
 """Steps made of functions: what these take, what they return, and how they are compiled."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, final
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -12,7 +11,8 @@ import optax
 from absl import logging
 
 from jaxloop import checks, data, metrics, models, partition, structures, types
-from jaxloop.step import NumpyStep, PlainStep
+from jaxloop.program import Program
+from jaxloop.step import NumpyStep
 
 # More values of statics than this are probably meant to be broadcasts.
 _MANY_STATICS = 16
@@ -65,23 +65,6 @@ class FunctionStep(NumpyStep):
     def compute_num_params(self, state: Any) -> int:
         """The number of parameters in `state.params`, or in all leaves of a state without."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(getattr(state, "params", state)))
-
-
-@final
-class PlainCall(NamedTuple):
-    """A compiled function with nothing around it.
-
-    Attributes:
-      call: takes `(state, batch)` to `(logs, state)`, both states as `take` makes them.
-      take: see `PlainStep`.
-      taking: a context for some calls, the first of which gets this state.
-      remember: to be called with the newest state.
-    """
-
-    call: Callable[[Any, types.Batch], tuple[Any, Any]]
-    take: Callable[[Any], Any]
-    taking: Callable[[Any], contextlib.AbstractContextManager[None]]
-    remember: Callable[[Any], None]
 
 
 # A function that returns logs ------------------------------------------------------------------------
@@ -167,27 +150,10 @@ class CompiledFunction:
             metrics.wait((state, found))
         return found["outputs"], found["logs"], found.get("state", state)
 
-    def plain_call(self) -> PlainCall | None:
-        """What a loop may call, for less, with batches like the last one; None where there is more to it."""
-        step = self._steps.get((type(None), None)) if self._donate and self._returns_logs_alone else None
-        plain = step and step.plain_step()
-        if step is None or plain is None:
-            return None
-        run, check = plain.run, plain.check
-
-        def call(state: Any, batch: types.Batch) -> tuple[Any, Any]:
-            if check is not None:
-                check(batch)
-            state, found = run(state, (batch, None))
-            return found["logs"], state  # pyright: ignore[reportOptionalSubscript]
-
-        @contextlib.contextmanager
-        def taking(state: Any) -> Iterator[None]:
-            checks.mark_taken(state, repr(self))
-            with plain.only_known():
-                yield
-
-        return PlainCall(call, plain.take, taking, step.remember)
+    def program(self) -> Program | None:
+        """Returns what takes steps of it in a row, without broadcasts; None before the first call, and for others."""
+        step = self._steps.get((type(None), None)) if self._donate else None
+        return None if step is None or self._is_on_cpu_mesh or not self._returns_logs_alone else Program(step)
 
     def _step_for(self, statics: Hashable) -> "_PairStep":
         try:
@@ -266,14 +232,12 @@ class _PairStep(FunctionStep):
         own, broadcasts = batch
         return super().preprocess_batch(own), data.numpy_batch(broadcasts)
 
-    def plain_step(self) -> PlainStep | None:
-        return self._plain_step(_PairStep) if self._takes_numpy else None
-
-    def _look_at(self, batch: Any) -> int | None:
+    def look_at(self, batch: Any) -> int | None:
         own, broadcasts = batch
-        return super()._look_at(own if broadcasts is None else batch)
+        return super().look_at(own if broadcasts is None else batch)
 
-    def _places_batches(self) -> bool:
+    @property
+    def places_batches(self) -> bool:
         return self.partitioner.places_batches
 
     def shard_batch(self, batch: Any) -> Any:
@@ -283,12 +247,9 @@ class _PairStep(FunctionStep):
 
     _shard_short_batch = shard_batch
 
-    def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: Any) -> Any:
-        try:
-            return compiled(state, shard(batch))
-        except (TypeError, ValueError):
+    def explain(self, error: Exception, batch: Any) -> None:
+        if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch[0])
-            raise
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:

@@ -9,13 +9,12 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxloop import agreement, checks, interrupt, metrics, partition, timing, types
-from jaxloop.feed import Feed, TimedDraw, as_iterator
-from jaxloop.flat_state import whole
+from jaxloop.feed import Feed, as_iterator
 from jaxloop.ledger import Ledger
-from jaxloop.output_queue import Arrived, Block, OutputQueue
+from jaxloop.output_queue import Arrived, OutputQueue
+from jaxloop.program import STEPS_TRIED, Program, Stretch, find_steps_per_dispatch
 from jaxloop.schedules import NEVER, Elapsed
-from jaxloop.step import FusingError, PlainStep, Step
-from jaxloop.tuning import STEPS_TRIED, find_steps_per_dispatch
+from jaxloop.step import Step
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
@@ -23,8 +22,6 @@ from jaxloop.types import State as State
 
 # Of how many steps the devices keep scalars until somebody asks for them.
 _MOST_STEPS_HELD = 1024
-_QUICK_SECS = 20e-6  # A batch that comes sooner is one that nobody has waited for.
-_Take = Callable[[Any, types.Batch], tuple[Any, types.Output, int]]
 
 
 class Loop:
@@ -96,7 +93,6 @@ class Loop:
         self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
         self._evaluates = False  # Whether no call of it changes the state.
-        self._fused_step: Any = None  # In a call, once it is needed.
         self._place = self._step_name = ""  # Where an exception has come from.
         self.steps_before: int = 0
         self.source: Any = _Uncounted()
@@ -301,17 +297,16 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
         """Repeats the step; returns the newest state and the outputs of all steps."""
         num_batches = num_steps and num_steps // self._updates
-        queue, feed, take = self._new_queue(), self._begin_drawing(dataset, num_batches), None
+        queue, feed, program = self._new_queue(), self._begin_drawing(dataset, num_batches), None
         due = self._next_event() if self._returns_new_state else NEVER
         if not self._returns_new_state:
             self._step.begin_evaluation()
         try:
             state = self._step.prepare_state(state)
-            take = self._quick_step()
+            program = self._program()
             while len(self._num_examples) != num_batches:
                 left = NEVER[0] if num_batches is None else num_batches - len(self._num_examples)
-                state, arrived = self._take_up_to(due, left, take, state, feed, queue)
-                take = take or self._quick_step()
+                state, arrived = self._take_up_to(due, left, program, state, feed, queue)
                 self._take(arrived)
                 if feed.has_ended:
                     break
@@ -324,8 +319,7 @@ class Loop:
                     if now.is_last or not self._has_more(feed, now):
                         break
                     self._place = "the actions"
-                    if take is not None:  # Somebody may keep this state, which the next step takes.
-                        checks.mark_taken(state, repr(self))
+                    checks.mark_taken(state, repr(self))  # Somebody may keep this state, which the next step takes.
                     if not self._at_event(now, state, queue):
                         self._was_interrupted = self._interrupt.requested
                         break
@@ -339,12 +333,12 @@ class Loop:
             error.add_note(f"in {self._place}, after step {self._step_num}, in {self!r}")
             raise
         finally:
-            if take is not None and self._newest_state is not None:
+            if program is not None and self._newest_state is not None:
                 self._step.remember(self._newest_state)
         return state, self._ledger.whole_loop()
 
     def _begin_drawing(self, dataset: Iterator[types.Batch], num_batches: int | None) -> Feed:
-        feed, self._fused_step = self._feed_of(dataset), None
+        feed = self._feed_of(dataset)
         feed.begin(num_batches)
         if self._job.is_shared and not feed.num_ahead:
             self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
@@ -368,168 +362,57 @@ class Loop:
     # The steps between two moments at which something else happens ---------------------------------------
 
     def _take_up_to(
-        self, due: tuple[int, float], left: int, take: _Take | None, state: Any, feed: Feed, queue: OutputQueue
+        self, due: tuple[int, float], left: int, program: Program, state: Any, feed: Feed, queue: OutputQueue
     ) -> tuple[Any, Arrived]:
         """Takes some of the steps that are left, up to where something is due."""
         next_step, next_time = due
-        if take is None:
-            return self._take_some(self._take_careful, state, feed, queue, 1, next_time)
-        if self._job.is_shared and next_time < math.inf:  # All have one clock, which goes on from batch to batch.
-            return self._take_quickly(take, state, feed, queue, 1, math.inf)
-        batches_to_event = -(-(next_step - self._step_num) // self._updates)
-        return self._take_quickly(take, state, feed, queue, min(left, batches_to_event), next_time)
-
-    def _take_quickly(
-        self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
-    ) -> tuple[Any, Arrived]:
-        """Takes some of the next `room` steps, in the way that costs least."""
+        if self._job.is_shared and next_time < math.inf:
+            room, next_time = 1, math.inf  # All have one clock, which goes on from batch to batch.
+        else:
+            room = 1 if self._calls_step else min(left, -(-(next_step - self._step_num) // self._updates))
         if self._steps_at_once is None and room >= STEPS_TRIED:
             self._find_steps_at_once(state, feed)
             queue.max_steps_in_flight = self._max_in_flight
-        if 1 < (self._steps_at_once or 1) <= room:
-            self._fused_step = self._fused_step or self._step.fused_step(evaluates=not self._returns_new_state)
-            state, arrived = self._take_group(self._fused_step, state, feed, queue)
-            if arrived is not None:
-                return state, arrived
-        plain = self._plain_step()
-        if plain is None:
-            return self._take_some(take, state, feed, queue, min(room, queue.room), next_time)
-        if feed.ahead or room == 1:  # The last one is timed, for schedules that ask when the step before was done.
-            return self._take_some(take, state, feed, queue, 1, next_time)
-        return self._take_plain(plain, state, feed, queue, min(room - 1, queue.room), next_time)
-
-    def _take_some(
-        self, take: _Take, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
-    ) -> tuple[Any, Arrived]:
-        """Takes up to `room` steps, with nothing between them but to draw a batch.
-
-        Ends sooner with the data, when `next_time` by the stopwatch has come, and when a signal has. Each step of a run
-        goes through these lines and `take`: they are what a loop costs.
-        """
-        deadline = self._stopwatch.reading_at(next_time)
-        clock, draw, interrupt = self._stopwatch.clock, feed.drawer(), self._interrupt.outermost
-        keep, add_number, add_outputs = self._batch_keeper(), self._num_examples.append, queue.newest.append
-        before = looked = clock()
-        in_data, in_step = 0.0, False
+        stretch = Stretch(state, queue.newest, self._num_examples, self._stopwatch.clock, self._interrupt.outermost)
+        stretch.deadline = self._stopwatch.reading_at(next_time)
         try:
-            for _ in range(room):
-                began = clock()
-                try:
-                    batch = draw()
-                except StopIteration:
-                    feed.has_ended = True
-                    break
-                in_step = True
-                before, looked = looked, clock()
-                in_data += looked - began
-                if keep is not None:
-                    keep(batch)
-                state, outputs, num_examples = take(state, batch)
-                add_outputs(outputs)
-                add_number(num_examples)
-                in_step = False
-                if looked >= deadline or interrupt.signum is not None:
-                    break
+            has_taken = 1 < (self._steps_at_once or 1) <= room and program.take_group(
+                stretch, feed, self._steps_at_once or 1
+            )
+            if not has_taken and not feed.has_ended:
+                program.take(stretch, feed, min(room, queue.room))
         except BaseException as error:
-            self._end_by(error, state, in_step=in_step)
+            self._end_by(error, stretch)
             raise
-        self._stopwatch.move(in_data, "data")
-        feed.was_quick = in_data < _QUICK_SECS * room
-        self._time_before_step = self._stopwatch.training_at(before)
-        return state, self._push(state, queue, self._count_steps())
+        self._stopwatch.move(stretch.secs_in_data, "data")
+        self._time_before_step = self._stopwatch.training_at(stretch.before)
+        return stretch.state, self._push(stretch.state, queue, self._count_steps())
 
-    def _plain_step(self) -> PlainStep | None:
-        """See `Step.plain_step`; None too where batches are kept."""
-        return None if not self._returns_new_state or self._batch_keeper() is not None else self._step.plain_step()
+    def _program(self) -> Program:
+        """Returns what takes the steps of a call."""
+        evaluates = not self._returns_new_state
+        program = Program(self._step, evaluates=evaluates, own=self._take_own if self._calls_step else None)
+        program.observers = self._observers()
+        return program
 
-    def _take_plain(
-        self, plain: PlainStep, state: Any, feed: Feed, queue: OutputQueue, room: int, next_time: float
-    ) -> tuple[Any, Arrived]:
-        """As `_take_some`, for less, where nothing is to be done to a batch.
+    @property
+    def _calls_step(self) -> bool:
+        """Whether `_run_one_step` is called for each batch: there is more to do than to give it to the devices."""
+        has_work = self._step.work_after_run(evaluates=not self._returns_new_state) is not None
+        return has_work or checks.is_of_user(self, "_run_one_step")
 
-        To start a step of a tiny model takes as long as a few calls in Python, so here is none but that of the step.
-        Ends sooner too where a batch comes that is not like those before, or with which the step fails: taken the
-        other way, it does so with all that belongs to it.
-        """
-        run, take, only_known, name, rows, check = plain
-        state = take(state)
-        interrupt, add, taken_before = self._interrupt.outermost, queue.newest.append, len(queue.newest)
-        timed = TimedDraw(feed.drawer(), self._stopwatch.clock)
-        draw = feed.drawer() if feed.is_instant() and next_time == math.inf else timed
-        deadline = self._stopwatch.reading_at(next_time)
-        batch, undone = None, False
-        try:
-            with only_known():
-                for _ in range(room):
-                    batch = draw()
-                    undone = True
-                    if len(batch[name]) != rows:
-                        break
-                    if check is not None:
-                        check(batch)
-                    state, outputs = run(state, batch)
-                    add(outputs)
-                    undone = False
-                    if interrupt.signum is not None or timed.newest >= deadline:
-                        break
-        except BaseException as error:
-            state = whole(state)
-            feed.has_ended = isinstance(error, StopIteration) and not undone
-            can_go_on = undone and isinstance(error, Exception) and checks.is_alive(state)
-            if not (feed.has_ended or can_go_on):
-                self._num_examples += [rows] * (len(queue.newest) - taken_before)
-                self._end_by(error, state, in_step=undone)
-                raise
-        self._num_examples += [rows] * (len(queue.newest) - taken_before)
-        if undone:
-            feed.put_back([batch])
-        state = whole(state)
-        if draw is timed:
-            self._stopwatch.move(timed.secs, "data")
-            feed.was_quick = timed.secs < _QUICK_SECS * room
-        self._time_before_step = self._stopwatch.training_at(timed.before)
-        return state, self._push(state, queue, self._count_steps())
-
-    def _take_group(self, take_group: Any, state: Any, feed: Feed, queue: OutputQueue) -> tuple[Any, Arrived | None]:
-        """Takes the steps of a group in one dispatch; none of them, and returns None, where that can't be done."""
-        before = self._stopwatch.training
-        with self._stopwatch.counting("data"):
-            group = feed.take(self._steps_at_once)  # pyright: ignore[reportArgumentType]
-        if feed.has_ended:
-            return state, Arrived()
-        taken = None
-        if len(group) == self._steps_at_once:
-            try:
-                taken = take_group(state, group)
-            except Exception as error:
-                if isinstance(error, FusingError) or not checks.is_alive(state):
-                    self._place = self._step_name
-                    raise
-                # Taken one by one, the step that fails does so with all that belongs to it.
-        if taken is None:
-            feed.put_back(group)
-            return state, None
-        state, outputs, numbers = taken
-        keep = self._batch_keeper()
-        for batch in group if keep is not None else ():
-            keep(batch)  # pyright: ignore[reportOptionalCall]
-        self._num_examples += numbers
-        self._time_before_step = before
-        queue.newest.append(Block(outputs, len(group)))
-        return state, self._push(state, queue, self._count_steps())
-
-    def _take_careful(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        """Takes one step where there is more to do than to give the batch to the devices."""
+    def _take_own(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+        """Takes one step by `_run_one_step`."""
         self._examples_at_hand = num_examples = self._step.count_examples(batch)
         number = self.steps_before + len(self._num_examples)
         state, outputs = self._run_one_step(state, batch, number)
         return state, outputs, num_examples
 
-    def _end_by(self, error: BaseException, state: Any, *, in_step: bool) -> None:
+    def _end_by(self, error: BaseException, stretch: Stretch) -> None:
         """Counts what was done before an exception of the dataset or of a step."""
-        self._newest_state = state
-        self._count_steps(undone=in_step)
-        if not in_step:
+        self._newest_state = stretch.state
+        self._count_steps(undone=stretch.is_in_step)
+        if not stretch.is_in_step:
             return
         self._place = self._step_name
         if isinstance(error, Exception):
@@ -561,7 +444,7 @@ class Loop:
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
         """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
         if self._feed.dataset is not dataset:
-            draw = self._get_next_batch if _is_overridden(self, "_get_next_batch") else None
+            draw = self._get_next_batch if checks.is_overridden(self, "_get_next_batch", Loop) else None
             self._feed = Feed(dataset, draw, self._join if self._job.is_shared else None)
         return self._feed
 
@@ -588,16 +471,8 @@ class Loop:
 
     def _new_queue(self) -> OutputQueue:
         # An `update_outputs` of somebody's own may want to see them soon.
-        most_held = None if _is_overridden(self, "update_outputs") else _MOST_STEPS_HELD
+        most_held = None if checks.is_overridden(self, "update_outputs", Loop) else _MOST_STEPS_HELD
         return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._ledger.sums)
-
-    def _quick_step(self) -> _Take | None:
-        """See `Step.quick_step`; None where a subclass has a `_run_one_step` of its own."""
-        return (
-            None
-            if checks.is_of_user(self, "_run_one_step")
-            else self._step.quick_step(evaluates=not self._returns_new_state)
-        )
 
     def _set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
         """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
@@ -612,7 +487,7 @@ class Loop:
                 "steps_per_dispatch at 1."
             )
         if value > 1:
-            self._step.fused_step(evaluates=self._evaluates)  # Says why it can't.
+            Program(self._step, evaluates=self._evaluates).check_fuses()
         self._steps_at_once = int(value)
 
     def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
@@ -631,9 +506,9 @@ class Loop:
         finally:
             feed.put_back(batches)
 
-    def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
-        """What is called with each batch before its step; None for nothing."""
-        return None
+    def _observers(self) -> list[Callable[[types.Batch], None]]:
+        """Returns what is called with each batch."""
+        return []
 
     def _note_failed_step(self) -> None:
         """Called where a step has raised, before it was counted."""
@@ -732,7 +607,7 @@ class Loop:
     def _take(self, arrived: Arrived) -> None:
         """Takes in the outputs of steps that have reached the host."""
         if arrived:
-            update = self.update_outputs if _is_overridden(self, "update_outputs") else None
+            update = self.update_outputs if checks.is_overridden(self, "update_outputs", Loop) else None
             self._ledger.take(arrived, update, keeps_unread=self._reads_parts)
 
     def _settle(self, queue: OutputQueue, *, reads: bool = False) -> None:
@@ -764,11 +639,6 @@ class Loop:
         if count is not self._known_step:
             return int(metrics.fetch(count))
         return self._step_num  # Reading it would wait for the device.
-
-
-def _is_overridden(loop: Loop, name: str) -> bool:
-    """Whether a method is another one than `Loop`'s, by a subclass or set on this object."""
-    return name in vars(loop) or getattr(type(loop), name) is not getattr(Loop, name)
 
 
 def _weighted(outputs: Any, weights: list[int]) -> metrics.LoopOutputs:

@@ -11,9 +11,8 @@ import optax
 
 from jaxloop import agreement, checks, data, models, partition, structures, types
 from jaxloop.actions.action import Action
-from jaxloop.compiled import NotCompiled
 from jaxloop.metrics import fetch, is_metric, merge
-from jaxloop.step import NO_OPTIMIZER, NumpyStep, PlainStep
+from jaxloop.step import NO_OPTIMIZER, NumpyStep
 
 LossFn = Callable[[Any, types.Batch], Any]
 """`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
@@ -160,7 +159,6 @@ class LossStep(NumpyStep):
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
         self._rows_of_first: int | None = None  # Of the loop's first batch, in an evaluation.
-        self._all_real: jax.Array | None = None  # The mask of a whole batch.
         self._not_per_example: tuple[str, ...] | None = None  # Which values are not; known once `run` is traced.
 
     def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
@@ -218,25 +216,8 @@ class LossStep(NumpyStep):
             )
         return int(np.sum(values, dtype=np.int64))
 
-    def plain_step(self) -> PlainStep | None:
-        plain = self._plain_step(LossStep) if self._takes_numpy else None
-        if plain is None:
-            return None
-        # Of a batch that is not filled up and has no mask, `begin` does no more than this. On the device the mask need
-        # not be brought there at each step.
-        run, is_real, has_names = plain.run, self._all_real, isinstance(plain.name, str)
-        if is_real is None or len(is_real) != plain.rows:
-            is_real = self._all_real = jnp.asarray(_real_rows(plain.rows, plain.rows))
-
-        def run_whole(state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-            if has_names and "mask" in batch:
-                raise NotCompiled
-            return run(state, _MaskedBatch(batch, is_real))
-
-        return plain._replace(run=run_whole)
-
-    def _look_at(self, batch: types.Batch) -> int | None:
-        return super()._look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)
+    def look_at(self, batch: types.Batch) -> int | None:
+        return super().look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)
 
     # The model -----------------------------------------------------------------------------------
 

@@ -106,22 +106,21 @@ class StatLoop(Loop):
         self._begin_time, self._spent_before = self._init_time, self.spent
         self.peak_flops_per_sec: float | None = None
         self._has_said_peak = False
+        self._example: tuple[types.Batch] | None = None  # For the count of operations.
 
     def _prepare_call(self) -> None:
         super()._prepare_call()
         self._begin_time, self._spent_before = time.time(), self.spent
 
-    def _quick_step(self) -> Any:
-        # The first step is to count them.
-        return None if self._is_to_count_flops() and not self.num_examples else super()._quick_step()
+    def _observers(self) -> list[Callable[[types.Batch], None]]:
+        observers = super()._observers()
+        if self.step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._stat_names):
+            observers.append(self._keep_example)
+        return observers
 
-    def _is_to_count_flops(self) -> bool:
-        return self.step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._stat_names)
-
-    def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        if per_loop_step_number == 0 and self._is_to_count_flops():
-            self.step.compute_num_flops(state, batch)
-        return super()._run_one_step(state, batch, per_loop_step_number)
+    def _keep_example(self, batch: types.Batch) -> None:
+        if self._example is None:
+            self._example = (batch,)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # The outputs are on the host, so the device has finished; without outputs, wait for the state.
@@ -139,6 +138,8 @@ class StatLoop(Loop):
         num_params = self.step.num_params
         if num_params is None and hasattr(state, "params"):
             num_params = self.step.compute_num_params(state)
+        if self._example is not None and self.step.num_flops is None:
+            self.step.compute_num_flops(state, *self._example)
         stats = {
             STAT_NUM_PARAMS: num_params,
             STAT_NUM_FLOPS: self.step.num_flops,

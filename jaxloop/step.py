@@ -20,7 +20,6 @@ from jaxloop import bad_numbers, checkpoint, checks, cost, data, metrics, models
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
-from jaxloop.flat_state import FlatState
 from jaxloop.schedules import Elapsed
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
@@ -29,27 +28,6 @@ from jaxloop.types import State as State
 
 NO_OPTIMIZER = optax.identity()
 """What stands for no optimizer: a step that trains with it is told so."""
-
-
-@final
-class PlainStep(NamedTuple):
-    """The compiled step itself.
-
-    Attributes:
-      run: takes `(state, batch)` to `(state, outputs)`, both states as `take` makes them.
-      take: makes of a state what `run` takes, a `FlatState` where that costs less; `flat_state.whole` is the way back.
-      only_known: a context in which it raises NotCompiled, rather than compile for a batch that nobody has looked at.
-      name: under which name, or place, a batch has an array ...
-      rows: ... with so many rows, if it is one for this step. So many examples it has.
-      check: raises where there is something wrong with a batch; None where nobody needs to look.
-    """
-
-    run: Callable[[Any, types.Batch], tuple[Any, types.Output]]
-    take: Callable[[Any], Any]
-    only_known: Callable[[], contextlib.AbstractContextManager[None]]
-    name: str | int
-    rows: int
-    check: Callable[[types.Batch], None] | None
 
 
 @final
@@ -203,7 +181,8 @@ class Step:
         self._nnx_model_kwargs = nnx_model_kwargs
         self._begin_actions = ActionList(begin_actions, unit="steps within the loop")
         self._end_actions = ActionList(end_actions, unit="steps within the loop")
-        self._compiled = self._not_compiled()
+        self._compiled: dict[Any, Compiled] = {}
+        self._jit_kwargs: dict[str, Any] = {}
         self._watch: bad_numbers.Watch | None = None
         self._new_state: Callable[[], Any] | None = None
         # Weak references to a state that is alive for certain, and to a leaf of it that the next step donates.
@@ -399,7 +378,8 @@ class Step:
         are enough for both, see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
-        self._num_flops = cost.flops_of(self._compiled.lower(state, self._shard_short_batch(batch)))
+        compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
+        self._num_flops = cost.flops_of(compiled.lower(state, self._shard_short_batch(batch)))
         return self._num_flops
 
     # Running -------------------------------------------------------------------------------------
@@ -434,17 +414,15 @@ class Step:
           **jit_kwargs: arguments of `jax.jit` that replace the partitioner's own. What was compiled is forgotten.
         """
         if jit_kwargs or state is None:
-            self._compiled = self._not_compiled(**jit_kwargs)
+            self._compiled, self._jit_kwargs = {}, jit_kwargs
         if state is None:
             return
         state, example = self._in_shapes(state, batch)
         fused = steps_per_dispatch > 1
         if fused:
             example = stacked([example] * steps_per_dispatch)
-            placed = self._partitioner.shard_stacked_batches(example) if self._should_shard_batch else example
-        else:
-            placed = self._shard_short_batch(example) if evaluates else self.shard_batch(example)
-        lowered = self._compiled.lower(state, placed, self._watch, fused=fused, evaluates=evaluates)
+        placed = self.place_stacked(example) if fused else self.place(example, evaluates=evaluates)
+        lowered = self._compiled_for(evaluates=evaluates, fuses=fused, watch=self._watch).lower(state, placed)
         mesh = self._partitioner.mesh
         self._cost = cost.cost_of(lowered, lowered.compile(), num_devices=1 if mesh is None else mesh.size)
         if not fused and not evaluates:
@@ -454,7 +432,7 @@ class Step:
         """Returns a state, or its shapes, and the shapes of a batch as the hooks before `run` leave it."""
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         state = self._as_it_will_come(state) if is_abstract else self.prepare_state(state)
-        state, batch, _ = self._prepare_batch(evaluates=True)(state, models.example_batch(batch))
+        state, batch = self.before_run(state, models.example_batch(batch))
         if checks.is_of_user(self, "shard_batch") or checks.is_of_user(self._partitioner, "shard_batch"):
             return state, batch  # That one may take arrays only.
         return state, jax.tree.map(models.shape_of_array, batch)
@@ -466,9 +444,32 @@ class Step:
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
         return jax.tree.map(plain, shapes)
 
-    def _not_compiled(self, **jit_kwargs: Any) -> Compiled:
-        name, run, evaluate = type(self).__name__, self._checked_run, self._checked_outputs
-        return Compiled(name, run, evaluate, self._partitioner, **jit_kwargs)
+    def _compiled_for(self, *, evaluates: bool, fuses: bool, watch: bad_numbers.Watch | None) -> Compiled:
+        policy = None if evaluates or watch is None else watch.policy
+        key = (evaluates, fuses, policy)
+        if key not in self._compiled:
+            run = self._checked_outputs if evaluates else self._checked_run
+            self._compiled[key] = Compiled(
+                type(self).__name__,
+                run,
+                self._partitioner,
+                evaluates=evaluates,
+                fuses=fuses,
+                policy=policy,
+                jit_kwargs=self._jit_kwargs,
+            )
+        return self._compiled[key]
+
+    def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
+        """Returns what is compiled of `run` for a purpose, and the function that gives a batch to the devices.
+
+        Args:
+          evaluates: keeps the state.
+          fuses: takes several batches at once, see `place_stacked`.
+        """
+        watch = None if evaluates else self._watch
+        compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, watch=watch)
+        return compiled, compiled.call if watch is None else functools.partial(watch.call, compiled, fuses=fuses)
 
     def trace(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> Traced:
         """Traces `run`, and says what it would return; nothing is computed.
@@ -572,8 +573,8 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
-        self._look_at(batch)
-        state, outputs = self._dispatch(self._compiled.training(self._watch), self.shard_batch, state, batch)
+        self.look_at(batch)
+        state, outputs = self._dispatch(state, batch)
         checks.mark_taken(given, repr(self))
         try:
             state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
@@ -583,120 +584,12 @@ class Step:
         self.remember(state)
         return state, outputs
 
-    def quick_step(
-        self, *, evaluates: bool = False
-    ) -> Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None:
-        """What a loop may call in place of the step, with a state that was prepared or that the step before returned.
-
-        It passes over what a call of the step does for states that come from elsewhere, and takes `(state, batch)` to
-        `(state, outputs, number of examples)`. A loop says with `remember` which state it came to. None where there is
-        more to do than to take the batch to the device: actions, and an `end` or a `__call__` of its own.
+    def work_after_run(self, *, evaluates: bool = False) -> str | None:
+        """Says what is to be done on the host after each step, so that a loop must call the step; None for nothing.
 
         Args:
-          evaluates: as `evaluate` does: the state stays as it is.
+          evaluates: whether it is for evaluations.
         """
-        if self._what_comes_between(evaluates) is not None:
-            return None
-        prepare = self._prepare_batch(evaluates)
-        if evaluates:
-            compiled, shard = self._compiled.evaluation(), self._shard_short_batch
-            run = lambda state, batch: (state, compiled(state, batch))
-        else:
-            run, shard = self._compiled.training(self._watch), self.shard_batch
-
-        def take(state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-            state, batch, num_examples = prepare(state, batch)
-            try:
-                state, outputs = run(state, shard(batch))
-            except Exception as error:
-                _explain(error, batch)
-                raise
-            return state, outputs, num_examples
-
-        return take
-
-    def plain_step(self) -> "PlainStep | None":
-        """What a loop may call, for less, in place of the function of `quick_step`, for the batches that it tells.
-
-        None where something is to be done to a batch but to give it to `run`, and before the first batch.
-        """
-        return self._plain_step(Step)
-
-    def _plain_step(self, base: "type[Step]") -> "PlainStep | None":
-        """As `plain_step`, of a class whose own hooks leave as they are the batches that it tells."""
-        like = self._batch_watch.like
-        if like is None or self._places_batches() or self._has_hooks_of_batches(base):
-            return None
-        check = self._batch_watch.check_range if self._batch_watch.has_wide_integers else None
-        run = self._compiled.plain_training(self._watch)
-        if run is None:
-            return None
-        take = FlatState.of if self._compiled.takes_flat_states else lambda state: state
-        return PlainStep(run, take, self._compiled.only_known, *like, check)
-
-    def fused_step(
-        self, *, evaluates: bool = False
-    ) -> Callable[[Any, Sequence[types.Batch]], tuple[Any, types.Output, list[int]] | None]:
-        """As `quick_step`, of several batches in one dispatch: a scan of `run` over them, on the devices.
-
-        It takes `(state, batches)` to `(state, outputs, numbers of examples)`, the outputs of the steps stacked on a
-        new leading axis; it returns None, and does nothing, where the batches are not of one shape. It compiles for
-        each number of batches.
-
-        Raises:
-          FusingError: something is to be done between two steps, on the host.
-        """
-        between = self._what_comes_between(evaluates)
-        if between is not None:
-            raise FusingError(f"{self!r} can't take several steps in one dispatch: {between}.")
-        prepare_all = self._prepare_batches(evaluates)
-        shard = self._partitioner.shard_stacked_batches if self._should_shard_batch else lambda batches: batches
-        if evaluates:
-            compiled = self._compiled.evaluation(fused=True)
-            run = lambda state, batches: (state, compiled(state, batches))
-        else:
-            run = self._compiled.training(self._watch, fused=True)
-
-        def take(state: Any, batches: Sequence[types.Batch]) -> tuple[Any, types.Output, list[int]] | None:
-            prepared, numbers = prepare_all(state, batches)
-            whole = stacked(prepared)
-            if whole is None:
-                return None
-            try:
-                state, outputs = run(state, shard(whole))
-            except Exception as error:
-                _explain(error, prepared[0])
-                raise
-            return state, outputs, numbers
-
-        return take
-
-    def _prepare_batches(
-        self, evaluates: bool
-    ) -> Callable[[Any, Sequence[types.Batch]], tuple[Sequence[types.Batch], list[int]]]:
-        """As `_prepare_batch`, of the batches of one dispatch."""
-        prepare, watch = self._prepare_batch(evaluates), self._batch_watch
-        looks_at_one = not self._has_hooks_of_batches()
-
-        def prepare_all(state: Any, batches: Sequence[types.Batch]) -> tuple[Sequence[types.Batch], list[int]]:
-            prepared, numbers = [], []
-            for batch in batches:
-                new_state, batch, number = prepare(state, batch)
-                if new_state is not state:
-                    raise FusingError(
-                        f"{type(self).__name__}.begin returned another state, so that several steps can't be taken in "
-                        "one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
-                    )
-                if looks_at_one and (evaluates or watch.like is not None):
-                    return batches, [number] * len(batches)  # Those that differ can't be stacked.
-                prepared.append(batch)
-                numbers.append(number)
-            return prepared, numbers
-
-        return prepare_all
-
-    def _what_comes_between(self, evaluates: bool) -> str | None:
-        """What is to be done between two steps on the host, besides bringing the next batch; None for nothing."""
         for name in ("evaluate" if evaluates else "__call__", "end"):
             if self._has_own(name):
                 return f"it has its own `{name}`, which is called after each step"
@@ -704,40 +597,25 @@ class Step:
             return "it has actions, which are called for each step; give them to the loop, with a schedule"
         return None
 
-    def _has_own(self, name: str, base: "type[Step] | None" = None) -> bool:
-        """Whether a method is another one than that of the base, `Step`, by a subclass or set on this object."""
-        return name in vars(self) or getattr(type(self), name) is not getattr(base or Step, name)
+    def _has_own(self, name: str) -> bool:
+        return checks.is_overridden(self, name, Step)
 
-    def _has_hooks_of_batches(self, base: "type[Step] | None" = None) -> bool:
-        return any(self._has_own(name, base) for name in ("preprocess_batch", "begin", "num_examples"))
-
-    def _places_batches(self) -> bool:
+    @property
+    def places_batches(self) -> bool:
+        """Whether a batch has to be placed on the devices before `run`."""
         return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
 
-    def _prepare_batch(self, evaluates: bool) -> Callable[[Any, types.Batch], tuple[Any, types.Batch, int]]:
-        """What takes `(state, batch)` through the hooks before `run`, and counts its examples."""
-        look = self._look_at
-        has_own_hooks = self._has_own("preprocess_batch") or self._has_own("begin")
-        counts = evaluates or self._has_hooks_of_batches()
-
-        def prepare(state: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-            number = self.count_examples(batch) if counts else None
-            if has_own_hooks:
-                state, batch = self.before_run(state, batch)
-            if not evaluates:
-                rows = look(batch)
-                if number is None:
-                    number = self.count_examples(batch) if rows is None else rows
-            return state, batch, number  # pyright: ignore[reportReturnType]
-
-        return prepare
-
-    def _look_at(self, batch: types.Batch) -> int | None:
+    def look_at(self, batch: types.Batch) -> int | None:
         """Looks at a batch of training that is ready for `run`, see `BatchWatch.look`."""
         return self._batch_watch.look(batch, self)
 
+    @property
+    def watch(self) -> bad_numbers.Watch | None:
+        """What looks for bad numbers at present, see `watched`."""
+        return self._watch
+
     @contextlib.contextmanager
-    def watched(self, watch: bad_numbers.Watch) -> Iterator[None]:
+    def watched(self, watch: bad_numbers.Watch | None) -> Iterator[None]:
         """Has the step look for bad numbers, as a `TrainLoop` asks; what it compiles for a policy is kept."""
         before, self._watch = self._watch, watch
         try:
@@ -751,11 +629,10 @@ class Step:
         Eagerly, `run` is not compiled, and keeps the state.
         """
         state, batch = self.before_run(self.prepare_state(state), batch)
-        shard = self.shard_batch
         if eagerly:  # Else NumPy would compute with NumPy arrays.
-            shard = lambda batch: jax.tree.map(jnp.asarray, self.shard_batch(batch))
+            batch = jax.tree.map(jnp.asarray, batch)
         with jax.disable_jit(eagerly):
-            state, outputs = self._dispatch(self._compiled.training(self._watch), shard, state, batch)
+            state, outputs = self._dispatch(state, batch)
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
@@ -771,7 +648,7 @@ class Step:
             self.begin_evaluation()
         elapsed = Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(self.prepare_state(state), batch, per_loop_step_number, elapsed)
-        outputs = self._dispatch(self._compiled.evaluation(), self._shard_short_batch, state, batch)
+        _, outputs = self._dispatch(state, batch, evaluates=True)
         return self._end(state, outputs, per_loop_step_number, elapsed)[1]
 
     def begin_evaluation(self) -> None:
@@ -783,6 +660,14 @@ class Step:
 
     def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
+
+    def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
+        """Places a batch on the devices: by `shard_batch`, or replicated where, to evaluate, it does not divide."""
+        return self._shard_short_batch(batch) if evaluates else self.shard_batch(batch)
+
+    def place_stacked(self, batches: types.Batch) -> types.Batch:
+        """Places batches that were stacked on a new leading axis."""
+        return self._partitioner.shard_stacked_batches(batches) if self._should_shard_batch else batches
 
     def _is_known(self, state: Any) -> bool:
         if self._known_state() is not state:
@@ -814,12 +699,23 @@ class Step:
             raise TypeError(f"{type(self).__name__}.preprocess_batch returned None. Return the batch.")
         return ready
 
-    def _dispatch(self, compiled: Any, shard: Callable[[Any], Any], state: Any, batch: types.Batch) -> Any:
+    def _dispatch(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> tuple[Any, types.Output]:
+        compiled, call = self.dispatcher(evaluates=evaluates)
         try:
-            return compiled(state, shard(batch))
+            carry, outputs = call(compiled.enter(state), self.place(batch, evaluates=evaluates))
         except Exception as error:
-            _explain(error, batch)
+            self.explain(error, batch)
             raise
+        return compiled.leave(carry), outputs
+
+    def explain(self, error: Exception, batch: types.Batch) -> None:
+        """Notes with an error in a step which batch it was; raises another where the batch is what is wrong."""
+        if isinstance(error, TypeError | ValueError):
+            checks.check_batch(batch)
+        if batch is None:
+            error.add_note("without a batch, because the dataset is None. Give the data, if the step needs them.")
+        else:
+            error.add_note(f"with {checks.batch_in_words(batch)}")
 
     def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
         if self._has_own("end"):
@@ -917,16 +813,9 @@ class NumpyStep(Step):
       begin, run, end, num_examples, make_state: see `Step`.
     """
 
-    _takes_numpy = False  # Whether the last batch was one of NumPy arrays already.
-
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:
         """Turns tensors into NumPy arrays."""
-        converted = data.numpy_batch(batch)
-        self._takes_numpy = converted is batch
-        return converted
-
-    def plain_step(self) -> PlainStep | None:
-        return self._plain_step(NumpyStep) if self._takes_numpy else None
+        return data.numpy_batch(batch)
 
 
 _OPTIONS = models.options_of(Step)
@@ -942,16 +831,6 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
     closed = jax_core.ClosedJaxpr(needed, jaxpr.consts)  # pyright: ignore[reportPrivateImportUsage]
     (after,) = jax_core.jaxpr_as_fun(closed)(*[before] * any(needs))
     return int(metrics.fetch(after)) - 41
-
-
-def _explain(error: Exception, batch: types.Batch) -> None:
-    """Says of an error in a step which batch it was; raises another where the batch is what is wrong."""
-    if isinstance(error, TypeError | ValueError):
-        checks.check_batch(batch)
-    if batch is None:
-        error.add_note("without a batch, because the dataset is None. Give the data, if the step needs them.")
-    else:
-        error.add_note(f"with {checks.batch_in_words(batch)}")
 
 
 def _copy_what_is_donated(outputs: types.Output, state: Any) -> types.Output:

@@ -13,7 +13,6 @@ from absl import logging
 from jaxloop import bad_numbers, checks, metrics, timing, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
-from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue, chunk_size
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import Step
@@ -171,15 +170,9 @@ class TrainLoop(ActionLoop):
         if self._watch is not None:
             self._watch.restart()
 
-    def _batch_keeper(self) -> Callable[[types.Batch], None] | None:
+    def _observers(self) -> list[Callable[[types.Batch], None]]:
         keeps = self.run_info is not None and self.run_info.keeps_batches
-        return self._kept.add if keeps else None
-
-    def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
-        looks = self._watch is not None  # The flags of steps that are only tried are nobody's.
-        watch = bad_numbers.Watch(self._nan_policy, bad_numbers.MAX_STEPS) if looks else None
-        with self._step.watched(watch) if watch is not None else contextlib.nullcontext():
-            super()._find_steps_at_once(state, feed)
+        return [*super()._observers(), *([self._kept.add] if keeps else [])]
 
     def _note_failed_step(self) -> None:
         self._failed_step = self._step_num + self._updates
@@ -290,16 +283,14 @@ class _KeptBatches:
 
     Attributes:
       batches: the batches, the newest last.
-      add: adds one.
     """
 
     def __init__(self):
         self.batches: collections.deque[types.Batch] = collections.deque()
-        self.add: Callable[[types.Batch], None] = self._add_first
 
-    def _add_first(self, batch: types.Batch) -> None:
+    def add(self, batch: types.Batch) -> None:
+        """Keeps a batch, and as many before it as there is room for."""
         if not self.batches:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
             self.batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
-            self.add = self.batches.append
         self.batches.append(batch)

@@ -102,9 +102,10 @@ def test_a_run_compiles_once_for_training_and_once_for_evaluating():
 def test_the_leaves_of_a_flat_state_keep_their_names():
     _, state = make()
     names = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    assert names(FlatState.of(state)) == names(state) and ".params['kernel']" in names(state)
-    assert jax.tree.structure(FlatState.of(state).whole()) == jax.tree.structure(state)
-    assert jax.tree.map(lambda leaf: leaf.ndim, FlatState.of(state)).whole() == jax.tree.map(jnp.ndim, state)
+    flat, count = FlatState.of(state)
+    assert [".step", *names(flat)] == names(state) and ".params['kernel']" in names(state)
+    assert count is state.step and jax.tree.structure(flat.whole(count)) == jax.tree.structure(state)
+    assert jax.tree.map(lambda leaf: leaf.ndim, flat).whole(0) == jax.tree.map(jnp.ndim, state)
 
 
 @pytest.mark.parametrize("devices", [None, 1, 8])

@@ -584,21 +584,14 @@ def test_logs_are_a_nested_dictionary():
         logs.loss = 3
 
 
-@pytest.mark.parametrize("compiled", ["train_step", "jit"])
-def test_a_compiled_function_alone_goes_the_short_way(compiled, monkeypatch):
+def test_a_compiled_function_alone_goes_the_short_way(monkeypatch):
     ways, call, commit = [], CompiledFunction.call, History.commit
     monkeypatch.setattr(CompiledFunction, "call", lambda *args: ways.append("call") or call(*args))
     monkeypatch.setattr(History, "commit", lambda *args: ways.append("commit") or commit(*args))
     _, state, batches = examples.tiny_regression()
-    step = jf.train_step(squared_error) if compiled == "train_step" else jax.jit(updated, donate_argnums=0)
+    step = jf.train_step(squared_error)
     state, history, _ = jf.loop(state, itertools.cycle(batches), {jf.every(1): [step]}, stop=200)
     assert int(state.step) == len(history) == 200 and len(ways) < 30
-
-
-def updated(state, batch):
-    loss = lambda params: ((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2).mean()
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return jf.logs().add_loss("loss", value), state.apply_gradients(grads=grads)
 
 
 def test_to_read_logs_leaves_them_what_they_were():

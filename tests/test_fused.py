@@ -13,7 +13,7 @@ from programs import whole_run
 from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
 
 import jaxloop
-from jaxloop import bad_numbers, every, tuning
+from jaxloop import bad_numbers, every, program
 
 
 class FusableStep(jaxloop.Step):
@@ -273,7 +273,7 @@ def test_what_comes_between_two_steps_is_told():
     ("one_by_one", "fused", "expected"), [(30e-6, 6e-6, 32), (11e-3, 110e-3, 1), (1e-3, 0.99e-3, 1), (11e-3, None, 1)]
 )
 def test_the_faster_is_kept(one_by_one, fused, expected):
-    tried = tuning.Tried(one_by_one, fused)
+    tried = program.Tried(one_by_one, fused)
     assert tried.steps_per_dispatch == expected and "one by one a step takes" in str(tried)
 
 
@@ -284,7 +284,7 @@ def test_auto_tries_on_copies_and_loses_no_step(faster, policy, monkeypatch):
         found.append(tried(*args, **kwargs))
         return faster
 
-    tried, found, data = tuning.find_steps_per_dispatch, [], [batch_of(number) for number in range(75)]
+    tried, found, data = program.find_steps_per_dispatch, [], [batch_of(number) for number in range(75)]
     monkeypatch.setattr("jaxloop.loop.find_steps_per_dispatch", find)
     state, outputs, noted, step = train("auto", iter(data), 70, interval=every(steps=40), nan_policy=policy)
     expected, expected_outputs, expected_noted, _ = train(

@@ -9,6 +9,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import examples, testing
+from jaxloop.program import Program
 
 
 def make_run(workdir, make_data=lambda batches: batches, change=lambda step: None, **options):
@@ -35,23 +36,16 @@ def make_run_in_groups(workdir):
 def make_run_with_broken_groups(workdir):
     """The first dispatch of several steps in a process has another result, so a resumed process differs."""
 
-    def change(step):
-        fused_step, is_first = step.fused_step, [True]
+    dispatch_group, is_first = Program.dispatch_group, [True]
 
-        def broken(evaluates=False):
-            take = fused_step(evaluates=evaluates)
+    def broken(self, state, batches):
+        state, block, numbers = dispatch_group(self, state, batches)
+        if is_first.pop() if is_first else False:
+            state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1e-3, state.params))
+        return state, block, numbers
 
-            def broken_take(state, batches):
-                state, outputs, numbers = take(state, batches)
-                if is_first.pop() if is_first else False:
-                    state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1e-3, state.params))
-                return state, outputs, numbers
-
-            return broken_take
-
-        step.fused_step = broken
-
-    return make_run(workdir, change=change, steps_per_dispatch=2)
+    Program.dispatch_group = broken
+    return make_run(workdir, steps_per_dispatch=2)
 
 
 @pytest.mark.parametrize("run", [make_run, make_run_in_groups])

@@ -1,7 +1,6 @@
 """Callbacks of all kinds, each called with the loop state alone."""
 
 import abc
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -14,12 +13,13 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
-from jaxloop.function_step import CompiledFunction, PlainCall, name_of, outputs_logs_and_state
+from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
 from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, num_arguments, write
 from jaxloop.functional.tools import BarTool, Tool
 from jaxloop.history import History
 from jaxloop.loop import Loop
+from jaxloop.program import Program
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import Step
 from jaxloop.text import printable
@@ -84,8 +84,8 @@ class CallbackOf(abc.ABC):
     def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
         """See `Action.begin_run`."""
 
-    def plain_call(self) -> PlainCall | None:
-        """What it calls, if that is no more than a compiled function."""
+    def program(self) -> Program | None:
+        """Returns what takes its steps, if to call it is no more than to call a compiled function that logs."""
         return None
 
     @property
@@ -130,32 +130,21 @@ class _FunctionCallback(CallbackOf):
     def __init__(self, of: Callable[..., Any]):
         super().__init__(of)
         self._num_arguments = num_arguments(of)
-        self._returns_pair = False
 
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
         if self._num_arguments == 2:  # As most.
             result = self.of(loop_state.state, loop_state.batch)
         else:
             result = self.of(*arguments(loop_state, self._num_arguments))
-        outputs, logs, state = outputs_logs_and_state(result, self.name, loop_state.state)
-        self._returns_pair = type(result) is tuple and outputs is None and bool(logs) and state is not None
-        self._returns_pair &= "updates" not in (logs or {})
-        return outputs, logs, state
-
-    def plain_call(self) -> PlainCall | None:
-        # A function in Python could look at anything.
-        is_compiled = isinstance(self.of, jax.stages.Wrapped) and self._num_arguments == 2 and self._returns_pair
-        is_plain = is_compiled and self._reports_alone
-        as_it_is = lambda state: state
-        return PlainCall(self.of, as_it_is, contextlib.nullcontext, lambda state: None) if is_plain else None
+        return outputs_logs_and_state(result, self.name, loop_state.state)
 
 
 class _ObjectCallback(CallbackOf):
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
         return outputs_logs_and_state(self.of.__loop_callback__(loop_state), self.name, loop_state.state)
 
-    def plain_call(self) -> PlainCall | None:
-        return self.of.plain_call() if self._reports_alone and isinstance(self.of, CompiledFunction) else None
+    def program(self) -> Program | None:
+        return self.of.program() if self._reports_alone and isinstance(self.of, CompiledFunction) else None
 
 
 class _StepCallback(CallbackOf):

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import operator
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -15,14 +14,14 @@ from jaxloop import checks, encoding, interrupt, lock, timing
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
 from jaxloop.feed import Feed, as_iterator
-from jaxloop.flat_state import whole
-from jaxloop.function_step import PlainCall, name_of
+from jaxloop.function_step import name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
 from jaxloop.functional.loop_state import LoopState, Moment, Tasks, end_row, on_end, on_start, write
 from jaxloop.functional.tools import CheckpointTool, Tool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
+from jaxloop.program import Program, Stretch
 from jaxloop.schedules import Elapsed, Schedule, earliest, is_always
 from jaxloop.sources import NO_DATA
 from jaxloop.whole_run import WholeRun
@@ -197,7 +196,7 @@ class _LoopPart:
     def __init__(
         self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator, feed: Feed
     ):
-        self._loop_state, self._callbacks, self._source, self._feed = loop_state, callbacks, source, feed
+        self._loop_state, self.callbacks, self._source, self._feed = loop_state, callbacks, source, feed
 
     @property
     def batches_consumed(self) -> int:
@@ -205,23 +204,23 @@ class _LoopPart:
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         now = self._loop_state.elapsed
-        kept = {str(index): callback.kept_state for index, callback in enumerate(self._callbacks)}
+        kept = {str(index): callback.kept_state for index, callback in enumerate(self.callbacks)}
         return {
             "elapsed": now.to_dict(),
             "previous": (now.previous or now).to_dict(),
             "steps_in_loop": 0,
             "has_stopped": self._loop_state.stop_iteration,
             "metadata": encoding.encode(self._loop_state.metadata),
-            "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self._callbacks],
+            "callbacks": [[each.kind, encoding.encode(each.state_dict())] for each in self.callbacks],
         }, {name: state for name, state in kept.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         self._loop_state.metadata.update(encoding.decode(state_dict["metadata"]))
         self._loop_state.stop_iteration = state_dict["has_stopped"]
-        if [callback.kind for callback in self._callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
+        if [callback.kind for callback in self.callbacks] != [kind for kind, _ in state_dict["callbacks"]]:
             logging.warning("The tasks are not those of the checkpoint: what they remember begins anew.")
             return
-        for index, (callback, (_, kept)) in enumerate(zip(self._callbacks, state_dict["callbacks"], strict=True)):
+        for index, (callback, (_, kept)) in enumerate(zip(self.callbacks, state_dict["callbacks"], strict=True)):
             callback.load_state_dict(encoding.decode(kept))
             if str(index) in kept_states:
                 callback.kept_state = kept_states[str(index)]
@@ -291,12 +290,12 @@ class _Due:
     def __init__(self, entries: Iterable[_Entry]):
         self.entries = list(entries)
         called = [each for entry in self.entries for each in entry.callbacks]
-        self._callbacks = sorted(called, key=lambda callback: callback.saves)
+        self.callbacks = sorted(called, key=lambda callback: callback.saves)
         self.has_actions = any(isinstance(callback, ActionCallback) for callback in called)
         self.saves = any(callback.saves for callback in called)
 
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             try:
                 if callback.time_goes_to == "rest":  # As it does already.
                     callback(loop_state)
@@ -307,20 +306,10 @@ class _Due:
                 callback.add_note(error, loop_state)
                 raise
 
-    def only_compiled(self, loop_state: LoopState) -> "_OnlyCompiled | None":
-        """The only callback, if it is a compiled function that was called with a batch such as most are."""
-        batch = loop_state.batch
-        if len(self._callbacks) != 1 or type(batch) is not dict or isinstance(loop_state.state, tuple):
-            return None
-        plain = self._callbacks[0].plain_call()
-        if plain is None or any(type(getattr(leaf, "shape", None)) is not tuple for leaf in batch.values()):
-            return None
-        return _OnlyCompiled(
-            self._callbacks[0], plain, batch.keys(), [*map(_form, batch.values())], checks.num_examples(batch) or 1
-        )
-
-
-_form = operator.attrgetter("shape", "dtype")
+    def program(self, loop_state: LoopState) -> Program | None:
+        """Returns what takes steps at which nothing is called but one compiled function; None where there is more."""
+        known = self.callbacks[0].program() if len(self.callbacks) == 1 else None
+        return None if isinstance(loop_state.state, tuple) else known
 
 
 class _Plan:
@@ -356,88 +345,67 @@ class _Plan:
 
         None where the run is over, or a signal has come. The row of the last step is left to be ended.
         """
-        known = self._each_step.only_compiled(loop_state) if counting.counts_alike else None
-        while known is not None and interruptible.signum is None:
+        program = self._each_step.program(loop_state)
+        while program is not None and interruptible.signum is None:
             room = min(self._next_step - 1 - counting.newest.steps, counting.room(), CHUNK_SIZE)
             if room < 1:
                 break
             before = loop_state.elapsed
-            drawn, goes_on = _take_some(known, loop_state, counting, interruptible, room)
+            has_ended = self._take_some(program, loop_state, counting, interruptible, room)
             if loop_state.elapsed is not before:
                 self.newest = self._each_step
-            if not goes_on:
-                return drawn
+            if has_ended:
+                return None
         return None if interruptible.signum is not None else counting.draw()
 
+    def _take_some(
+        self,
+        program: Program,
+        loop_state: LoopState,
+        counting: Counting,
+        interruptible: interrupt.Interruptible,
+        room: int,
+    ) -> bool:
+        """Takes up to `room` steps, and then makes the rows of what they have reported; returns whether data ended."""
+        clock, seen = counting.stopwatch.clock, list[tuple[int, float]]()
 
-@dataclasses.dataclass(frozen=True)
-class _OnlyCompiled:
-    """The one callback of a step, a compiled function, and what the batches look like that it has been called with."""
+        def observe(pair: tuple[Any, None]) -> None:
+            loop_state.batch = pair[0]
+            seen.append((counting.num_examples(pair[0]), clock()))
 
-    callback: "CallbackOf"
-    plain: PlainCall
-    names: Set[str]
-    forms: list[tuple[Any, Any]]
-    samples: int
-
-
-def _take_some(
-    known: _OnlyCompiled,
-    loop_state: LoopState,
-    counting: Counting,
-    interruptible: interrupt.Interruptible,
-    room: int,
-) -> tuple[tuple[Elapsed, Any] | None, bool]:
-    """Calls a compiled function for up to `room` batches, and then makes the rows of what it has reported.
-
-    Returns:
-      A batch that was drawn, and is not like those before, or with which the call fails: to be taken with all that
-      belongs to it. And whether there is none, and more steps can be taken here.
-    """
-    call, names, forms = known.plain.call, known.names, known.forms
-    feed: Any = counting.iterator
-    draw, clock, state = feed.drawer(), counting.stopwatch.clock, loop_state.state
-    reported: list[Any] = []
-    came_at: list[float] = []
-    in_data, came, batch, error, is_ahead = 0.0, 0.0, loop_state.batch, None, False
-    try:
-        with known.plain.taking(state):
-            state = known.plain.take(state)
-            for _ in range(room):
-                began = clock()
-                batch = draw()
-                came, is_ahead = clock(), True
-                in_data += came - began
-                if [*map(_form, batch.values())] != forms or batch.keys() != names:
-                    break
-                logs, state = call(state, batch)
-                reported.append(logs)
-                came_at.append(came)
-                is_ahead = False
-                if interruptible.signum is not None:
-                    break
-    except BaseException as raised:
-        error = raised
-    counting.stopwatch.move(in_data, "data")
-    state = whole(state)
-    loop_state.state, loop_state.batch = state, batch
-    if reported:
-        known.plain.remember(state)
-        end_row(loop_state)
-        *before, loop_state.elapsed = counting.count_all(known.samples, came_at)
-        loop_state.history.commit_all(before, reported[:-1])
-        loop_state.logs.merge(reported[-1])
-    if error is not None and not is_ahead:
-        return counting.end_by(error), False
-    if is_ahead:
-        drawn = counting.count(counting.num_examples(batch), came), batch
-        if error is not None and not (isinstance(error, Exception) and checks.is_alive(state)):
+        program.observers = [observe]
+        pairs, error = Feed(counting.iterator, lambda feed: (next(feed), None)), None
+        stretch = Stretch(program.step.prepare_state(loop_state.state), [], [], clock, interruptible)
+        checks.mark_taken(loop_state.state, "jf.loop")
+        try:
+            program.take(stretch, pairs, room)
+        except BaseException as raised:
+            error = raised
+        counting.stopwatch.move(stretch.secs_in_data, "data")
+        loop_state.state = stretch.state
+        program.step.remember(stretch.state)
+        if stretch.outputs:
+            _report(loop_state, counting.count_all(seen[: len(stretch.outputs)]), stretch.outputs)
+        if error is not None and stretch.is_in_step:
             end_row(loop_state)
-            loop_state.elapsed = drawn[0]
-            known.callback.add_note(error, loop_state)
+            loop_state.elapsed = counting.count(*seen[-1])
+            self._each_step.callbacks[0].add_note(error, loop_state)
             raise error
-        return drawn, False
-    return None, True
+        if pairs.has_ended or error is not None:
+            counting.end_by(error or StopIteration())
+        return pairs.has_ended
+
+
+def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[Any]) -> None:
+    """Makes the rows of some steps of a compiled function, and begins that of the last one."""
+    end_row(loop_state)
+    for now, each in zip(elapsed, found, strict=True):
+        if each["outputs"] is not None:
+            loop_state.history.add_outputs(now, each["outputs"])
+    logs = [each["logs"] or {} for each in found]
+    loop_state.history.commit_all(elapsed[:-1], logs[:-1])
+    loop_state.elapsed = elapsed[-1]
+    loop_state.logs.merge(logs[-1])
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:

@@ -1,0 +1,316 @@
+"""A step as a loop repeats it. The only code that repeats steps."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from jaxloop import bad_numbers, checks, metrics, types
+from jaxloop.compiled import stacked
+from jaxloop.feed import Feed
+from jaxloop.interrupt import Interruptible
+from jaxloop.output_queue import Block
+from jaxloop.step import FusingError, Step
+
+STEPS_TRIED = 32
+"""How many steps are tried in one dispatch."""
+
+# More rounds where they take little time: others may be using the machine. The least time of each counts.
+_ROUNDS, _MOST_ROUNDS, _SECS = 3, 20, 0.2
+# Where the host needs less than this share of a step to start it, one dispatch for many can't save more.
+_WORTH_SAVING = 0.04
+
+
+@final
+@dataclasses.dataclass
+class Stretch:
+    """Some steps in a row, as far as they were taken.
+
+    Attributes:
+      state: the newest state.
+      outputs: receives the outputs of each step, or those of one dispatch as a `Block`.
+      num_examples: receives the number of examples of each step.
+      clock: tells the time in seconds.
+      interrupt: ends the stretch when a signal has come; None to heed none.
+      deadline: ends it when the clock shows this; at most a step too late.
+      before: when the batch before the newest came, by the clock.
+      secs_in_data: seconds that went to waiting for batches.
+      is_in_step: whether a batch was drawn whose step is not done; after an exception.
+    """
+
+    state: Any
+    outputs: list[Any]
+    num_examples: list[int]
+    clock: Callable[[], float]
+    interrupt: Interruptible | None = None
+    deadline: float = math.inf
+    before: float = 0.0
+    secs_in_data: float = 0.0
+    is_in_step: bool = False
+
+
+@final
+class Program:
+    """Takes batches through the hooks of a step, and to the devices, one at a time or several in one dispatch.
+
+    Args:
+      step: a step with nothing to do on the host after `run`, see `Step.work_after_run`; of another, say how in `own`.
+      evaluates: keeps the state.
+      own: takes one step, `(state, batch) -> (state, outputs, number of examples)`, in the place of all else.
+
+    Attributes:
+      step: the step.
+      observers: are called with each batch: before its step, or once the dispatch of several was begun.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        evaluates: bool = False,
+        own: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = None,
+    ):
+        self.step: Step = step
+        self._evaluates, self._own = evaluates, own
+        self._compiled, self._call = step.dispatcher(evaluates=evaluates)
+        has_own = lambda name: checks.is_overridden(step, name, Step)
+        self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
+        self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
+        self._has_hooks = self._counts or step.places_batches
+        self.observers: Sequence[Callable[[types.Batch], None]] = ()
+
+    def take(self, stretch: Stretch, feed: Feed, room: int) -> None:
+        """Takes up to `room` steps, with nothing between them but to draw a batch.
+
+        Ends sooner with the data, at the deadline, and when a signal has come. Each step of a run goes through these
+        lines and `_take_one`: they are what a loop costs.
+        """
+        clock, draw, interrupt, deadline = stretch.clock, feed.drawer(), stretch.interrupt, stretch.deadline
+        observers, add_outputs, add_number = self.observers, stretch.outputs.append, stretch.num_examples.append
+        take_one, enter, leave = self._take_one, self._compiled.enter, self._compiled.leave
+        if self._own is not None:
+            take_one, enter, leave = self._own, _as_it_is, _as_it_is
+        before = came = clock()
+        in_data, is_in_step, carry = 0.0, False, enter(stretch.state)
+        try:
+            for _ in range(room):
+                began = clock()
+                batch = draw()
+                is_in_step = True
+                before, came = came, clock()
+                in_data += came - began
+                for observe in observers:
+                    observe(batch)
+                carry, outputs, num_examples = take_one(carry, batch)
+                add_outputs(outputs)
+                add_number(num_examples)
+                is_in_step = False
+                if came >= deadline or (interrupt is not None and interrupt.signum is not None):
+                    break
+        except StopIteration:
+            if is_in_step:
+                raise
+            feed.has_ended = True
+        finally:
+            stretch.state, stretch.before, stretch.secs_in_data = leave(carry), before, in_data
+            stretch.is_in_step = is_in_step
+
+    def _take_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+        """Takes one step."""
+        num_examples = None
+        if self._has_hooks:
+            carry, batch, num_examples = self._before_run(carry, batch)
+        if not self._evaluates:
+            rows = self.step.look_at(batch)
+            if num_examples is None:
+                num_examples = self.step.count_examples(batch) if rows is None else rows
+        try:
+            placed = self.step.place(batch, evaluates=self._evaluates) if self._has_hooks else batch
+            carry, outputs = self._call(carry, placed)
+        except Exception as error:
+            self.step.explain(error, batch)
+            raise
+        return carry, outputs, num_examples  # pyright: ignore[reportReturnType]
+
+    def _before_run(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
+        """Takes a batch through the hooks before `run`."""
+        num_examples = self.step.count_examples(batch) if self._counts else None
+        if self._begins:
+            state = self._compiled.leave(carry)
+            new_state, batch = self.step.before_run(state, batch)
+            if new_state is not state:
+                carry = self._compiled.enter(new_state)
+        elif self._preprocesses:
+            batch = self.step.preprocessed(batch)
+        return carry, batch, num_examples
+
+    # Several steps in one dispatch ---------------------------------------------------------------------
+
+    def take_group(self, stretch: Stretch, feed: Feed, size: int) -> bool:
+        """Takes so many steps in one dispatch; returns False, and takes none, where that can't be done.
+
+        Raises:
+          FusingError: the step is one that can't be.
+        """
+        before = stretch.before = stretch.clock()
+        batches = feed.take(size)
+        stretch.secs_in_data = stretch.clock() - before
+        taken = None
+        if len(batches) == size:
+            stretch.is_in_step = True
+            try:
+                taken = self.dispatch_group(stretch.state, batches)
+            except Exception as error:
+                if isinstance(error, FusingError) or not checks.is_alive(stretch.state):
+                    raise
+                # Taken one by one, the step that fails does so with all that belongs to it.
+            stretch.is_in_step = False
+        if taken is None:
+            feed.put_back(batches)
+            return False
+        stretch.state, block, num_examples = taken
+        for observe in self.observers:
+            for batch in batches:
+                observe(batch)
+        stretch.outputs.append(block)
+        stretch.num_examples += num_examples
+        return True
+
+    def dispatch_group(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
+        """Returns the new state, the outputs, and the numbers of examples; None where the batches differ in shape."""
+        compiled, call = self._fused
+        carry, prepared, numbers = compiled.enter(state), [], []
+        for batch in batches:
+            new_carry, ready, num_examples = self._before_run(carry, batch)
+            if new_carry is not carry:
+                raise FusingError(
+                    f"{type(self.step).__name__}.begin returned another state, so that several steps can't be taken "
+                    "in one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
+                )
+            rows = None if self._evaluates else self.step.look_at(ready)
+            if num_examples is None:
+                num_examples = self.step.count_examples(ready) if rows is None else rows
+            prepared.append(ready)
+            numbers.append(num_examples)
+        whole = stacked(prepared)
+        if whole is None:
+            return None
+        try:
+            carry, outputs = call(carry, self.step.place_stacked(whole))
+        except Exception as error:
+            self.step.explain(error, prepared[0])
+            raise
+        return compiled.leave(carry), Block(outputs, len(batches)), numbers
+
+    @functools.cached_property
+    def _fused(self) -> Any:
+        self.check_fuses()
+        return self.step.dispatcher(evaluates=self._evaluates, fuses=True)
+
+    def check_fuses(self) -> None:
+        """Raises where something is to be done between two steps, on the host.
+
+        Raises:
+          FusingError: says what.
+        """
+        if work := self.step.work_after_run(evaluates=self._evaluates):
+            raise FusingError(f"{self.step!r} can't take several steps in one dispatch: {work}.")
+
+
+def _as_it_is(state: Any) -> Any:
+    return state
+
+
+# Trying ---------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """How long a step took, in seconds: one by one, and of several in one dispatch, if that was tried."""
+
+    one_by_one: float
+    fused: float | None
+
+    @property
+    def steps_per_dispatch(self) -> int:
+        """The faster."""
+        return STEPS_TRIED if self.fused is not None and self.fused < 0.97 * self.one_by_one else 1
+
+    def __str__(self) -> str:
+        text = f"one by one a step takes {self.one_by_one * 1e6:,.0f} us"
+        if self.fused is None:
+            return f"{text}, and next to nothing of that is for starting it"
+        return f"{text}, {STEPS_TRIED} in one dispatch {self.fused * 1e6:,.0f} us each"
+
+
+def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batch], *, evaluates: bool = False) -> int:
+    """Takes steps on copies of the state, one by one and in one dispatch, and returns what is faster, 1 or 32.
+
+    Args:
+      step: what happens to one batch; its `preprocess_batch` and `begin` are called, more often than in training.
+      state: a state that the step has prepared; it stays usable.
+      batches: 32, of which the steps are taken.
+      evaluates: whether it is for evaluations.
+    """
+    # The flags of steps that are only tried are nobody's.
+    watch = step.watch and bad_numbers.Watch(step.watch.policy)
+    try:
+        with step.watched(watch):
+            tried = _try(Program(step, evaluates=evaluates), state, batches)
+    except FusingError as error:
+        logging.info("steps_per_dispatch='auto' is 1. %s", error)
+        return 1
+    if tried is None:
+        return 1
+    logging.info("steps_per_dispatch='auto' is %d for %r: %s.", tried.steps_per_dispatch, step, tried)
+    return tried.steps_per_dispatch
+
+
+def _try(program: Program, state: Any, batches: Sequence[types.Batch]) -> Tried | None:
+    """Returns None where the batches can't be taken in one dispatch."""
+
+    def take(number: int) -> tuple[Stretch, float]:
+        stretch = Stretch(metrics.wait(jax.tree.map(jnp.copy, state)), [], [], time.perf_counter)
+        began = time.perf_counter()
+        program.take(stretch, Feed(iter(batches)), number)
+        return stretch, began
+
+    def one_by_one() -> float:
+        stretch, began = take(len(batches))
+        metrics.wait((stretch.state, stretch.outputs))
+        return (time.perf_counter() - began) / len(batches)
+
+    def fused() -> float | None:
+        newest, began = jax.tree.map(jnp.copy, state), time.perf_counter()
+        taken = program.dispatch_group(newest, batches)
+        if taken is None:
+            return None
+        metrics.wait((taken[0], taken[1].outputs))
+        return (time.perf_counter() - began) / len(batches)
+
+    def start() -> float:
+        stretch, began = take(1)
+        seconds = time.perf_counter() - began
+        metrics.wait((stretch.state, stretch.outputs))
+        return seconds
+
+    program.check_fuses()
+    start()  # Compiles.
+    to_start = min(start() for _ in range(_ROUNDS))
+    single = one_by_one()
+    if to_start < _WORTH_SAVING * single:
+        return Tried(single, None)
+    if fused() is None:  # Compiles.
+        return None
+    rounds, began = [], time.perf_counter()
+    while len(rounds) < _ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - began < _SECS):
+        rounds.append((one_by_one(), fused()))
+    singles, groups = zip(*rounds, strict=True)
+    return Tried(min(singles), min(groups))
