@@ -1,5 +1,6 @@
 import contextlib
 import gc
+import os
 import pathlib
 import resource
 import signal
@@ -70,15 +71,39 @@ def test_an_event_that_can_not_be_written_raises_with_the_path_of_the_file(tmp_p
     with contextlib.closing(actions.default_writer(tmp_path)) as writer:
         writer.write_scalars(1, {"loss": 0.5})
         (path,) = tmp_path.iterdir()
+        size = path.stat().st_size
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
         try:
             with pytest.raises(OSError, match=f"File too large: '{path}'"):
                 writer.write_scalars(2, {"loss": 0.5})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.stat().st_size == size
         writer.write_scalars(3, {"loss": 0.25})
     assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [3, "0.25"]]
+
+
+def test_a_flush_waits_for_the_disk_and_a_file_that_was_closed_is_opened_again(tmp_path, monkeypatch):
+    synced, writer = [], actions.default_writer(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    for step in (1, 2):
+        writer.write_scalars(step, {"loss": 0.5})
+        writer.flush()
+        writer.close()
+    (path,) = tmp_path.iterdir()
+    assert synced[-1] == path.stat().st_size > synced[0] and writer.position()["file"] == path.name
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "0.5"], [2, "0.5"]]
+
+
+def test_an_earlier_file_that_is_gone_is_reported_and_its_step_stays(tmp_path, logs):
+    with contextlib.closing(actions.default_writer(tmp_path)) as writer:
+        for step in (1, 2, 3):
+            writer.write_scalars(step, {"loss": float(step)})
+        position = writer.position() | {"file": "events.out.tfevents.1000000000.host"}
+        writer.resume(2, position)
+    assert "TensorBoard may show points of step 2 twice" in logs.text
+    assert summaries.points_in(tmp_path)[0]["loss"] == [[1, "1.0"], [2, "2.0"]]
 
 
 def test_an_earlier_file_that_is_damaged_is_reported(tmp_path, logs):

@@ -21,7 +21,7 @@ ORDER = """types structures flat_state text files encoding compilation_cache dis
 schedules timing layout cost partition.partitioner partition.meshes partition.single_device partition.mesh_partitioner
 partition.data_parallel partition.laid_out partition.fsdp partition.rules partition.spmd partition.explicit
 partition.choice partition models metrics output_queue ledger bad_numbers history seal checkpoint read_ahead
-fingerprint sources position data actions.action actions.writer_queue actions.monitor actions.bars
+fingerprint sources position data actions.action actions.writer_queue actions.monitor
 actions.checkpoint_action actions.early_stopping_action actions.learning_rate_action actions.periodic_action
 actions.profile_action actions.progress_action actions.summary_action actions.event_file actions.writers
 actions.action_list actions compiled step feed program loss_step function_step counting loop stat_loop slots

@@ -138,7 +138,7 @@ def test_the_learning_rate_is_written_by_the_same_thread():
     tell(summaries, [1])
     rates(state, None, step_num=1)
     tell(summaries, [2])
-    assert rates.state_dict() == {}  # All is written.
+    assert rates.state_dict() == summaries.state_dict() == {} and writer.flushes == 1  # All is written.
     assert writer.rows == [(1, "loss"), (1, "learning_rate"), (2, "loss")] and writer.threads == {"jaxloop-writer"}
     rates.close()
 
@@ -260,6 +260,12 @@ def test_a_run_hides_what_others_wrote_unless_this_process_has_begun_to_write(ha
     two.begin_run(2)
     two.flush()
     assert writer.rows[3:] == [(2, "resume")]
+    other = GatedWriter()
+    action = actions.SummaryAction(other, background=has_thread)
+    tell(action, [1])  # Of a loop on its own.
+    action.begin_run(1)
+    action.flush()
+    assert other.rows == [(1, "loss")]
 
 
 def test_another_process_than_the_first_writes_nothing(monkeypatch):

@@ -1,5 +1,6 @@
 """Stopping when it gets no better."""
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,27 @@ from jaxloop.actions.monitor import Monitor
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.text import printable
+
+
+@dataclasses.dataclass
+class _Memory:
+    """The memory of an action from call to call.
+
+    Attributes:
+      best: the best value.
+      best_elapsed: the progress of the run at the best value.
+      patient_since: where the patience began to run.
+      waits: measurements since then.
+      seen_at: the newest call.
+      stopped: it has ended the run.
+    """
+
+    best: float | None = None
+    best_elapsed: Elapsed | None = None
+    patient_since: Elapsed | None = None
+    waits: int = 0
+    seen_at: Elapsed | None = None
+    stopped: bool = False
 
 
 class EarlyStoppingAction(Action):
@@ -69,12 +91,8 @@ class EarlyStoppingAction(Action):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._best: tuple[float, Elapsed] | None = None
+        self._memory = _Memory()
         self.kept_state: Any = None
-        self._patient_since: Elapsed | None = None  # Where the patience began to run.
-        self._waits = 0  # Measurements since then.
-        self._seen_at: Elapsed | None = None
-        self._stopped = False
         self._is_over = False
 
     @property
@@ -88,17 +106,17 @@ class EarlyStoppingAction(Action):
     @property
     def best(self) -> float | None:
         """The best value so far; None before the first."""
-        return self._best and self._best[0]
+        return self._memory.best
 
     @property
     def best_elapsed(self) -> Elapsed | None:
-        """How far the run was at the best value."""
-        return self._best and self._best[1]
+        """The progress of the run at the best value."""
+        return self._memory.best_elapsed
 
     @property
     def stopped(self) -> bool:
         """Whether it has ended the run."""
-        return self._stopped
+        return self._memory.stopped
 
     def __repr__(self) -> str:
         patience = f"after({self._unit}={self._patience})" if self._unit else self._patience
@@ -115,15 +133,15 @@ class EarlyStoppingAction(Action):
         **kwargs: Any,
     ) -> None:
         now = Elapsed(step_num) if elapsed is None else elapsed.without_previous()
-        if self._is_over or (self._seen_at is not None and now.steps < self._seen_at.steps):
+        if self._is_over or (self._memory.seen_at is not None and now.steps < self._memory.seen_at.steps):
             self._begin_anew()  # It is another run.
-        self._seen_at = now
+        self._memory.seen_at = now
         value = self._monitor.measured(outputs, history, now)
         if value is None:
             return
         reason = self._reason_to_stop(state, value, now)
-        self._stopped = reason is not None
-        if self._stopped:
+        self._memory.stopped = reason is not None
+        if self._memory.stopped:
             if outputs is None:
                 raise TypeError(self._cant_stop_a_beginning)
             outputs[types.STOP_LOOP] = True
@@ -134,24 +152,25 @@ class EarlyStoppingAction(Action):
         return f"{self!r} can't stop a loop that begins: give it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Takes a value in; returns why the run is to stop, as half a sentence."""
+        """Takes a value in; returns why the run is to stop, as a sentence."""
+        memory = self._memory
         if self._monitor.has_failed(value):
             return f"{self._monitor.name} is {value}."
-        self._waits += 1
-        if self._patient_since is None:
-            self._patient_since = now
-        if self._monitor.improves(value, self.best, self._min_delta):
-            self._best = (value, now)
+        memory.waits += 1
+        memory.patient_since = memory.patient_since or now
+        if self._monitor.improves(value, memory.best, self._min_delta):
+            memory.best, memory.best_elapsed = value, now
             if self._restore_best:
                 self.kept_state = None  # Let go of the one before, so that there are never three.
                 self.kept_state = jax.tree.map(_copy, state)
             if self._baseline is None or self._monitor.improves(value, self._baseline, self._min_delta):
-                self._patient_since, self._waits = now, 0
-        gone = getattr(now, self._unit) - getattr(self._patient_since, self._unit) if self._unit else self._waits
-        best, at = self._best or (value, now)
-        return self._describe(gone, best, at) if gone >= self._patience else None
+                memory.patient_since, memory.waits = now, 0
+        gone = getattr(now, self._unit) - getattr(memory.patient_since, self._unit) if self._unit else memory.waits
+        return self._describe(gone) if gone >= self._patience else None
 
-    def _describe(self, gone: float, best: float, at: Elapsed) -> str:
+    def _describe(self, gone: float) -> str:
+        best, at = self._memory.best, self._memory.best_elapsed
+        assert best is not None and at is not None  # The first value is the best, or has failed.
         unit = {"": "evaluations", "time": "seconds"}.get(self._unit, self._unit)
         period = f"{gone:g} {unit}" if gone != 1 else f"1 {unit[:-1]}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
@@ -163,60 +182,39 @@ class EarlyStoppingAction(Action):
         return f"{self._monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
 
     def finish(self, state: Any) -> Any:
-        self._warn_if_blind()
+        memory, name = self._memory, printable(self._monitor.name)
+        if memory.seen_at is not None and memory.best is None and not memory.stopped:
+            logging.warning(
+                f"{self!r} could not stop the run: at none of its calls was {name} measured. Let its interval coincide "
+                "with the evaluations, or give it to the end_actions of the eval loop."
+            )
         self._is_over = True
         best_state, self.kept_state = self.kept_state, None
-        if not self._restore_best or self._best is None:
+        if not self._restore_best or memory.best_elapsed is None:
             return state
         if best_state is None:
             logging.warning(
-                "%r can't return the state with the best %s: the run was resumed after step %d, where it was, and the "
-                "copy is not part of a checkpoint. The newest state is returned. CheckpointAction(directory, best=%r) "
-                "keeps the best on disk.",
-                self,
-                printable(self._monitor.name),
-                self._best[1].steps,
-                printable(self._monitor.name),
+                f"{self!r} can't return the state with the best {name}: the run was resumed after step "
+                f"{memory.best_elapsed.steps}, where it was, and the copy is not part of a checkpoint. The newest "
+                f"state is returned. CheckpointAction(directory, best={name!r}) keeps the best on disk."
             )
             return state
-        logging.info(
-            "The run returns the state of step %d, with the best %s.",
-            self._best[1].steps,
-            printable(self._monitor.name),
-        )
+        logging.info("The run returns the state of step %d, with the best %s.", memory.best_elapsed.steps, name)
         return best_state
-
-    def _warn_if_blind(self) -> None:
-        if self._seen_at is not None and self._best is None and not self._stopped:
-            logging.warning(
-                "%r could not stop the run: at none of its calls was %s measured. Let its interval coincide with the "
-                "evaluations, or give it to the end_actions of the eval loop.",
-                self,
-                printable(self._monitor.name),
-            )
 
     def close(self) -> None:
         super().close()
         self.kept_state = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        dicts = {"best_elapsed": self.best_elapsed, "patient_since": self._patient_since, "seen_at": self._seen_at}
-        return {
-            "best": self.best,
-            "waits": self._waits,
-            "stopped": self._stopped,
-            **{name: elapsed and elapsed.to_dict() for name, elapsed in dicts.items()},
-        }
+        kept = vars(self._memory)
+        return {name: value.to_dict() if isinstance(value, Elapsed) else value for name, value in kept.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_remembers(EarlyStoppingAction.state_dict(self), state_dict)
+        self._check_remembers(vars(_Memory()), state_dict)
         self._begin_anew()
-        best_elapsed, self._patient_since, self._seen_at = (
-            Elapsed(**state_dict[name]) if state_dict[name] is not None else None
-            for name in ("best_elapsed", "patient_since", "seen_at")
-        )
-        self._best = None if best_elapsed is None else (state_dict["best"], best_elapsed)
-        self._waits, self._stopped = state_dict["waits"], state_dict["stopped"]
+        for name, kept in state_dict.items():
+            setattr(self._memory, name, Elapsed(**kept) if isinstance(kept, Mapping) else kept)
 
 
 def _copy(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A metric that is watched: how it is found among what was measured, and what is better."""
+"""A metric that is watched: its name, its value at a step, and the better of two values."""
 
 import difflib
 import math
@@ -23,7 +23,7 @@ _BAD = frozenset("brier cost distance entropy err error errors loss losses perpl
 
 @final
 class Monitor:
-    """A metric by its name, and whether it shall be small or large.
+    """The name of a metric, and whether small or large values are better.
 
     >>> accuracy = Monitor("test/accuracy")
     >>> accuracy.mode
@@ -39,6 +39,10 @@ class Monitor:
       mode: "min" or "max". "auto" is "max" where a word of the name's last part speaks of something good (accuracy,
         acc, auc, f1, precision, recall, score, reward, return, iou, bleu, ...) and none of a loss or an error; else
         "min".
+
+    Attributes:
+      name: the name as it was given.
+      mode: the better values: "min" or "max".
     """
 
     def __init__(self, name: str, mode: str = "auto"):
@@ -46,35 +50,25 @@ class Monitor:
             raise TypeError(f"A metric to monitor is given by its name, such as 'test/accuracy', got {name!r}.")
         if mode not in _MODES:
             raise ValueError(f"The mode of {name!r} must be 'auto', 'min' or 'max', got {mode!r}.")
-        self._name = name
-        self._mode = _mode_of(name) if mode == "auto" else mode
+        self.name: str = name
+        self.mode: str = _mode_of(name) if mode == "auto" else mode
         self._has_warned = False
 
-    @property
-    def name(self) -> str:
-        """The name as it was given."""
-        return self._name
-
-    @property
-    def mode(self) -> str:
-        """What is better: "min" or "max"."""
-        return self._mode
-
     def __repr__(self) -> str:
-        return f"Monitor({self._name!r}, {self._mode!r})"
+        return f"Monitor({self.name!r}, {self.mode!r})"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Whether a value is better than the best one, by more than `min_delta`; NaN never is."""
+        """Returns whether a value is better than the best one by more than `min_delta`; NaN never is."""
         if best is None:
             return not math.isnan(value)
-        return value > best + min_delta if self._mode == "max" else value < best - min_delta
+        return value > best + min_delta if self.mode == "max" else value < best - min_delta
 
     def has_failed(self, value: float) -> bool:
-        """Whether a value is NaN, or infinite where it should be the opposite."""
-        return math.isnan(value) or value == (-math.inf if self._mode == "max" else math.inf)
+        """Returns whether a value is NaN, or the worst infinity."""
+        return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
-        """What was measured at this step; None where nothing was.
+        """Returns the value of this step; None if nothing was measured.
 
         Looks among the scalars of `outputs`, see `jaxloop.summarize`, then for the newest row of `history`, which
         counts if it is of this step.
@@ -87,7 +81,7 @@ class Monitor:
         found = self._find(scalars)
         if found is not None:
             return scalars[found]
-        last = None if history is None else history.last(self._name)
+        last = None if history is None else history.last(self.name)
         if last is None:
             self._check_can_come(scalars, history)
             return None
@@ -95,55 +89,51 @@ class Monitor:
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
-        """Whether this metric is among the scalars of a loop, or has been measured in a run."""
-        return self._find(scalars) is not None or (history is not None and history.last(self._name) is not None)
+        """Returns whether this metric is among the scalars of a loop, or has been measured in a run."""
+        return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def said_of_none(self, scalars: Iterable[str], history: History | None) -> str:
-        """That nothing of this name is measured, and what is."""
+        """Returns a text that lists what is measured, because nothing of this name is."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
-        return f"Nothing named {self._name!r} is measured. There is: {checks.listed(self._nearest_first(there))}."
+        return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._nearest_first(there))}."
 
     def _as_number(self, value: Any) -> float:
         if isinstance(value, str):
-            raise TypeError(f"{self._name!r} is to be monitored, so it must be a number, got {value!r}.")
+            raise TypeError(f"{self.name!r} is to be monitored, so it must be a number, got {value!r}.")
         return float(value)
 
     def _find(self, names: Iterable[str]) -> str | None:
-        """The one of the loop's outputs that is meant."""
-        wanted = _parts(self._name)
+        """Returns the name of the loop's output that is meant."""
+        wanted = _parts(self.name)
         wanted = wanted[1:] if len(wanted) > 1 and wanted[0] == "train" else wanted
         # The full name first; then a field of a Collection, `loss` of `metrics/loss`.
         for matches in (lambda parts: parts == wanted, lambda parts: parts[-len(wanted) :] == wanted):
             found = [name for name in names if matches(_parts(name))]
             if len(found) > 1:
                 raise ValueError(
-                    f"{self._name!r} may be any of {', '.join(map(printable, sorted(found)))}. Write the one in full."
+                    f"{self.name!r} may be any of {', '.join(map(printable, sorted(found)))}. Write the one in full."
                 )
             if found:
                 return found[0]
         return None
 
     def _check_can_come(self, scalars: Iterable[str], history: History | None) -> None:
-        """Says that nothing of this name was measured, in the way that fits what may still come."""
-        paths = () if history is None else tuple(history.paths())
-        if not paths and not tuple(scalars):
+        """Raises if nothing of this name can come any more; warns if it may come from another evaluation."""
+        groups = set() if history is None else {_parts(path)[0] for path in history.paths()}
+        if not groups and not tuple(scalars):
             return
-        first, *rest = _parts(self._name)
-        groups = {_parts(path)[0] for path in paths}
-        text = self.said_of_none(scalars, history)
-        if history is None or (rest and first in groups):
-            raise ValueError(f"{text} Give the name of one of them.")
-        if not groups - {"train"}:  # The evaluations are still to come.
-            return
-        if not rest:
-            raise ValueError(f"{text} Give the name of one of them.")
-        if not self._has_warned:
+        first, *rest = _parts(self.name)
+        has_evaluated = bool(groups - {"train"})
+        if history is None or (rest and first in groups) or (has_evaluated and not rest):
+            raise ValueError(f"{self.said_of_none(scalars, history)} Give the name of one of them.")
+        if has_evaluated and not self._has_warned:
             self._has_warned = True
+            text = self.said_of_none(scalars, history)
             logging.warning("%s It may still come from an evaluation named %r.", text, first)
 
     def _nearest_first(self, names: list[str]) -> list[str]:
-        likeness = lambda name: difflib.SequenceMatcher(None, self._name, name).ratio()
+        likeness = lambda name: difflib.SequenceMatcher(None, self.name, name).ratio()
         return sorted(names, key=likeness, reverse=True)[:12]
 
 
@@ -152,7 +142,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _mode_of(name: str) -> str:
-    """What is better of a metric of this name."""
+    """Returns the better values of a metric of this name."""
     last = _parts(name)[-1]
     words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", last)}
     return "max" if (words | {last.lower()}) & _GOOD and not words & _BAD else "min"

@@ -62,27 +62,20 @@ class ProfileAction(Action):
         return f"ProfileAction({str(self._logdir)!r}, first_step={self._first_step}, num_steps={self._num_steps})"
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
+        gone = step_num - (self._first_step - 1)
         if self._running_since is not None:
             metrics.wait(state)  # What the devices still have to do belongs to these steps.
             self._stop(step_num)
-        elif self._begins_after(step_num):
+        elif gone == 0 or (self._every_steps is not None and gone % self._every_steps == 0):
             metrics.wait(state)  # And this does not.
-            self._start(step_num)
-
-    def _begins_after(self, step_num: int) -> bool:
-        gone = step_num - (self._first_step - 1)
-        return gone == 0 or (self._every_steps is not None and gone % self._every_steps == 0)
-
-    def _start(self, step_num: int) -> None:
-        try:
-            jax.profiler.start_trace(str(self._logdir))
-        except RuntimeError as error:
-            logging.warning("%r records no profile of step %d: %s", self, step_num + 1, error)
-        else:
-            self._running_since = step_num
+            try:
+                jax.profiler.start_trace(str(self._logdir))
+                self._running_since = step_num
+            except RuntimeError as error:
+                logging.warning("%r records no profile of step %d: %s", self, step_num + 1, error)
 
     def _stop(self, step_num: int | None) -> None:
-        """Ends the trace; without a step where nobody knows which was the last."""
+        """Ends the trace; without a step if the last one is unknown."""
         first, self._running_since = self._running_since, None
         if first is not None:
             jax.profiler.stop_trace()
@@ -99,12 +92,10 @@ class ProfileAction(Action):
         super().close()
         self._stop(None)
         if not self._traces:
+            last_step = self._first_step + self._num_steps - 1
             logging.warning(
-                "%r recorded nothing: the run did not come through steps %d to %d. Give it a first_step between where "
-                "the run begins and where it ends.",
-                self,
-                self._first_step,
-                self._first_step + self._num_steps - 1,
+                f"{self!r} recorded nothing: the run did not come through steps {self._first_step} to {last_step}. "
+                "Give it a first_step between where the run begins and where it ends."
             )
 
     def state_dict(self) -> Mapping[str, Any]:

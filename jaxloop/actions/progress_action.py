@@ -1,9 +1,13 @@
 """A progress bar, or lines in a file."""
 
+import contextlib
+import dataclasses
+import importlib
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, final
 
 import jax
@@ -12,16 +16,66 @@ from absl import logging
 
 from jaxloop import checks, distributed, metrics, types
 from jaxloop.actions.action import Action
-from jaxloop.actions.bars import PlainBar, Progress, TqdmBar, is_live, is_notebook, named_numbers
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed, Schedule, every, first, last
 from jaxloop.text import printable
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-# Where each drawing stays, as in a file: the least seconds between two, and about how many a run has at most.
+# If each drawing stays, as in a file: the least seconds between two, and about how many a run has at most.
 _LINE_SECONDS = 10.0
 _MOST_LINES = 50
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of a run, and its speed in this process.
+
+    >>> Progress(4650, 10_000, 4650, 6.9, {"accuracy": 0.9779}).line()
+    'step 4,650 of 10,000 (46%)  673.9 steps/s  0:08 left  accuracy 0.9779'
+
+    Attributes:
+      steps: completed updates of the run.
+      total: updates of the whole run; None if unknown.
+      steps_here: steps that this process has timed.
+      seconds: seconds that these steps took.
+      values: the newest metrics by name.
+    """
+
+    steps: int
+    total: int | None
+    steps_here: int
+    seconds: float
+    values: Mapping[str, float]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end of the run; None if unknown."""
+        if self.total is None or not self.steps_here:
+            return None
+        return self.seconds / self.steps_here * max(self.total - self.steps, 0)
+
+    @property
+    def seconds_between_lines(self) -> float:
+        """Seconds between two lines that stay, so that a run has few, of known length or not."""
+        if self.seconds_left is None:
+            return max(_LINE_SECONDS, self.seconds / 10)
+        return max(_LINE_SECONDS, (self.seconds + self.seconds_left) / _MOST_LINES)
+
+    def line(self, *, is_final: bool = False) -> str:
+        """Returns a line for a log: with the time left, or if final with the time that the run took."""
+        parts = [f"step {self.steps:,}"]
+        if self.total:
+            parts[0] += f" of {self.total:,} ({100 * self.steps // self.total}%)"
+        if self.steps_here and self.seconds:
+            speed = self.steps_here / self.seconds
+            parts.append(f"{speed:,.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step")
+        if is_final:
+            parts.append(f"took {_clock_time(self.seconds)}")
+        elif self.seconds_left is not None:
+            parts.append(f"{_clock_time(self.seconds_left)} left")
+        return "  ".join([*parts, *_named_numbers(self.values)])
 
 
 @final
@@ -84,7 +138,7 @@ class ProgressAction(Action):
 
     def _forget(self) -> None:
         """Makes the next call the first of a run."""
-        self._bar: PlainBar | TqdmBar | None = None
+        self._bar: _PlainBar | _TqdmBar | None = None
         self._next_look = self._next_line = -math.inf
         self._began_at: tuple[int, float] = (0, 0.0)
         self._newest: tuple[int, Elapsed | None, History | None, int | None] = (0, None, None, None)
@@ -128,7 +182,7 @@ class ProgressAction(Action):
         if self._bar.is_live or now >= self._next_line:
             progress = self._progress(now)
             self._bar.draw(progress)
-            self._next_line = now + _seconds_to_next_line(progress)
+            self._next_line = now + progress.seconds_between_lines
         self._next_look = now + self._min_seconds
 
     def _progress(self, now: float) -> Progress:
@@ -139,19 +193,16 @@ class ProgressAction(Action):
         names = shown if self._names is None else [name for name in self._names if name in values]
         return Progress(steps, total, steps - first_step, now - since, {name: values[name] for name in names})
 
-    def _make_bar(self, progress: Progress) -> PlainBar | TqdmBar:
-        stream = self._stream or (sys.stdout if is_notebook(sys.stdout) else sys.stderr)
-        redraws = is_live(stream)
+    def _make_bar(self, progress: Progress) -> "_PlainBar | _TqdmBar":
+        stream = self._stream or (sys.stdout if _is_notebook(sys.stdout) else sys.stderr)
+        redraws = bool(getattr(stream, "isatty", lambda: False)()) or _is_notebook(stream)
         if self._kind == "plain" or (self._kind == "auto" and not redraws):
-            return PlainBar(stream)
+            return _PlainBar(stream)
         if checks.is_installed("tqdm"):
-            return TqdmBar(stream, redraws, progress)
-        logging.log_first_n(
-            logging.WARNING,
-            "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm.",
-            1,
-        )
-        return PlainBar(stream)
+            return _TqdmBar(stream, redraws, progress)
+        text = "ProgressAction shows plain lines instead of a bar, because tqdm is not installed: pip install tqdm."
+        logging.log_first_n(logging.WARNING, text, 1)
+        return _PlainBar(stream)
 
     # Results of evaluations --------------------------------------------------------------------------
 
@@ -193,18 +244,90 @@ class ProgressAction(Action):
             missing = [name for name in self._names or () if name not in self._outputs]
             if missing:
                 logging.warning(
-                    "ProgressAction showed no %s, because no output is named so. There were: %s.",
-                    checks.listed(missing),
-                    checks.listed(sorted(self._outputs)) or "none",
+                    f"ProgressAction showed no {checks.listed(missing)}, because no output is named so. There were: "
+                    f"{checks.listed(sorted(self._outputs)) or 'none'}."
                 )
         self._forget()
 
 
-def _seconds_to_next_line(progress: Progress) -> float:
-    """Returns the time between two lines that stay, so that a run has few, of known length or not."""
-    if progress.seconds_left is not None:
-        return max(_LINE_SECONDS, (progress.seconds + progress.seconds_left) / _MOST_LINES)
-    return max(_LINE_SECONDS, progress.seconds / 10)
+# Bars --------------------------------------------------------------------------------------------
+
+
+class _PlainBar:
+    """Shows progress as lines that stay."""
+
+    is_live = False
+    """Whether drawings replace each other. If not, there should be few."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._drawn_at = stream, -1
+
+    def draw(self, progress: Progress, *, is_final: bool = False) -> None:
+        """Shows the progress; the final drawing stays, and closes the bar."""
+        if self._drawn_at != progress.steps or not is_final:
+            self.write(progress.line(is_final=is_final))
+        self._drawn_at = progress.steps
+
+    def write(self, line: str) -> None:
+        """Writes a line that stays, above the bar."""
+        print(line, file=self._stream, flush=True)
+
+
+class _TqdmBar:
+    """Shows progress as tqdm's bar: text, or a widget in a notebook that has ipywidgets. See `_PlainBar`."""
+
+    def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
+        self._stream, self.is_live = stream, is_live
+        has_widgets = _is_notebook(stream) and checks.is_installed("ipywidgets")
+        size: dict[str, Any] = {"dynamic_ncols": True}
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # It is not a terminal.
+            if 0 in os.get_terminal_size(stream.fileno()):  # Of unknown size, as in a container: tqdm shows nothing.
+                size = {"ncols": 100, "nrows": 24}
+        make: Any = importlib.import_module("tqdm.notebook" if has_widgets else "tqdm").tqdm
+        # With no least interval, each call of `draw` draws.
+        options = {"file": stream, "unit": " steps", "mininterval": 0, "miniters": 0, **size}
+        self._tqdm = make(initial=progress.steps, total=progress.total, **options)
+
+    def draw(self, progress: Progress, *, is_final: bool = False) -> None:
+        values = ", ".join(f"{printable(name)}={_number(value)}" for name, value in progress.values.items())
+        self._tqdm.total = progress.total
+        self._tqdm.set_postfix_str(values, refresh=False)
+        self._tqdm.update(progress.steps - self._tqdm.n)
+        if is_final:
+            self._tqdm.ncols = self._tqdm.dynamic_ncols = None  # Not cut to the width of the terminal.
+            self._tqdm.close()
+
+    def write(self, line: str) -> None:
+        self._tqdm.write(line, file=self._stream)
+
+
+def _is_notebook(stream: TextIO) -> bool:
+    """Returns whether a stream ends in a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return stream in (sys.stdout, sys.stderr) and getattr(shell, "kernel", None) is not None
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def _number(value: float) -> str:
+    """Returns a metric with four decimals; as a power of ten if very small or large.
+
+    >>> _number(0.97789), _number(2.5e-5), _number(0.0), _number(3e9)
+    ('0.9779', '2.5000e-05', '0.0000', '3.0000e+09')
+    """
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.4e}"
+
+
+def _named_numbers(values: Mapping[str, float]) -> list[str]:
+    return [f"{printable(name)} {_number(value)}" for name, value in values.items()]
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _is_on_host(value: Any) -> bool:
@@ -234,4 +357,4 @@ def _result_lines(row: Row) -> Iterator[str]:
             group, _, name = path.partition(".")
             groups.setdefault(group, {})[name.replace(".", "/")] = value
     for group, values in groups.items():
-        yield f"step {row.elapsed.steps:,}  {printable(group)}: {'  '.join(named_numbers(values))}"
+        yield f"step {row.elapsed.steps:,}  {printable(group)}: {'  '.join(_named_numbers(values))}"

@@ -71,7 +71,7 @@ class SummaryAction(WriterAction):
         self._queue.put(*calls, waits=self._flush_each_call)
         self._warn_of_rewrites(step_num, set(scalars))
         for name, reason in _not_written(outputs, scalars, media).items():
-            self._warn_once(name, "SummaryAction does not write the output %r: %s.", name, reason)
+            self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
         """Returns the call that writes a metric which is no scalar."""
@@ -93,18 +93,17 @@ class SummaryAction(WriterAction):
         last_step, last_names = self._last_written
         self._last_written = (step, names)
         if step == last_step and names & last_names:
+            twice = ", ".join(map(printable, sorted(names & last_names)))
             self._warn_once(
-                "twice",
-                "SummaryAction wrote %s twice for step %d. Where a train and an eval loop share it, give the eval loop "
-                "one of its own, SummaryAction(writer, prefix='eval/').",
-                ", ".join(map(printable, sorted(names & last_names))),
-                step,
+                "rewrites",
+                f"SummaryAction wrote {twice} twice for step {step}. Where a train and an eval loop share it, give the "
+                "eval loop one of its own, SummaryAction(writer, prefix='eval/').",
             )
 
-    def _warn_once(self, topic: str, text: str, *arguments: Any) -> None:
+    def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            logging.warning(text, *arguments)
+            logging.warning(text)
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         scalars, media = metrics.scalars_and_media(outputs)

@@ -37,9 +37,8 @@ def default_writer(workdir: epath.PathLike) -> Any:
 
         return metric_writers.create_default_writer(workdir, asynchronous=False)
     logging.warning(
-        "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to %s. "
-        "pip install tensorboardX fixes it.",
-        workdir,
+        "Neither TensorFlow nor tensorboardX is installed: summaries are logged, and no event file is written to "
+        f"{workdir}. pip install tensorboardX fixes it."
     )
     return LogWriter()
 
@@ -53,10 +52,8 @@ def _hide_accelerators_from_tensorflow() -> None:
                 tf.config.set_visible_devices([], kind)
             except RuntimeError:  # TensorFlow has started already.
                 logging.warning(
-                    "TensorFlow holds the memory of the %ss, because it was used before jaxloop could hide them. Call "
-                    "tf.config.set_visible_devices([], %r) at the start of the program.",
-                    kind,
-                    kind,
+                    f"TensorFlow holds the memory of the {kind}s, because it was used before jaxloop could hide them. "
+                    f"Call tf.config.set_visible_devices([], {kind!r}) at the start of the program."
                 )
 
 
