@@ -24,7 +24,7 @@ from etils import epath
 from jax import core
 
 from jaxloop import checks, files, metrics
-from jaxloop.output_queue import CHUNK_SIZE, OutputQueue
+from jaxloop.output_queue import OutputQueue
 from jaxloop.schedules import Elapsed
 from jaxloop.text import printable
 
@@ -63,67 +63,88 @@ class _Column:
         """Where the value of a row is."""
         return bisect.bisect_left(self.rows, number)
 
-    def put(self, numbers: Sequence[int], values: Sequence[Any]) -> None:
-        """Replaces the values of some rows, ascending."""
-        first, last = self.place(numbers[0]), self.place(numbers[-1])
-        if last - first + 1 == len(numbers):
-            self.values[first : last + 1] = values
-        else:
-            for number, value in zip(numbers, values, strict=True):
-                self.values[self.place(number)] = value
+    def put(self, number: int, value: Any) -> None:
+        """Replaces the value of a row."""
+        self.values[self.place(number)] = value
 
 
 class _Form:
-    """What rows have in common that have the same keys in the same order, on the devices or not.
+    """What rows have in common whose logs have the same keys, and values of the same types, in the same order.
 
     Attributes:
-      paths: of the values.
-      columns: of these paths, in the history of the form.
-      on_device: those of the values that come from the devices.
+      paths: of the values, each with whether it comes from the devices.
+
+    Raises:
+      TypeError: a value is no scalar, or a key no string.
+      ValueError: two values have the same path, or one has that of a number of `elapsed`.
     """
 
-    def __init__(self, logs: Mapping[str, Any], column_of: Callable[[str], _Column]):
-        self._keys = _mapped(logs, lambda value: None)
-        self.paths = [path for path, _ in _leaves(logs)]
-        self.columns = [column_of(path) for path in self.paths]
-        self.on_device = [path for path, value in _leaves(logs) if isinstance(value, jax.Array)]
+    def __init__(self, logs: Mapping[str, Any]):
+        self.paths: dict[str, bool] = {}
+        self._keys = self._checked(logs, "")
 
-    def logs_of(self, values: Iterator[Any]) -> dict[str, Any]:
+    def _checked(self, logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Notes the paths of some logs, which begin with a prefix; returns the keys."""
+        keys: dict[str, Any] = {}
+        for key, value in logs.items():
+            if not isinstance(key, str):
+                raise TypeError(f"The keys of a history's logs are strings, got {key!r}. Write {str(key)!r}.")
+            path = prefix + _dotted(key)
+            if isinstance(value, Mapping):
+                keys[key] = self._checked(value, f"{path}.")
+                continue
+            if path in self.paths:
+                raise ValueError(f"The logs have two values under the path {printable(path)}. Give one another key.")
+            if path in _UNITS:
+                raise ValueError(
+                    f"The logs have a value under {path!r}, and that name is asked of elapsed. Leave it out, or give "
+                    f"it another key, such as 'my_{printable(path)}'."
+                )
+            self.paths[path] = isinstance(value, jax.Array)
+            keys[key] = _check_on_device(value, path) if self.paths[path] else None
+        return keys
+
+    def values_of(self, logs: Mapping[str, Any]) -> list[Any]:
+        """The values of logs of this form: Python's own, but for those on devices."""
+        return [
+            value if type(value) in _PLAIN else _alive(value, path) if self.paths[path] else _plain(value, path)
+            for path, value in zip(self.paths, _values(logs), strict=True)
+        ]
+
+    def on_device(self, values: Iterable[Any]) -> dict[str, Any]:
+        """Those of the values that come from the devices, by path."""
+        return {path: value for (path, is_there), value in zip(self.paths.items(), values, strict=True) if is_there}
+
+    def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
         """The logs with these values."""
-        return _mapped(self._keys, lambda _: next(values))
-
-    @staticmethod
-    def key(logs: Mapping[str, Any]) -> Any:
-        """What is equal for logs of one form."""
-        of = lambda value: _Form.key(value) if isinstance(value, Mapping) else isinstance(value, jax.Array)
-        # Most values are plain, and to ask for the type is a tenth of what the other questions take.
-        return tuple([(key, type(value) not in _PLAIN_OR_TEXT and of(value)) for key, value in logs.items()])
+        return _filled(self._keys, iter(values))
 
 
-def _mapped(logs: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
-    return {key: _mapped(value, of) if isinstance(value, Mapping) else of(value) for key, value in logs.items()}
+def _filled(keys: Mapping[str, Any], values: Iterator[Any]) -> dict[str, Any]:
+    return {key: next(values) if inner is None else _filled(inner, values) for key, inner in keys.items()}
 
 
-def _read_alike(rows: Sequence[Any], known: dict[str, Any], columns: list[list[Any]]) -> bool:
-    """Appends for each value those of all the logs; whether these are alive, and of just the known keys and types."""
-    if not all(isinstance(logs, dict) for logs in rows) or {len(known)} != set(map(len, rows)):
-        return False
-    for key, kind in known.items():
-        values: list[Any] = [logs.get(key) for logs in rows]
-        if type(kind) is dict:
-            if not _read_alike(values, kind, columns):
-                return False
-            continue
-        cls, aval = kind
-        if any(type(value) is not cls or value.aval is not aval or value.is_deleted() for value in values):
-            return False
-        columns.append(values)
-    return True
+def _form_key(logs: Any) -> Any:
+    """Equal for logs of one form."""
+    if not isinstance(logs, Mapping):
+        raise TypeError(
+            f"The logs of a history are a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
+        )
+    return tuple([(key, type(value) if type(value) in _PLAIN else _kind(value)) for key, value in logs.items()])
 
 
-def _kind(value: jax.Array) -> tuple[type, Any]:
-    # The second is the same object for all arrays that one compiled function returns in this place.
-    return type(value), value.aval
+def _kind(value: Any) -> Any:
+    return _form_key(value) if isinstance(value, Mapping) else (type(value), getattr(value, "aval", None))
+
+
+def _values(logs: Mapping[str, Any]) -> list[Any]:
+    values = []
+    for value in logs.values():
+        if isinstance(value, Mapping):
+            values += _values(value)
+        else:
+            values.append(value)
+    return values
 
 
 @final
@@ -169,23 +190,19 @@ class History:
         self._writes = writes
         self._num_lines = 0  # In the file.
         self._in_file: _Checksum | None = _Checksum()  # None where a write has failed.
+        self._known_forms: dict[Any, _Form] = {}
         self._clear()
 
     def _clear(self) -> None:
         # Of each row the numbers of its elapsed: the garbage collector has nothing to look for in these.
         self._elapsed: list[tuple[Any, ...]] = []
         self._forms: list[_Form] = []  # Likewise.
-        self._known_forms: dict[Any, _Form] = {}
         self._columns: dict[str, _Column] = {}
         self._paths_by_end: dict[str, list[str]] = {}
-        # The newest rows, which are like the one before them, whose values have these types, all on the devices. They
-        # come to the others together, which costs less.
-        self._newest: list[tuple[Elapsed, Sequence[jax.Array]]] = []
-        self._kinds: dict[str, Any] | None = None
-        # The rows of which not all values have arrived, by number, whether or not the queue still has them.
-        self._waiting: dict[int, None] = {}
-        self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
-        self._queued: list[int] = []  # Those of which it still has the values, oldest first.
+        # The rows of which not all values have arrived, oldest first, and what has them meanwhile; None where a failure
+        # leaves it open which.
+        self._waiting: list[int] = []
+        self._queue: OutputQueue | None = OutputQueue(_MOST_ROWS_UNDER_WAY)
 
     @property
     def path(self) -> epath.Path | None:
@@ -208,25 +225,18 @@ class History:
             of `elapsed`; a device value was donated; the file has the rows of an earlier run, and `resume` was not
             called.
         """
-        if self._take_alike([elapsed], [logs]):
-            return
         _check_elapsed("commit", elapsed)
+        form = self._form_of(logs)
+        values = form.values_of(logs)
         self._check_file()
-        copied, error = _copied(logs, set()), None
-        try:
-            self._settle()
-        except ValueError as raised:  # Of earlier rows, which takes nothing from this one.
-            error = raised
-        self._add(_numbers_of(elapsed), copied)
-        if self._forms[-1].on_device:
-            self._send([self._on_their_way(len(self._elapsed) - 1)])
+        self._add(_numbers_of(elapsed), form, values)
+        if on_device := form.on_device(values):
+            self._send_newest(on_device)
         else:
-            self._append_to_file([len(self._elapsed) - 1])
-        if error is not None:
-            raise error
+            self._append_to_file([len(self) - 1])
 
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
-        """Appends several rows, as `commit` does, for less where they are alike: values of one compiled function, say.
+        """Appends several rows, as `commit` does.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -244,8 +254,6 @@ class History:
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
-        if self._take_alike(elapsed, logs):
-            return
         for now, row in zip(elapsed, logs, strict=True):
             try:
                 self.commit(now, row)
@@ -263,15 +271,10 @@ class History:
 
         Whoever saves a checkpoint calls it before: the rows up to that step are part of the run.
         """
-        self._settle()
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
-            arrived = self._explain_donated(lambda: metrics.fetch(waiting))
-            self._forget_queue()
-            numbers = list(self._waiting)
-            for number, values in zip(numbers, arrived, strict=True):
-                self._put([number], {path: [value] for path, value in values.items()})
-            self._append_to_file(numbers)
+            self._take(self._explain_donated(lambda: metrics.fetch(waiting)))
+            self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
 
     def close(self) -> None:
         """Flushes. No file stays open between writes, so the history can be read, and written to, as before."""
@@ -309,16 +312,16 @@ class History:
         if self._path is not None and (checksum is not None or self._path.exists()):
             self._in_file = _Checksum.of(self._path, size)
             is_intact = checksum is None or self._in_file.to_dict() == checksum
-            reader = _Reader(self._path, size if is_intact else None, is_lenient=not is_intact)
+            reader = _Reader(self._path, self._form_of, size if is_intact else None, is_lenient=not is_intact)
             rows = reader.rows()
         else:
-            rows = [(_numbers_of(row.elapsed), row.logs) for row in self.rows]
+            rows = [(self._elapsed[n], self._forms[n], self._values_at(n)) for n in range(len(self))]
         num_found = 0
         self._clear()
-        for numbers, logs in rows:
+        for numbers, form, values in rows:
             num_found += 1
             if numbers[0] <= steps and (num_rows is None or num_found <= num_rows):
-                self._add(numbers, logs)
+                self._add(numbers, form, values)
         num_kept = len(self)
         if num_rows is not None and num_kept < num_rows and is_intact:
             logging.warning(
@@ -371,14 +374,10 @@ class History:
     def rows(self) -> list[Row]:
         """All rows, in the order of their commits."""
         self.flush()
-        values = {path: iter(column.values) for path, column in self._columns.items()}
-        return [
-            Row(Elapsed(*numbers), form.logs_of(next(values[path]) for path in form.paths))
-            for numbers, form in zip(self._elapsed, self._forms, strict=True)
-        ]
+        return list(map(self._row, range(len(self))))
 
     def __len__(self) -> int:
-        return len(self._elapsed) + len(self._newest)
+        return len(self._elapsed)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -388,7 +387,6 @@ class History:
         return self._row(range(len(self))[index])
 
     def __repr__(self) -> str:
-        self._settle()
         if not self._elapsed:
             return "History(no rows)"
         count = "1 row" if len(self) == 1 else f"{len(self)} rows"
@@ -429,7 +427,6 @@ class History:
         """
         if _dotted(name) not in self._paths_by_end:
             return None
-        self._settle()
         column = self._columns[self.find(name)]
         if isinstance(column.values[-1], jax.Array):
             self.flush()
@@ -501,7 +498,7 @@ class History:
           ValueError: a line is broken; the error gives its number.
         """
         history = cls()
-        for row in _Reader(_absolute(path)).rows():
+        for row in _Reader(_absolute(path), history._form_of).rows():
             history._add(*row)
         return history
 
@@ -582,96 +579,63 @@ class History:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._may_append = True
 
-    def _add(self, elapsed: tuple[Any, ...], logs: Mapping[str, Any]) -> None:
-        """Appends a row, given the numbers of its elapsed."""
-        key = _Form.key(logs)
+    def _form_of(self, logs: Mapping[str, Any]) -> _Form:
+        """The form of logs; raises what `_Form` does."""
+        key = _form_key(logs)
         form = self._known_forms.get(key)
         if form is None:
-            form = self._known_forms[key] = _Form(logs, self._column)
-        number = len(self._elapsed)
-        self._forms.append(form)
-        self._kinds = _mapped(logs, _kind) if form.on_device and form.paths == form.on_device else None
+            form = self._known_forms[key] = _Form(logs)
+        return form
+
+    def _add(self, elapsed: tuple[Any, ...], form: _Form, values: Sequence[Any]) -> None:
+        """Appends a row, given the numbers of its elapsed."""
+        number = len(self)
         self._elapsed.append(elapsed)
-        for column, value in zip(form.columns, _values(logs), strict=True):
+        self._forms.append(form)
+        for path, value in zip(form.paths, values, strict=True):
+            column = self._columns.get(path) or self._new_column(path)
             column.rows.append(number)
             column.values.append(value)
 
-    def _column(self, path: str) -> _Column:
-        """The column of a path, which is made if it is new."""
-        if path not in self._columns:
-            self._columns[path] = _Column()
-            for end in _ends(path):
-                self._paths_by_end.setdefault(end, []).append(path)
-        return self._columns[path]
+    def _new_column(self, path: str) -> _Column:
+        column = self._columns[path] = _Column()
+        for end in _ends(path):
+            self._paths_by_end.setdefault(end, []).append(path)
+        return column
 
-    def _take_alike(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> bool:
-        """Takes rows that are like the one before them, whose values are all on the devices; whether they are."""
-        columns: list[list[Any]] = []
-        are_elapsed = {Elapsed} == set(map(type, elapsed))
-        if self._kinds is None or not are_elapsed or not _read_alike(logs, self._kinds, columns):
-            return False
-        self._newest += zip(elapsed, zip(*columns, strict=True), strict=True)
-        if len(self._newest) >= CHUNK_SIZE:
-            self._settle()
-        return True
+    def _send_newest(self, on_device: dict[str, jax.Array]) -> None:
+        """Has the values of the newest row that are on the devices arrive some time."""
+        self._waiting.append(len(self) - 1)
+        if self._queue is None:
+            return self.flush()
+        queue, self._queue = self._queue, None  # Nobody knows what it has if the next lines fail.
+        queue.newest.append(on_device)
+        if len(queue.newest) == queue.room:
+            self._take(self._explain_donated(lambda: queue.push(queue.room, state=None)).rows())
+        self._queue = queue
 
-    def _settle(self) -> None:
-        """Puts the newest rows to the others."""
-        newest, self._newest = self._newest, []
-        if not newest:
-            return
-        form, numbers = self._forms[-1], range(len(self._elapsed), len(self._elapsed) + len(newest))
-        self._forms += [form] * len(newest)
-        elapsed, rows = zip(*newest, strict=True)
-        self._elapsed += map(_numbers_of, elapsed)
-        for path, values in zip(form.paths, zip(*rows, strict=True), strict=True):
-            self._columns[path].rows.extend(numbers)
-            self._columns[path].values += values
-        self._send([dict(zip(form.paths, values, strict=True)) for values in rows])
-
-    def _send(self, rows: list[dict[str, jax.Array]]) -> None:
-        """Has the values of the newest rows that are on the devices arrive some time."""
-        numbers = range(len(self._elapsed) - len(rows), len(self._elapsed))
-        self._waiting.update(dict.fromkeys(numbers))
-        try:
-            while rows:
-                some, rows = rows[: self._queue.room], rows[self._queue.room :]
-                self._queue.newest += some
-                self._queued += numbers[: len(some)]
-                numbers = numbers[len(some) :]
-                arrived = self._explain_donated(functools.partial(self._queue.push, len(some), state=None))
-                for columns, num_rows in arrived.blocks:
-                    of_rows, self._queued = self._queued[:num_rows], self._queued[num_rows:]
-                    self._put(of_rows, columns or {})
-                    self._append_to_file(of_rows)
-        except BaseException:  # Nobody knows now which rows the queue has: whoever reads takes them from the columns.
-            self._forget_queue()
-            raise
-
-    def _forget_queue(self) -> None:
-        self._queue, self._queued = OutputQueue(_MOST_ROWS_UNDER_WAY), []
+    def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Takes in the values of the oldest rows that wait for them, and writes these rows to the file."""
+        numbers = self._waiting[: len(rows)]
+        for number, values in zip(numbers, rows, strict=True):
+            for path, value in values.items():
+                self._columns[path].put(number, _plain(value, path))
+        del self._waiting[: len(rows)]
+        self._append_to_file(numbers)
 
     def _on_their_way(self, number: int) -> dict[str, Any]:
         """The values of a row that were on the devices."""
-        columns = {path: self._columns[path] for path in self._forms[number].on_device}
-        return {path: column.values[column.place(number)] for path, column in columns.items()}
+        return self._forms[number].on_device(self._values_at(number))
 
-    def _put(self, numbers: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Takes in the values of some rows."""
-        for path, values in columns.items():
-            self._columns[path].put(numbers, _all_plain(values, path))
-        for number in numbers:
-            del self._waiting[number]
+    def _values_at(self, number: int) -> list[Any]:
+        columns = [self._columns[path] for path in self._forms[number].paths]
+        return [column.values[column.place(number)] for column in columns]
 
     def _steps_at(self, number: int) -> int:
         return self._elapsed[number][_UNITS.index("steps")]
 
     def _row(self, number: int) -> Row:
-        form = self._forms[number]
-        columns = (self._columns[path] for path in form.paths)
-        return Row(
-            Elapsed(*self._elapsed[number]), form.logs_of(column.values[column.place(number)] for column in columns)
-        )
+        return Row(Elapsed(*self._elapsed[number]), self._forms[number].logs_of(self._values_at(number)))
 
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers or not self._writes:
@@ -721,7 +685,7 @@ class History:
             for number in self._waiting:
                 for path, value in self._on_their_way(number).items():
                     if isinstance(value, jax.Array) and value.is_deleted():
-                        self._columns[path].put([number], [math.nan])
+                        self._columns[path].put(number, math.nan)
                         lost.append(f"{printable(path)} at step {self._steps_at(number)}")
             if not lost:
                 raise
@@ -762,51 +726,10 @@ def _ends(path: str) -> list[str]:
     return [path, *(path[match.end() :] for match in re.finditer(r"\.", path))]
 
 
-def _leaves(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values and their paths."""
-    for key, value in logs.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{_dotted(key)}.")
-        else:
-            yield prefix + _dotted(key), value
-
-
 # Values ----------------------------------------------------------------------------------------------
 
 
-def _copied(logs: Any, seen: set[str], prefix: str = "") -> dict[str, Any]:
-    """A copy of the logs, of plain Python values but for those on devices; checks it all.
-
-    Args:
-      logs: as given.
-      seen: the paths so far, to which those of these logs are added.
-      prefix: what their paths begin with.
-    """
-    if not isinstance(logs, Mapping):
-        raise TypeError(
-            f"The logs of a history are a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
-        )
-    copy = {}
-    for key, value in logs.items():
-        if not isinstance(key, str):
-            raise TypeError(f"The keys of a history's logs are strings, got {key!r}. Write {str(key)!r}.")
-        path = prefix + _dotted(key)
-        if isinstance(value, Mapping):
-            copy[key] = _copied(value, seen, f"{path}.")
-            continue
-        if path in seen:
-            raise ValueError(f"The logs have two values under the path {printable(path)}. Give one another key.")
-        if path in _UNITS:
-            raise ValueError(
-                f"The logs have a value under {path!r}, and that name is asked of elapsed. Leave it out, or give it "
-                f"another key, such as 'my_{printable(path)}'."
-            )
-        seen.add(path)
-        copy[key] = _checked_on_device(value, path) if isinstance(value, jax.Array) else _plain(value, path)
-    return copy
-
-
-def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
+def _check_on_device(value: jax.Array, path: str) -> None:
     if isinstance(value, core.Tracer):
         raise TypeError(
             f"A history takes the values of a step, got a tracer of one that is being compiled, under "
@@ -814,6 +737,9 @@ def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
         )
     if value.ndim or not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
         raise _no_scalar(value, path)
+
+
+def _alive(value: jax.Array, path: str) -> jax.Array:
     if value.is_deleted():
         raise ValueError(
             f"The value under {printable(path)} was donated to a step, which has reused its memory. "
@@ -822,27 +748,15 @@ def _checked_on_device(value: jax.Array, path: str) -> jax.Array:
     return value
 
 
-_PLAIN = {bool, int, float}
-_PLAIN_OR_TEXT = {*_PLAIN, str}
-
-
-def _all_plain(values: Sequence[Any], path: str) -> Sequence[bool | int | float | str]:
-    """Host scalars as Python's own; for less than `_plain` one by one."""
-    try:
-        plain = [value.item() for value in values]
-    except AttributeError:  # Of a donated value a NaN is here already.
-        plain = values
-    # Those of bfloat16 are of its own type still.
-    return plain if _PLAIN.issuperset(map(type, plain)) else [_plain(value, path) for value in values]
+_PLAIN = {bool, int, float, str}
 
 
 def _plain(value: Any, path: str) -> bool | int | float | str:
     """A host scalar as Python's own."""
     plain = value
-    if hasattr(value, "__array__"):
-        array = np.asarray(value)
-        plain = array.item() if array.ndim == 0 else value
-    if isinstance(plain, bool):
+    if isinstance(value, np.generic) or (hasattr(value, "__array__") and np.ndim(value) == 0):
+        plain = np.asarray(value).item()
+    if type(plain) in _PLAIN:
         return plain
     for kind, python in ((str, str), (int, int), (float, float), (np.floating, float)):
         if isinstance(plain, kind):
@@ -917,6 +831,9 @@ class _Checksum:
         return {"bytes": self.size, "sha256": self._hash.hexdigest()}
 
 
+_ReadRow = tuple[tuple[Any, ...], _Form, list[Any]]
+
+
 class _Reader:
     """Reads the rows of a file, one line at a time.
 
@@ -925,20 +842,26 @@ class _Reader:
       broken_lines: the numbers of the lines that are no rows, in a lenient reading.
     """
 
-    def __init__(self, path: epath.Path, size: int | None = None, *, is_lenient: bool = False):
-        self._path, self._size, self._is_lenient = path, size, is_lenient
-        self._known: set[Any] = set()  # The forms of logs that were checked.
+    def __init__(
+        self,
+        path: epath.Path,
+        form_of: Callable[[Mapping[str, Any]], _Form],
+        size: int | None = None,
+        *,
+        is_lenient: bool = False,
+    ):
+        self._path, self._form_of, self._size, self._is_lenient = path, form_of, size, is_lenient
         self.is_in_order = True
         self.broken_lines: list[str] = []
 
-    def rows(self) -> Iterable[tuple[tuple[Any, ...], Any]]:
-        """Pairs of the numbers of `elapsed` and logs; of a damaged file in the order of their steps."""
+    def rows(self) -> Iterable[_ReadRow]:
+        """Each row's numbers of `elapsed`, form and values; of a damaged file in the order of their steps."""
         if not self._is_lenient:
             return self._by_number()
         rows = list(self._by_number()) if self._path.exists() else []
         return sorted(rows, key=lambda row: row[0][0])
 
-    def _by_number(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def _by_number(self) -> Iterator[_ReadRow]:
         early: dict[int, list[Any]] = {}  # Rows that come before others of lower numbers.
         next_number = 0
         for number, row in self._numbered():
@@ -953,7 +876,7 @@ class _Reader:
         for number in sorted(early):
             yield from early[number]
 
-    def _numbered(self) -> Iterator[tuple[int, tuple[tuple[Any, ...], Any]]]:
+    def _numbered(self) -> Iterator[tuple[int, _ReadRow]]:
         left = self._size
         with files.open_file(self._path, "rb") as file:
             for index in itertools.count():
@@ -962,7 +885,7 @@ class _Reader:
                     return
                 left = None if left is None else left - len(line)
                 try:
-                    number, elapsed, logs = self._parse(line, index)
+                    number, row = self._parse(line, index)
                 except _OF_A_BROKEN_LINE as error:
                     self.is_in_order = False
                     while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
@@ -970,7 +893,7 @@ class _Reader:
                     self._report_broken(index, line, error)
                     continue
                 self.is_in_order &= number == index and line.endswith(b"\n")
-                yield number, (elapsed, logs)
+                yield number, row
 
     def _report_broken(self, index: int, line: bytes, error: Exception) -> None:
         if self._is_lenient:
@@ -988,33 +911,17 @@ class _Reader:
                 f"{shown!r} ({error}). Mend the line or delete it."
             ) from error
 
-    def _parse(self, line: bytes, place: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        """The number of a row, the numbers of its elapsed, and its logs."""
+    def _parse(self, line: bytes, place: int) -> tuple[int, _ReadRow]:
+        """The number of a row, and the row."""
         fields = files.parse_json(line)
         if b"NaN" in line or b"Infinity" in line:
             fields = _decoded(fields)
         elapsed, logs = fields["elapsed"], fields["logs"]
         numbers = _numbers_of(Elapsed(**elapsed))
-        if not all(type(value) in (int, float) for value in numbers[:-1]) or numbers[-1] is not False:
+        if not all([type(value) in (int, float) for value in numbers[:-1]]) or numbers[-1] is not False:
             raise ValueError(f"elapsed has {elapsed}, which are not all numbers")
-        if type(logs) is dict:
-            form = _Form.key(logs)
-            if form not in self._known or not _PLAIN_OR_TEXT.issuperset(map(type, _values(logs))):
-                logs = _copied(logs, set())
-                self._known.add(form)
-        else:
-            logs = _copied(logs, set())
-        return operator.index(fields.get("row", place)), numbers, logs
-
-
-def _values(logs: Mapping[str, Any]) -> list[Any]:
-    values = []
-    for value in logs.values():
-        if isinstance(value, dict):
-            values += _values(value)
-        else:
-            values.append(value)
-    return values
+        form = self._form_of(logs)
+        return operator.index(fields.get("row", place)), (numbers, form, form.values_of(logs))
 
 
 def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:

@@ -445,15 +445,17 @@ def test_a_value_that_was_donated_is_said_once_and_is_nan():
 
 
 def test_commits_go_on_after_the_error_of_a_donated_value():
-    history, errors = History(), []
+    history, errors, values = History(), [], []
     for i in range(200):
         value = jnp.float32(i)
+        values.append(weakref.ref(value))
         try:
             history.commit(Elapsed(i), {"loss": value})
         except ValueError as error:
             errors.append(str(error))
         if i == 7:
             value.delete()
+    assert sum(value() is not None for value in values) <= 64
     assert len(errors) == 1 and "loss at step 7" in errors[0]
     assert [i for i, value in enumerate(history.collect("loss")) if value != i] == [7]
 
