@@ -17,7 +17,7 @@ class Action(abc.ABC):
       __call__: by a loop, or a step, when the interval says.
       monitors, check: by `OuterLoop.check`, before a run.
       before_checkpoint, state_dict: when a checkpoint is about to be saved, in this order.
-      load_state_dict: when a run goes on from a checkpoint, before its first step.
+      load_state_dict: when a run resumes from a checkpoint, before its first step.
       begin_run: when a run that can resume begins or resumes, after `load_state_dict`.
       finish: when a run has ended well, before `close`.
       flush: when a loop on its own ends.
@@ -36,17 +36,17 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """Whether it reads the outputs. If not, a loop keeps none for it, and does not wait for the devices."""
+    """It reads the outputs. If not, a loop keeps none for it, and does not wait for the devices."""
 
     waits_for_outputs: bool = True
-    """Whether a loop, to call it inside, waits until the outputs of all its steps are there. If not, it gets those of
-    the newest step whose values are there already, and the loop goes on at once."""
+    """A loop that calls it between two steps waits for the outputs of all its steps. If not, the action gets those of
+    the newest step that has been computed, and the loop continues at once."""
 
     comes_last: bool = False
-    """Whether it is called after the evaluations of the same step, and after all other actions, as a checkpoint is."""
+    """It is called after the evaluations of the same step, and after all other actions, as a checkpoint is."""
 
     time_goes_to: str = "actions"
-    """What the time report counts its calls as: "actions", "evals" or "checkpoints"."""
+    """The line of the time report for its calls: "actions", "evals" or "checkpoints"."""
 
     _interval: int | Schedule = 1  # For a subclass that does not call `super().__init__`.
 
@@ -86,11 +86,11 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """What would go wrong in a run, a sentence each with its remedy; `OuterLoop.check` asks before one begins.
+        """Returns the problems that a run would have, a sentence each with its remedy, for `OuterLoop.check`.
 
         Args:
           state: the train state, in shapes.
-          outputs: such as it will be called with, with ones for values; None where it is called when a loop begins.
+          outputs: those of a call, with ones for values; None if it is called when a loop begins.
         """
         return ()
 
@@ -100,7 +100,7 @@ class Action(abc.ABC):
 
     kept_state: Any = None
     """A train state that it keeps from call to call, such as the best one; a checkpoint keeps it too, and sets it in a
-    run that goes on from there."""
+    run that resumes."""
 
     def before_checkpoint(self) -> None:
         """Called before a checkpoint is saved: what the action has begun must be on disk when this returns.
@@ -110,16 +110,16 @@ class Action(abc.ABC):
         self.flush()
 
     def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
-        """Called before the first step of a run that has a `CheckpointSpec`, whether it resumes or begins anew.
+        """Called before the first step of a run that has a `CheckpointSpec`, whether or not it resumes.
 
-        An earlier process may have been killed after this step, and what it did since then will be done again.
+        An earlier process may have been killed after this step, and the work that it did since then will be repeated.
 
         Args:
           step_num: the number of completed updates.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What it remembers from call to call, as `jaxloop.encoding` takes it: numbers, strings, arrays, lists, dicts.
+        """Returns the memory from call to call, as `jaxloop.encoding` takes it: numbers, strings, arrays, lists, dicts.
 
         It is part of the run, and so of a checkpoint.
         """

@@ -26,11 +26,11 @@ class ActionList:
 
     @property
     def has_schedules(self) -> bool:
-        """Whether an interval is a schedule."""
+        """True if an interval is a schedule."""
         return bool(self._scheduled)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
-        """Whether an action is called at the end of the loop (or step) of this number, counted from one."""
+        """Returns whether an action is called at the end of the loop (or step) of this number, counted from one."""
         interval = self.actions[index].interval
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
@@ -43,11 +43,11 @@ class ActionList:
         return earliest(schedule.next_time(now) for schedule in self._scheduled)
 
     def next_loop(self, now: Elapsed) -> int | None:
-        """The number of the first loop after `now` at whose end an interval comes that `next_step` does not tell of."""
+        """The number of the first loop after `now` whose end makes an interval due that `next_step` does not know."""
         return earliest(next_loop_of(action.interval, now) for action in self.actions)
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls an action; an exception in it goes on with a note of which and when."""
+        """Calls an action; adds a note of the action and the step to an exception."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:
@@ -57,7 +57,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """The action, or the one that an object of `clu.periodic_actions` makes."""
+    """Returns the action, or one made of an object of `clu.periodic_actions`."""
     if isinstance(action, Action):
         return action
     if is_periodic(action):

@@ -1,4 +1,4 @@
-"""Stopping when it gets no better."""
+"""Stopping when a metric no longer improves."""
 
 import dataclasses
 import math
@@ -61,7 +61,7 @@ class EarlyStoppingAction(Action):
         long none may come, as a period that begins at the best: `after(steps=1000)`, `after(time=600)`.
       mode: "min", "max" or "auto", see `jaxloop.actions.Monitor`.
       min_delta: an improvement is better than the best by more than this.
-      baseline: as long as it has not been better than this, the patience goes on running through improvements.
+      baseline: until the metric is better than this, an improvement does not restart the patience.
       restore_best: keeps a copy of the state with the best value on the devices, as large as the state; the run
         returns it when it ends, for whatever reason. Its `step` is that of the best.
       interval: see `Action`.
@@ -88,9 +88,9 @@ class EarlyStoppingAction(Action):
         if min_delta < 0:
             raise ValueError(f"EarlyStoppingAction.min_delta must not be negative, got {min_delta}.")
         self._min_delta, self._baseline, self._restore_best = min_delta, baseline, restore_best
-        self._begin_anew()
+        self._forget()
 
-    def _begin_anew(self) -> None:
+    def _forget(self) -> None:
         self._memory = _Memory()
         self.kept_state: Any = None
         self._is_over = False
@@ -115,7 +115,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended the run."""
+        """True if it has ended the run."""
         return self._memory.stopped
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class EarlyStoppingAction(Action):
     ) -> None:
         now = Elapsed(step_num) if elapsed is None else elapsed.without_previous()
         if self._is_over or (self._memory.seen_at is not None and now.steps < self._memory.seen_at.steps):
-            self._begin_anew()  # It is another run.
+            self._forget()  # It is another run.
         self._memory.seen_at = now
         value = self._monitor.measured(outputs, history, now)
         if value is None:
@@ -212,7 +212,7 @@ class EarlyStoppingAction(Action):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._check_remembers(vars(_Memory()), state_dict)
-        self._begin_anew()
+        self._forget()
         for name, kept in state_dict.items():
             setattr(self._memory, name, Elapsed(**kept) if isinstance(kept, Mapping) else kept)
 
@@ -222,7 +222,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _patience_and_unit(patience: int | Schedule) -> tuple[float, str]:
-    """How much patience there is, and of what: a unit of `Elapsed`, or "" for measurements."""
+    """Returns the length of the patience and its unit: one of `Elapsed`, or "" for measurements."""
     if not isinstance(patience, Schedule):
         checks.check_positive("EarlyStoppingAction.patience", patience)
         return patience, ""

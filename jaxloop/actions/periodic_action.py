@@ -13,7 +13,7 @@ _CLU_MODULE = "clu.periodic_actions"
 
 
 def is_periodic(obj: Any) -> bool:
-    """Whether an object is one of `clu.periodic_actions`, or of a subclass."""
+    """Returns whether an object is one of `clu.periodic_actions`, or of a subclass."""
     return any((kind.__module__, kind.__name__) == (_CLU_MODULE, "PeriodicAction") for kind in type(obj).__mro__)
 
 

@@ -257,7 +257,7 @@ class _PlainBar:
     """Shows progress as lines that stay."""
 
     is_live = False
-    """Whether drawings replace each other. If not, there should be few."""
+    """Drawings replace each other. If not, there should be few."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._drawn_at = stream, -1

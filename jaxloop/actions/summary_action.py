@@ -118,7 +118,7 @@ class SummaryAction(WriterAction):
 
     @property
     def prefix(self) -> str:
-        """What is put before each name."""
+        """The text in front of each name."""
         return self._prefix
 
 

@@ -22,7 +22,7 @@ MOST_PENDING = 64
 """The number of calls that may wait for the thread. An action that asks for more waits."""
 
 PAUSE_SECS = 0.1
-"""How long a new thread lets calls come together, unless an action waits for them."""
+"""Seconds for which a new thread collects calls, unless an action waits for them."""
 
 _METHODS = frozenset(
     f"write_{kind}" for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams")

@@ -18,10 +18,10 @@ def default_writer(workdir: epath.PathLike) -> Any:
 
     The files are written by tensorboardX. Where it is missing, and TensorFlow and TensorBoard are installed, it is
     `clu.metric_writers.create_default_writer`, with the accelerators hidden from TensorFlow, which would take their
-    memory; its first row takes seconds, and each about fifty times as long. Without either, scalars are logged alone,
-    and that is said.
+    memory; its first row takes seconds, and each about fifty times as long. Without either, scalars are only logged,
+    with a warning.
 
-    In a job of many processes, that of the first alone writes files.
+    In a job of many processes, only the first one writes files.
 
     Raises:
       OSError: a directory that can't be written.
@@ -58,14 +58,14 @@ def _hide_accelerators_from_tensorflow() -> None:
 
 
 class LogWriter:
-    """Logs scalars and texts; of other values it logs the shapes. Has the methods of clu's `MetricWriter`.
+    """Logs scalars and texts, and the shapes of other values. Has the methods of clu's `MetricWriter`.
 
     Hooks:
       write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: by the actions that have
         this writer, in their thread.
-      write_summaries, write_hparams: by whoever writes without an action.
-      flush: by the actions, likewise; and at the latest when a run ends.
-      close: by whoever made the writer.
+      write_summaries, write_hparams: by you, without an action.
+      flush: by the actions, before a checkpoint and when a run ends.
+      close: by you, or by `fit`, which makes its writer.
     """
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -110,8 +110,8 @@ class LogWriter:
 class TensorBoardWriter(LogWriter):
     """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does.
 
-    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. Where they are missing, that is
-    logged once, and the rest is written. The file is made when there is something to write.
+    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If one is missing, a warning says
+    so once, and the rest is written. The file is made when there is something to write.
     """
 
     def __init__(self, workdir: epath.PathLike):
@@ -183,8 +183,8 @@ class TensorBoardWriter(LogWriter):
         """Has TensorBoard hide the points that a killed run wrote after its checkpoint of this step.
 
         Args:
-          step: where the run goes on, or begins.
-          position: what `position` returned when the checkpoint was saved; None where that is not known.
+          step: where the run resumes, or begins.
+          position: what `position` returned when the checkpoint was saved; None if that is not known.
         """
         self._file.resume(step, position)
 
