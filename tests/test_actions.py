@@ -98,9 +98,10 @@ def test_what_can_not_be_written_is_said_once(writer, warnings_logged):
     ]
 
 
-def test_what_is_no_writer_is_refused():
-    with pytest.raises(TypeError, match=r"got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
-        actions.SummaryAction("runs")
+@pytest.mark.parametrize("make", [actions.SummaryAction, actions.LearningRateAction])
+def test_what_is_no_writer_is_refused(make):
+    with pytest.raises(TypeError, match=rf"{make.__name__} .*got 'runs'. jaxloop.default_writer\(workdir\) makes one"):
+        make("runs")
 
 
 def test_a_loop_on_its_own_commits_its_checkpoints(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from etils import epath
 from programs import summaries
 
 from jaxloop import actions, checkpoint, encoding, every, examples
@@ -41,6 +42,15 @@ def test_files_made_within_a_second_or_by_a_clock_that_was_wrong_are_read_in_the
         writer.write_scalars(2, {"loss": 0.25})
     assert len(list(tmp_path.iterdir())) == 3
     assert summaries.points_in(tmp_path)[0]["loss"][1:] == [[2, "0.25"]]
+
+
+def test_writers_of_one_directory_make_a_file_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "iterdir", lambda self: iter(()))  # None sees that of the other.
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            writer = stack.enter_context(contextlib.closing(actions.default_writer(tmp_path)))
+            writer.write_scalars(1, {"loss": 0.5})
+    assert len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ class EventFile:
         is_old = self._name is not None and os.path.isfile(self._path)
         if not is_old:
             number = max([int(time.time()), *(1 + each for each in self._numbers())])
-            # With the process, so that no two of a machine make the same file.
-            self._name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
+            # With the process and this object, so that no two make the same file.
+            self._name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
             self._size, self._newest_step, self._begins = 0, -1, 0
         if files.is_remote(self._directory):  # Such a store can't append, so every file is a new one.
             from tensorboardX import record_writer
