@@ -1,9 +1,11 @@
 import logging as python_logging
+import re
 import subprocess
 import sys
 import threading
 from typing import ClassVar
 
+import flax
 import numpy as np
 import optax
 import pytest
@@ -88,14 +90,20 @@ def test_a_summary_computes_a_clu_metric_once(writer):
 
 
 def test_what_can_not_be_written_is_said_once(writer, warnings_logged):
+    @flax.struct.dataclass
+    class Means(clu_metrics.Collection):
+        loss: clu_metrics.Average.from_output("values")  # pyright: ignore
+
+    means = Means.single_from_model_output(values=np.float32([1, 2]))
     summary = actions.SummaryAction(writer)
     for step_num in range(2):
         outputs = {"nested": [{"a": 1.0}], "vector": [MetricWithMetadata(np.zeros(3))], "none": [None], "loss": [1.0]}
-        summary(None, outputs, step_num=step_num)
-    assert [text.split(":")[0] for text in warnings_logged()] == [
-        "SummaryAction does not write the output 'nested'",
-        "SummaryAction does not write the output 'vector'",
-    ]
+        summary(None, {**outputs, "means": [means]}, step_num=step_num)
+    summary.flush()
+    assert writer.scalars("means/loss") == [(0, 1.5), (1, 1.5)]
+    problems = [f"SummaryAction does not write the output '{name}'" for name in ("nested", "vector")]
+    assert [text.split(":")[0] for text in warnings_logged()] == problems
+    assert [text.split(":")[0] for text in summary.check(None, outputs)] == problems
 
 
 @pytest.mark.parametrize("make", [actions.SummaryAction, actions.LearningRateAction])
@@ -118,10 +126,11 @@ def test_a_loop_on_its_own_commits_its_checkpoints(tmp_path):
 
 def test_audio_needs_a_sample_rate(writer):
     outputs = {"sound": [MetricWithMetadata(np.zeros([1, 9, 1]), MetricType.AUDIO)]}
-    with pytest.raises(
-        ValueError, match=r"sample rate of the audio output 'sound'.*metadata=\{'sample_rate': 16_000\}"
-    ):
-        actions.SummaryAction(writer)(None, outputs, step_num=1)
+    action, expected = actions.SummaryAction(writer), r"sample rate of the audio output 'sound'.*'sample_rate': 16_000"
+    with pytest.raises(ValueError, match=expected):
+        action(None, outputs, step_num=1)
+    (problem,) = action.check(None, outputs)
+    assert re.search(expected, problem)
 
 
 def test_a_summary_written_twice_for_a_step_is_said(writer, warnings_logged):
