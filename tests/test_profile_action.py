@@ -76,7 +76,8 @@ def test_another_trace_that_is_running_is_said_and_the_run_goes_on(tmp_path, war
     jax.profiler.start_trace(str(tmp_path))
     run(ProfileAction(tmp_path, first_step=3, num_steps=2), 10)
     jax.profiler.stop_trace()
-    assert "records no profile of step 3: Profile has already been started" in warnings_logged()[0]
+    (warning,) = warnings_logged()
+    assert "records no profile of step 3: Profile has already been started" in warning
 
 
 @pytest.mark.parametrize(
