@@ -38,10 +38,13 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
       OSError: there is something else of this name, or the file can't be opened.
     """
     with contextlib.suppress(FileNotFoundError):
-        _check_regular(path, os.lstat(path).st_mode)  # Before it is opened, which has effects on some devices.
+        mode_now = os.lstat(path).st_mode  # Before it is opened, which has effects on some devices.
+        if not stat.S_ISREG(mode_now):
+            raise _not_regular(path, mode_now)
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFELY, mode)
     try:
-        _check_regular(path, os.fstat(descriptor).st_mode)  # It may have been replaced in between.
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # It was replaced in between.
+            raise _not_regular(path, os.fstat(descriptor).st_mode)
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except BaseException:
@@ -143,8 +146,7 @@ def is_remote(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
-def _check_regular(path: str | os.PathLike[str], mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        text = f"Expected a regular file and found {kind}. Remove it, or give another directory"
-        raise OSError(errno.EINVAL, text, os.fspath(path))
+def _not_regular(path: str | os.PathLike[str], mode: int) -> OSError:
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    text = f"Expected a regular file and found {kind}. Remove it, or give another directory"
+    return OSError(errno.EINVAL, text, os.fspath(path))

@@ -1,8 +1,9 @@
 """What identifies a dataset, the same in each process that builds it: for a position to be used in no other one."""
 
+import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -40,9 +41,9 @@ def describe_source(dataset: Any) -> list[str]:
 def _parts(part: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
     seen[id(part)] = part  # Held, for its id is no other's then.
     yield depth, part
-    for name in _PARTS:
-        found = _attribute(part, name)
-        found = _attempt(found) if name == "_inputs" and callable(found) else found
+    for name, found in _attributes(part, _PARTS).items():
+        if name == "_inputs" and callable(found):
+            found = _attempt(found)
         for each in found if isinstance(found, list | tuple) and name not in ("_data_source", "_source") else [found]:
             if each is not None and not isinstance(each, _NO_PARTS) and id(each) not in seen:
                 yield from _parts(each, seen, depth + 1)
@@ -51,9 +52,16 @@ def _parts(part: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[in
 def _describe_part(part: Any) -> str:
     is_of_library = type(part).__module__.partition(".")[0] in _LIBRARIES
     names = _PARAMETERS + _PARAMETERS_OF_LIBRARIES if is_of_library else _PARAMETERS
-    values = {name: _parameter(part, name) for name in names}
-    shown = [f"{name}={value!r}" for name, value in values.items() if value is not None]
-    transform = _attribute(part, "transform_name") or _attribute(part, "_transform_name")
+    found = _attributes(part, [prefix + name for name in (*names, "transform_name") for prefix in ("", "_")])
+    shown = []
+    for name in names:
+        value = found.get(name)
+        value = found.get(f"_{name}") if value is None or callable(value) else value
+        if hasattr(value, "numpy") and not np.ndim(value):  # An eager tf.Tensor.
+            value = _attempt(lambda tensor=value: tensor.numpy().item())  # pyright: ignore[reportOptionalMemberAccess]
+        if isinstance(value, bool | int):
+            shown.append(f"{name}={value!r}")
+    transform = found.get("transform_name") or found.get("_transform_name")
     if isinstance(transform, str):
         shown.append(transform.partition(" @ ")[0])  # Then come the file and the line, which an edit moves.
     if hasattr(type(part), "element_spec"):
@@ -63,16 +71,13 @@ def _describe_part(part: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text if length is None else f"{text} of {length}")
 
 
-def _parameter(part: Any, name: str) -> bool | int | None:
-    value = _attribute(part, name)
-    value = _attribute(part, f"_{name}") if value is None or callable(value) else value
-    if hasattr(value, "numpy") and not np.ndim(value):  # An eager tf.Tensor.
-        value = _attempt(lambda: value.numpy().item())
-    return value if isinstance(value, bool | int) else None
-
-
-def _attribute(part: Any, name: str) -> Any:
-    return _attempt(lambda: getattr(part, name, None))
+def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the attributes that a part of someone else's pipeline has, by name."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(Exception):
+            found[name] = getattr(part, name)
+    return found
 
 
 def _attempt(ask: Callable[[], Any]) -> Any:

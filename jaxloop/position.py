@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -15,6 +16,7 @@ from jaxloop.fingerprint import check_same, describe_batch, describe_source
 from jaxloop.read_ahead import ReadAhead
 from jaxloop.sources import (
     KINDS,
+    Source,
     check_is_dataset,
     is_endless,
     is_function,
@@ -88,36 +90,32 @@ class DatasetPosition:
         return cls(**{**values, "state": _put_back(values.get("state"), arrays or {})})
 
 
-def _put_aside(encoded: Any, arrays: dict[str, np.ndarray] | None) -> Any:
-    match encoded:
-        case bytes():
-            if arrays is None or len(encoded) <= _MAX_INLINE:
-                return encoding.encode(encoded)
-            name = f"bytes_{len(arrays)}"
-            arrays[name] = np.frombuffer(encoded, np.uint8)
-            return {"beside": name}
-        case {"dict": items}:
-            return {"dict": {key: _put_aside(each, arrays) for key, each in items.items()}}
-        case {"tuple": items}:
-            return {"tuple": [_put_aside(each, arrays) for each in items]}
-        case [*items]:
-            return [_put_aside(each, arrays) for each in items]
-    return encoded
+_BESIDE = "jaxloop/beside"
 
 
-def _put_back(encoded: Any, arrays: Mapping[str, Any]) -> Any:
-    match encoded:
-        case {"beside": name} if name not in arrays:
-            raise ValueError(f"The array {name!r} of a position in the data is missing: give those of to_dict.")
-        case {"beside": name}:
-            return np.asarray(arrays[name], np.uint8).tobytes()
-        case {"dict": items}:
-            return {"dict": {key: _put_back(each, arrays) for key, each in items.items()}}
-        case {"tuple": items}:
-            return {"tuple": [_put_back(each, arrays) for each in items]}
-        case [*items]:
-            return [_put_back(each, arrays) for each in items]
-    return encoded
+def _put_aside(state: Any, arrays: dict[str, np.ndarray] | None) -> Any:
+    """The state as JSON has it; of its byte strings the long ones go to the arrays."""
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, bytes):
+            return leaf
+        if arrays is None or len(leaf) <= _MAX_INLINE:
+            return encoding.encode(leaf)
+        name = f"bytes_{len(arrays)}"
+        arrays[name] = np.frombuffer(leaf, np.uint8)
+        return {_BESIDE: name}
+
+    return jax.tree.map(put, state)
+
+
+def _put_back(state: Any, arrays: Mapping[str, Any]) -> Any:
+    """The state whose long byte strings are in the arrays."""
+    is_beside = lambda node: isinstance(node, dict) and _BESIDE in node
+    back = lambda node: np.asarray(arrays[node[_BESIDE]], np.uint8).tobytes() if is_beside(node) else node
+    try:
+        return jax.tree.map(back, state, is_leaf=is_beside)
+    except KeyError as error:
+        raise ValueError(f"The array {error} of a position in the data is missing: give those of to_dict.") from None
 
 
 @final
@@ -148,6 +146,15 @@ class PositionedIterator(Iterator[types.Batch]):
       TypeError: the dataset is one batch, or nothing that can be iterated over.
     """
 
+    _dataset: Any
+    _iterate: Callable[[Any], Any]
+    _prefetch: int
+    _skippable: bool
+    _source: Source
+    _fingerprint: dict[str, list[str]]
+    _convert: Callable[[types.Batch], types.Batch]
+    _ahead: ReadAhead | None
+
     def __new__(
         cls,
         dataset: Any,
@@ -166,37 +173,26 @@ class PositionedIterator(Iterator[types.Batch]):
                 iterator._draw_ahead(prefetch)
             return iterator
         self = super().__new__(cls)
-        self._open(dataset, iterator, iterate, start, prefetch, skippable)
-        return self
-
-    def _open(
-        self,
-        dataset: Any,
-        iterator: Any,
-        iterate: Callable[[Any], Any],
-        random_start: Any,
-        prefetch: int,
-        skippable: bool,
-    ) -> None:
         self._dataset, self._iterate, self._prefetch, self._skippable = dataset, iterate, prefetch, skippable
-        self._source = source_of(dataset, iterator, random_start)
+        self._source = source_of(dataset, iterator, start)
         self._fingerprint = {"source": describe_source(dataset)}
-        self._convert: Callable[[types.Batch], types.Batch] | None = None
-        self._ahead: ReadAhead | None = None
+        self._convert = lambda batch: batch
+        self._ahead = None
         self._begin(iterator, 0, self._source.read_start())
+        return self
 
     def _begin(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
         """Goes on with an iterator that stands after `count` batches, where the source had the state, if known."""
         self.close()
         self._iterator, self._count = iterator, count
-        self._held: list[types.Batch] = []
+        self._has_begun = False  # Whether a batch was drawn since.
+        self._held: list[types.Batch] = []  # One at most, which was looked at.
         self._sought: DatasetPosition | None = None  # Until the first batch after it was looked at.
         self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
         self._draw: Callable[[], types.Batch] = iterator.__next__
         if self._prefetch:
             self._ahead = ReadAhead(iterator, self._prefetch, self._source.read, reads_always=self._source.is_cheap)
             self._draw = _taker(self._ahead, self._marks, count)
-        self._next = self._first
 
     def _draw_ahead(self, prefetch: int) -> None:
         if self._count or self._held or self._prefetch:
@@ -208,7 +204,7 @@ class PositionedIterator(Iterator[types.Batch]):
         self._begin(self._iterator, *self._marks[-1])
 
     def __next__(self) -> types.Batch:
-        batch = self._next()
+        batch = self._held.pop() if self._held else self._next()
         self._count += 1
         return batch
 
@@ -279,7 +275,6 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._convert is not convert:
             self._convert = convert
             self._held = [convert(batch) for batch in self._held]
-            self._next = self._release if self._held else self._first
         return self
 
     def peek(self) -> types.Batch:
@@ -288,7 +283,6 @@ class PositionedIterator(Iterator[types.Batch]):
             if self._count > self._marks[-1][0]:
                 self.mark()
             self._held.append(self._next())
-            self._next = self._release
         return self._held[0]
 
     def skip(self, num_batches: int) -> None:
@@ -314,8 +308,10 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._ahead is not None:
             self._ahead.close()
 
-    def _first(self) -> types.Batch:
-        """Draws the first batch since the start or a `seek`."""
+    def _next(self) -> types.Batch:
+        """Draws the next batch."""
+        if self._has_begun:
+            return self._convert(self._draw())
         if self._marks[-1][1] is None and (self._ahead is None or not self._ahead.has_begun):
             self._marks[-1] = (self._count, self._source.read())  # Whoever draws ahead is past it from here on.
         batch = self._draw()
@@ -326,17 +322,8 @@ class PositionedIterator(Iterator[types.Batch]):
             is_drawn_again = self._count == 0 and self._sought.count > 0
             check_same(self._sought.fingerprint.get("batch"), describe_batch(batch), sizes=is_drawn_again)
             self._sought = None
-        self._next = self._quick()
-        return batch if self._convert is None else self._convert(batch)
-
-    def _quick(self) -> Callable[[], types.Batch]:
-        """What draws all further batches: the source's own `__next__`, where nothing stands between."""
-        convert, draw = self._convert, self._draw
-        return draw if convert is None else lambda: convert(draw())
-
-    def _release(self) -> types.Batch:
-        self._next = self._quick()
-        return self._held.pop()
+        self._has_begun = True
+        return self._convert(batch)
 
     # Positions ---------------------------------------------------------------------------------------
 

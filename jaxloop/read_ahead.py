@@ -45,11 +45,9 @@ class ReadAhead:
         read_state: Callable[[], Any] = lambda: None,
         reads_always: bool = False,
     ):
-        self._buffer = _Buffer(size)
-        self._thread = threading.Thread(
-            target=_fill, args=(self._buffer, iterator, read_state, reads_always), name="jaxloop-prefetch", daemon=True
-        )
-        self.close: weakref.finalize[..., Any] = weakref.finalize(self, _close, self._buffer, self._thread)
+        self._buffer = _Buffer(iterator, size, read_state, reads_always)
+        self._thread = threading.Thread(target=self._buffer.fill, name="jaxloop-prefetch", daemon=True)
+        self.close: weakref.finalize[..., Any] = weakref.finalize(self, self._buffer.close, self._thread)
         """Ends the thread, and waits a second for it: it may have to end the drawing of a batch before."""
 
     @property
@@ -79,46 +77,43 @@ class ReadAhead:
 class _Buffer:
     """What the thread shares with the consumer. The thread must not hold the `ReadAhead`, whose end is its own."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, iterator: Iterator[types.Batch], size: int, read_state: Callable[[], Any], reads_always: bool):
+        self._iterator, self._size, self._read_state, self._reads_always = iterator, size, read_state, reads_always
         self.drawn: collections.deque[Drawn] = collections.deque()
         self.changed = threading.Condition()
         self.is_closed = self.is_state_wanted = False
 
-
-def _fill(buffer: _Buffer, iterator: Iterator[types.Batch], read_state: Callable[[], Any], reads_always: bool) -> None:
-    for number in itertools.count(1):
-        with buffer.changed:
-            buffer.changed.wait_for(lambda: len(buffer.drawn) < buffer.size or buffer.is_closed)
-            if buffer.is_closed:
+    def fill(self) -> None:
+        """Draws from the source until it ends, or this is closed; what the thread runs."""
+        for number in itertools.count(1):
+            with self.changed:
+                self.changed.wait_for(lambda: len(self.drawn) < self._size or self.is_closed)
+                if self.is_closed:
+                    return
+            drawn = self._draw(number)
+            with self.changed:
+                if not self.is_closed:
+                    self.drawn.append(drawn)
+                self.changed.notify_all()
+            if drawn.error is not None:
                 return
-        drawn = _draw(buffer, number, iterator, read_state, reads_always)
-        with buffer.changed:
-            if not buffer.is_closed:
-                buffer.drawn.append(drawn)
-            buffer.changed.notify_all()
-        if drawn.error is not None:
-            return
-        del drawn  # While the thread waits for room, the consumer alone has the batch.
+            del drawn  # While the thread waits for room, the consumer alone has the batch.
 
+    def _draw(self, number: int) -> Drawn:
+        try:
+            batch = next(self._iterator)
+            if not self._reads_always and not self.is_state_wanted:
+                return Drawn(batch, None, number, None)
+            self.is_state_wanted = False
+            return Drawn(batch, None, number, self._read_state())
+        except BaseException as error:
+            return Drawn(None, error, number, None)
 
-def _draw(
-    buffer: _Buffer, number: int, iterator: Iterator[types.Batch], read_state: Callable[[], Any], reads_always: bool
-) -> Drawn:
-    try:
-        batch = next(iterator)
-        if not reads_always and not buffer.is_state_wanted:
-            return Drawn(batch, None, number, None)
-        buffer.is_state_wanted = False
-        return Drawn(batch, None, number, read_state())
-    except BaseException as error:
-        return Drawn(None, error, number, None)
-
-
-def _close(buffer: _Buffer, thread: threading.Thread) -> None:
-    with buffer.changed:
-        buffer.is_closed = True
-        buffer.drawn.clear()
-        buffer.changed.notify_all()
-    if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(timeout=1)
+    def close(self, thread: threading.Thread) -> None:
+        """Has the thread end, and waits for it."""
+        with self.changed:
+            self.is_closed = True
+            self.drawn.clear()
+            self.changed.notify_all()
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(timeout=1)

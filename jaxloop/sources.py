@@ -371,20 +371,7 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
 
 
 # Parts of a tf.data pipeline that make their input's iterator at once, and each pass once.
-_MADE_AT_ONCE = {
-    "Batch",
-    "ParallelBatch",
-    "PaddedBatch",
-    "Map",
-    "ParallelMap",
-    "Prefetch",
-    "Filter",
-    "Take",
-    "Skip",
-} | {
-    "Zip",
-    "Options",
-}
+_MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
 # Parts between a shuffle and a repeat whose iterator is saved until its input has ended.
 _SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
 

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 
 import jaxloop
 from jaxloop import data, examples, position
+from jaxloop.fingerprint import describe_source
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError, skippable
+from jaxloop.read_ahead import ReadAhead
 
 LENGTH = 12
 BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH)]
@@ -565,3 +568,21 @@ def test_two_that_share_a_position_survive_the_garbage_collector():
     both = PositionedIterator(skippable(lambda: iter([{"x": 1}])))
     gc.collect()
     assert next(both) == {"x": 1}
+
+
+def test_a_batch_that_was_looked_at_is_converted_too():
+    iterator = PositionedIterator([1, 2, 3])
+    assert iterator.peek() == 1
+    assert list(iterator.converted_by(lambda number: 10 * number)) == [10, 20, 30]
+
+
+def test_a_transformation_is_described_by_its_name_alone():
+    part = types.SimpleNamespace(_transform_name="double @ train.py:7", seed=3)
+    assert describe_source(part) == ["SimpleNamespace(seed=3, double)"]
+
+
+def test_a_state_that_takes_long_is_read_once_for_each_request():
+    ahead = ReadAhead(iter(range(9)), size=1, read_state=lambda: "here")
+    assert ahead.take().state is None
+    ahead.request_state()
+    assert [ahead.take().state for _ in range(4)].count("here") == 1
