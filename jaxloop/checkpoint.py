@@ -3,6 +3,11 @@
 The only module that knows Orbax. A checkpoint is a directory named after its step. Those that a `CheckpointWriter` of a
 directory wrote hold three items beside each other: `default`, the train state; `run`, a JSON dict; and `trees`, arrays
 that are no part of the state. A seal over all of their files, see `jaxloop.seal`, is part of the commit.
+
+A save is `CheckpointWriter.save`: it refuses what would not come back (`_to_be_saved`), waits for the save before and
+looks at the directory (`_ready_manager`), and hands all to Orbax. Orbax's thread writes the files, calls `_seal`, and
+commits with one rename. A restore is `open_newest`, or `Checkpoint.at`: it verifies the seal, once, and what a
+`Checkpoint` reads after that is known to be as it was saved.
 """
 
 import contextlib
@@ -408,7 +413,8 @@ class Checkpoint:
             restored = checkpointer.restore(self.path / item, args=args)
         values = checks.leaves_by_path(restored)
         _check_fits(self.path, item, values, wanted)  # What `transforms` made of it, too.
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _as_in(leaf, values[checks.path_name(path)]), tree)
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, map(_as_in, leaves, [values[path] for path in wanted]))
 
     def fitted(self, item: str, template: Any) -> Any:
         """Returns the saved tree of an item with the template's leaves; no array is read.
