@@ -13,6 +13,7 @@ commits with one rename. A restore is `open_newest`, or `Checkpoint.at`: it veri
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import re
@@ -878,28 +879,27 @@ class CheckpointWriter:
                     self._closed = True
 
 
-_SCALARS = {type(None), bool, int, float, str}
-
-
-def _json_copy(value: Any, path: str) -> Any:
+def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns what a file of JSON gives back; raises a `TypeError` that names the place if that differs."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}.")
-        return {
-            key: each if type(each) in _SCALARS else _json_copy(each, f"{path}[{key!r}]") for key, each in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [
-            each if type(each) in _SCALARS else _json_copy(each, f"{path}[{index}]") for index, each in enumerate(value)
-        ]
-    if isinstance(value, bool | int | float | str):  # One of a subclass.
-        return value
-    raise TypeError(
-        f"{path} of a checkpoint must be a number, a string, a list or a dict, got {value!r}. Arrays belong in the "
-        "state; a NumPy number has .item()."
-    )
+    text = ""
+    with contextlib.suppress(TypeError):  # Of which the place is found below.
+        text = json.dumps(value, default=lambda mapping: {**mapping})
+    found: list[tuple[str, Any]] = [(name, value)]
+    for path, each in found:  # It grows meanwhile, by what is one level further in.
+        if isinstance(each, Mapping):
+            for key in each:
+                if not isinstance(key, str):
+                    said = f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}."
+                    raise TypeError(said)
+            found += [(f"{path}[{key!r}]", inner) for key, inner in each.items()]
+        elif isinstance(each, list | tuple):
+            found += [(f"{path}[{index}]", inner) for index, inner in enumerate(each)]
+        elif each is not None and not isinstance(each, bool | int | float | str):
+            raise TypeError(
+                f"{path} of a checkpoint must be a number, a string, a list or a dict, got {each!r}. Arrays belong in "
+                "the state; a NumPy number has .item()."
+            )
+    return json.loads(text)
 
 
 def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:

@@ -329,11 +329,20 @@ def test_metadata_of_no_checkpoint_are_an_error(tmp_path):
         checkpoint.metadata(tmp_path, 3)
 
 
+def test_metadata_in_a_circle_are_refused(tmp_path):
+    circle = {"a": []}
+    circle["a"].append(circle)
+    with pytest.raises(ValueError, match="Circular"):
+        checkpoint.CheckpointWriter(tmp_path).save(1, STATE, metadata=circle)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({"a": {"b": [1, np.float32(2)]}}, r"metadata\['a'\]\['b'\]\[1\] of a checkpoint must be a number, a string"),
         ({"a": {3: 1}}, r"metadata\['a'\] of a checkpoint must have strings as keys, got 3"),
+        ({"a": {"x"}}, r"metadata\['a'\] of a checkpoint must be a number, a string, a list or a dict, got {'x'}"),
+        ({"a": {(1, 2): 3, "b": None}}, r"metadata\['a'\] of a checkpoint must have strings as keys, got \(1, 2\)"),
     ],
 )
 def test_metadata_that_json_would_change_are_refused(tmp_path, metadata, message):
