@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -309,10 +310,11 @@ def test_what_is_noted_with_a_checkpoint_is_read_again(tmp_path, make):
 def test_the_action_notes_how_far_the_run_is(tmp_path):
     action = CheckpointAction(tmp_path, best="loss")
     action(STATE, {"loss": 1.0}, step_num=3, elapsed=Elapsed(3, 96, 1.5, 2))
-    action.save(4, STATE, None, metadata={"more": [2]})
+    action.save(4, STATE, None, metadata={"more": [2], "fixed": types.MappingProxyType({"a": 1})})
     action.close()
     assert Elapsed(**checkpoint.metadata(tmp_path, 3)["elapsed"]) == Elapsed(3, 96, 1.5, 2)
-    assert checkpoint.metadata(tmp_path, 4)["more"] == [2]
+    noted = checkpoint.metadata(tmp_path, 4)
+    assert noted["more"] == [2] and noted["fixed"] == {"a": 1}
 
 
 def test_checkpoints_of_plain_orbax_have_no_metadata(tmp_path):
