@@ -1,5 +1,6 @@
 """A loop with actions before, inside and after it."""
 
+import bisect
 import contextlib
 import dataclasses
 import time
@@ -11,17 +12,13 @@ from absl import logging
 from jaxloop import agreement, checks, encoding, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
+from jaxloop.agenda import Agenda, Slot, class_name, matched, remembered
 from jaxloop.history import History
 from jaxloop.ledger import Ledger
-from jaxloop.output_queue import OutputQueue
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest
-from jaxloop.slots import Slot, class_name, remembered
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.text import printable
-
-# Of a subclass: with one of them, each loop is a call.
-_HOOKS = ("__call__", "begin", "run", "end", "update_outputs", "_get_next_batch")
 
 
 @final
@@ -34,31 +31,29 @@ class Run:
       total_steps: updates in all; None if nobody knows.
       elapsed: for an evaluation, how far the training is; None for a train loop, which knows by itself.
       stop: where the run ends besides.
-      eval_schedules: when an evaluation may be due inside the loop.
-      evaluate: evaluates, with a state and an `Elapsed`, what is due; says whether the run goes on.
+      loop_steps: loops end at the multiples of so many steps; None where nobody knows.
+      eval_intervals: when an evaluation may be due, as the intervals of actions.
+      evaluate: evaluates, with a state and an `Elapsed`, what is due; the third argument says whether a loop has ended.
+        Returns whether the run goes on.
+      end_data: called where the data end, after the step that was the last; None where no other loop may follow.
       snapshot: makes what a checkpoint keeps beside the state, as `CheckpointAction.save` takes it.
       can_resume: whether another call, or process, may go on with a loop that a signal cut short.
       keeps_batches: whether a train loop keeps its last batches, for the record of a failure.
-      quiet_ends: where loops end, by step, in the next call before its own end; nothing is to be done there.
-      ends_with_data: whether the run ends where the data of the next call end.
+      ends_with_data: whether the run ends where the data end.
     """
 
     history: History | None = None
     total_steps: int | None = None
+    loop_steps: int | None = None
     elapsed: Elapsed | None = None
     stop: Schedule | None = None
-    eval_schedules: Sequence[Schedule] = ()
-    evaluate: Callable[[Any, Elapsed], bool] = lambda state, elapsed: True
+    eval_intervals: Sequence[int | Schedule] = ()
+    evaluate: Callable[[Any, Elapsed, bool], bool] = lambda state, elapsed, at_end: True
+    end_data: Callable[[], None] | None = None
     snapshot: Callable[[], dict[str, Any]] | None = None
     can_resume: bool = False
     keeps_batches: bool = False
-    quiet_ends: range = range(0)
     ends_with_data: bool = False
-
-    @property
-    def schedules(self) -> Sequence[Schedule]:
-        """When something happens inside the loop besides its actions."""
-        return (*self.eval_schedules, *(() if self.stop is None else (self.stop,)))
 
 
 class ActionLoop(StatLoop):
@@ -112,16 +107,13 @@ class ActionLoop(StatLoop):
         super().__init__(step, stat_names, global_batch_size, clock=clock, max_steps_in_flight=max_steps_in_flight)
         self._begin_actions = ActionList(begin_actions, unit="loops")
         self._end_actions = ActionList(end_actions, unit="loops")
-        self._attached: list[Slot] = []
-        self._slots = [Slot(self._end_actions, index) for index in range(len(self.end_actions))]
-        self._loop_count = self._count = 0  # The loops that have ended; the number of the one that runs or ran last.
-        self._is_ending = False  # Whether the end actions have what they are to see, and not all were called.
+        self._agenda = Agenda(self._end_actions)
         self._last_beginning = Elapsed()
+        self._silent_ends = range(0)  # Where loops end in the next steps, and nobody is to hear of it.
+        self._is_inside = False  # Whether a loop has begun, and was not ended or broken off.
+        self._is_ending = False  # Whether the end actions have what they are to see, and not all were called.
         self._stop_asked = False
         self._spent_at_look = self.spent
-        self._loops_passed = self._steps_passed = 0  # Of the loops that have ended inside the call.
-        self._ended = metrics.LoopOutputs()  # Of the loop that has ended last.
-        self._is_failing = False
         self._said_left_out: set[str] = set()
         self.run_info: Run | None = None
 
@@ -155,43 +147,35 @@ class ActionLoop(StatLoop):
 
     def attach(self, action: Action) -> None:
         """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
-        self._attached.append(Slot(ActionList([action], unit="loops"), 0, self._ledger.position))
+        self._agenda.attach(action, self._ledger.position)
 
     def detach_all(self) -> None:
         """Takes the attached actions away."""
-        self._attached.clear()
+        self._agenda.detach_all()
 
     @property
     def loop_count(self) -> int:
         """How many loops have ended. Set it to go on with the intervals of an earlier run."""
-        return self._loop_count
+        return self._progress.loops
 
     @loop_count.setter
     def loop_count(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
-        if value != self._loop_count:  # What the actions have not seen yet belongs to another run.
+        if value != self._progress.loops:  # What the actions have not seen yet belongs to another run.
             self._forget()
-        self._loop_count = self._count = value
-        self._looked = dataclasses.replace(self._looked, loops=value)
+        self._progress.loops = value
+        self._progress.newest = dataclasses.replace(self._progress.newest, loops=value)
 
     def resume(self, elapsed: Elapsed) -> None:
         super().resume(elapsed)
-        self._loop_count = self._count = elapsed.loops
         self._last_beginning = elapsed.without_previous()
         self._forget()
 
     def _forget(self) -> None:
-        self.steps_before, self._is_ending, self._has_begun = 0, False, False
-        self._ledger, self._ended = Ledger(), metrics.LoopOutputs()
-        for slot in self._all_slots():
-            slot.forget(self.spent)
-
-    def _all_slots(self) -> list[Slot]:
-        return [*self._attached, *self._slots]
-
-    def _loops_ended(self) -> int:
-        return self._loop_count
+        self.steps_before, self._is_ending, self._is_inside, self._began = 0, False, False, None
+        self._ledger = Ledger()
+        self._agenda.forget(self.spent)
 
     # A call of the loop ------------------------------------------------------------------------------
 
@@ -210,9 +194,26 @@ class ActionLoop(StatLoop):
         self._flush_actions(raise_errors=True)
         return result
 
+    def train(
+        self, state: Any, dataset: Iterator[types.Batch], steps_of_loop: Callable[[], int | None]
+    ) -> tuple[Any, metrics.LoopOutputs]:
+        """Runs loop after loop, as part of a run, to the end of it, or of the data.
+
+        Args:
+          state: see `__call__`.
+          dataset: likewise.
+          steps_of_loop: returns how many steps the next loop has at most; None for no limit.
+        """
+        return self._run_loops(state, dataset, lambda: self._with_silent_loops(steps_of_loop()), trains=True)
+
+    @property
+    def data_have_ended(self) -> bool:
+        """Whether the data of the last call have."""
+        return self._call.data_ended
+
     def _flush_actions(self, raise_errors: bool) -> None:
         """Waits for what the actions have begun, at the end of a loop on its own."""
-        for slot in self._all_slots() if self.run_info is None else ():
+        for slot in self._agenda.slots if self.run_info is None else ():
             try:
                 slot.action.flush()
             except Exception:
@@ -221,355 +222,254 @@ class ActionLoop(StatLoop):
                 logging.exception("%r could not be flushed.", slot.action)
 
     def _prepare_call(self) -> None:
-        has_begun = self._has_begun or self.steps_before > 0
-        super()._prepare_call()
-        if self._count == self._loop_count:
-            self._has_begun = has_begun
-        else:  # An exception ended the last call: this is another loop.
-            self.steps_before = 0
-            if self._returns_new_state:
+        if self._is_inside:  # An exception ended the last call: this is another loop.
+            self.steps_before, self._began = 0, None
+            if self._trains:
                 self._ledger.read()
-        self._stop_asked = self._is_failing = self._is_ending = False
-        self._loops_passed = self._steps_passed = 0
-        if not self._returns_new_state:  # Each call sees the same step again.
-            for slot in self._all_slots():
+        if self._began is None and not self.steps_before:
+            self._ledger.begin_loop()
+        self._stop_asked = self._is_ending = False
+        if not self._trains:  # Each call sees the same step again.
+            for slot in self._agenda.slots:
                 slot.called_at = None
-        self._count = self._loop_count + 1
+
+    def _begin_loop(self) -> None:
+        super()._begin_loop()
+        self._is_inside = True
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         state, iterator = super().begin(state, dataset)
-        if self._has_begun:
+        if self._began is not None or not self.begin_actions:
             return state, iterator
-        now = self._look(self._loop_count)
+        now = self._look()
         asked = dataclasses.replace(now, loops=now.loops + 1, previous=self._last_beginning)
         for index in range(len(self.begin_actions)):
-            if self._begin_actions.is_due(index, self._count, asked):
-                with self._stopwatch.counting("actions"):
+            if self._begin_actions.is_due(index, self._progress.loops + 1, asked):
+                with self.stopwatch.counting("actions"):
                     self._begin_actions.call(index, state, None, now)
         self._last_beginning = asked.without_previous()
         return state, iterator
 
+    def _outputs_of_loop(self) -> metrics.LoopOutputs | None:
+        """Returns the outputs of a loop after its last step; None where nobody is to hear of its end."""
+        if self._call.num_examples and not self._is_heard():
+            return None
+        return super()._outputs_of_loop()
+
+    def _is_heard(self) -> bool:
+        """Whether somebody wants the outputs of the loop whose last step was taken, or is called at its end."""
+        run = self.run_info
+        if run is None or run.end_data is None or self._call.data_ended or self._interrupt.requested:
+            return True
+        if self._hears_all_ends() or self._reports_stop():
+            return True
+        now = self._now(self._progress.loops + 1)
+        goal = self._agenda.next(self._progress.newest, self._other_intervals())
+        return now.is_last or now.steps >= goal.step or now.loops >= goal.loop or now.time >= goal.time
+
+    def _hears_all_ends(self) -> bool:
+        """Whether somebody may do something at each end of a loop that nobody knows of in advance."""
+        return self._calls_step or any(checks.is_of_user(self, name) for name in ("run", "end", "update_outputs"))
+
+    def _with_silent_loops(self, num_steps: int | None) -> int | None:
+        """Returns the steps of the next loop, and of those after it up to an end that somebody is to hear of.
+
+        The ends between, `_silent_ends`, are passed without a halt: to halt takes as long as a small step.
+        """
+        self._silent_ends = range(0)
+        run, queue, progress = self.run_info, self._call.queue, self._progress
+        size = None if run is None or self.begin_actions or checks.is_of_user(self, "begin") else run.loop_steps
+        if not num_steps or size is None or queue is None or not queue.has_scalars_alone() or self._reports_stop():
+            return num_steps
+        goal = self._agenda.next(progress.newest, self._other_intervals())
+        if goal.time < NEVER[1] or self._hears_all_ends():
+            return num_steps
+        first, end = progress.steps + num_steps, earliest([goal.step, self.run_info and self.run_info.total_steps])
+        self._silent_ends = range(first, min(end, NEVER[0] - size), size)[: max(goal.loop - progress.loops - 1, 0)]
+        last = first + len(self._silent_ends) * size
+        return earliest([last, self.run_info and self.run_info.total_steps]) - progress.steps
+
+    def _count_steps(self, *, undone: bool = False) -> int:
+        number = super()._count_steps(undone=undone)
+        if self._silent_ends:
+            self._pass_silent_ends()
+        return number
+
+    def _pass_silent_ends(self) -> None:
+        """Ends the loops whose ends were passed with the newest steps."""
+        call, progress, ends = self._call, self._progress, self._silent_ends
+        passed = bisect.bisect_right(ends, progress.steps)
+        if passed:
+            last, size = ends[passed - 1], ends.step
+            since = (progress.steps - last) // self._updates
+            self._count_weights()
+            before = len(call.num_examples) - since if passed == 1 else size // self._updates
+            self._ledger.pass_ends(before, since)
+            progress.count_loop(before)
+            progress.loops_run += passed - 1
+            call.begin_next_loop(since)
+            self._end_silently(progress.loops + passed, has_begun_next=since > 0)
+            self._silent_ends = ends[passed:] or range(0)
+        if len(call.num_examples):
+            self._is_inside, self._began = True, False
+
+    def _reports_stop(self) -> bool:
+        """Whether the steps report if the run shall stop, which is to be known at the end of each loop."""
+        assert self._call.queue is not None
+        return types.STOP_LOOP in self._ledger.loop or self._call.queue.reports(types.STOP_LOOP)
+
+    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs | None) -> tuple[Any, metrics.LoopOutputs]:
+        if outputs is None:
+            return state, self._pass_end()
+        state, outputs = super()._end_loop(state, outputs)
+        self._call.state = state
+        if self._is_inside or self._is_broken_off():
+            return state, outputs
+        stops = outputs.asks_to_stop
+        if self.run_info is None:
+            self._call_due(state, self._progress.newest, at_end=True, comes_last=True)
+        elif self.run_info.end_data is not None and not self._interrupt.requested:
+            self._stop_asked = stops = self._job.any_stops(stops)
+            if self._call.data_ended and not stops:
+                self.run_info.end_data()
+            self._follow(state, self._progress.newest, at_end=True)
+        if self._stop_asked:
+            outputs[types.STOP_LOOP] = True
+        return state, outputs
+
+    def _pass_end(self) -> metrics.LoopOutputs:
+        """Ends a loop of which nobody is to hear; its outputs stay on the devices."""
+        assert self._call.queue is not None
+        self._count_weights()
+        self._ledger.pass_ends(self._steps_in_loop(), sums=self._call.queue.end_sums())
+        self._end_silently(self._progress.loops + 1)
+        return metrics.LoopOutputs()
+
+    def _end_silently(self, loops: int, *, has_begun_next: bool = False) -> None:
+        """Counts loops that have ended, and of which nobody is to hear."""
+        progress, self._call.is_heard = self._progress, False
+        progress.newest = dataclasses.replace(progress.newest, loops=loops if has_begun_next else loops - 1)
+        if not has_begun_next:
+            progress.newest = self._now(loops)
+        progress.loops, self.steps_before, self._is_inside, self._began = loops, 0, False, None
+
+    def _count_loop(self) -> None:
+        self._progress.loops += 1
+        self.steps_before, self._is_inside, self._began, self._call.is_heard = 0, False, None, True
+
+    def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
+        run, newest = self.run_info, self._progress.newest
+        if run is None or run.end_data is None or self._interrupt.requested or self._is_inside:
+            return False
+        return not (outputs.asks_to_stop or newest.is_last or self._call.data_ended)
+
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         state, outputs = super().end(state, outputs)
-        if self.run_info is not None and self._step_num in self.run_info.quiet_ends:
-            self._was_interrupted = False  # Not amid a loop.
-        self._pass_quiet_ends(self._step_num - 1)
+        if not self._steps_in_loop():  # It was counted before, and is the last.
+            return state, outputs
         if self._is_broken_off():
             # Here is no end of a loop, only a step of one that goes on in a later call.
-            self._looked = now = self._look(self._loop_count)
-            due = self._due(now, at_end=False)
-            self._read_for(due)
-            self._call_actions(due, state, now, comes_last=False)
-            self.steps_before, self._count = self._steps_in_loop(), self._loop_count
+            self._progress.newest = now = self._look()
+            self._call_due(state, now, comes_last=False)
+            self.steps_before, self._is_inside = self._steps_in_loop(), False
             return state, outputs
-        self._looked = now = self._now(self._loop_count + 1)
-        self._ended = self._without_passed(outputs)
-        self._ledger.end_loop(self._ended)
+        self._progress.newest = now = self._now(self._progress.loops + 1)
+        ended = metrics.LoopOutputs(outputs, getattr(outputs, "num_examples", ()))
+        self._ledger.end_loop(ended)
         self._is_ending = True
-        self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
-        self._loop_count, self._is_ending, self._has_begun = self._count, False, False
-        self.steps_before = 0
-        if self.run_info is None:
-            self.call_actions_that_come_last(state)
+        self._call_due(state, now, at_end=True, comes_last=False)
+        self._is_ending = False
+        self._count_loop()
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
     def _steps_in_loop(self) -> int:
-        return self.steps_before + len(self.num_examples) - self._steps_passed
+        return self.steps_before + len(self.num_examples)
 
     def _is_broken_off(self) -> bool:
         """Whether a later call, or process, goes on with this loop amid its steps."""
-        can_go_on = self.run_info is not None and self.run_info.can_resume and self._returns_new_state
-        return can_go_on and (self.was_interrupted or self._is_failing)
+        can_go_on = self.run_info is not None and self.run_info.can_resume and self._trains
+        return can_go_on and (self.was_interrupted or self._call.is_failing)
 
-    def _without_passed(self, outputs: dict[str, Any]) -> metrics.LoopOutputs:
-        """Returns the outputs of a call without those of the loops that have ended inside it."""
-        whole = metrics.LoopOutputs(outputs)
-        whole.num_examples = getattr(outputs, "num_examples", [])
-        return whole.split(self._steps_passed)[1] if self._steps_passed else whole
+    # Moments -----------------------------------------------------------------------------------------
 
-    def call_actions_that_come_last(self, state: Any) -> bool:
-        """Calls the actions of the loop's end that come last; returns whether the run goes on.
+    def hold(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
+        """Calls what is due outside of a call: actions, evaluations, what comes last; returns whether the run goes on.
 
-        An `OuterLoop` calls it after the evaluations of the same step.
+        It calls nothing twice at one step. It is for the moment before the first step, for the last step, when only
+        later the run is known to have ended, and for what a run that is resumed has missed.
+
+        Args:
+          state: the state.
+          at_end: whether a loop has ended at this step.
+          is_last: whether it was the last.
+          saves: whether actions that save are called too.
         """
-        now = self._looked
-        self._call_actions(self._due(now, at_end=True), state, now, comes_last=True)
-        return not self._stop_asked
+        now = self.elapsed
+        is_last |= self._now(self._progress.loops).is_last
+        now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
+        self._stop_asked, self._spent_at_look = False, self.spent
+        self._call.consumed = self.source.count - self.batches_ahead(self.source)
+        self._call_due(state, now, at_end=at_end, comes_last=False, saves=saves)
+        return self._follow(state, now, at_end=at_end, saves=saves)
 
-    def call_actions_before_the_first_step(self, state: Any, *, comes_last: bool) -> bool:
-        """Calls the actions whose schedule fires before the first update, with empty outputs.
-
-        An `OuterLoop` calls it twice: for those that come last after the evaluations, and before for the others.
-        Returns whether the run continues.
-        """
-        now, self._stop_asked, self._spent_at_look = self._look(self._loop_count), False, self.spent
-        self._consumed = self.source.count - self.batches_ahead(self.source)
-        self._call_actions(self._due(now, at_end=False), state, now, comes_last=comes_last)
-        return not self._stop_asked
-
-    def call_actions_of_the_last_step(self, state: Any, *, comes_last: bool) -> None:
-        """Calls the actions whose schedule waits for the last step of a run, which has ended.
-
-        An `OuterLoop` calls it twice: for those that come last after the evaluations, and before for the others.
-        """
-        now = dataclasses.replace(self.elapsed, is_last=True)
-        self._call_actions(self._due(now, at_end=False), state, now, comes_last=comes_last)
-
-    def ask_to_stop(self) -> None:
-        """Has the run end here, as an evaluation after the loop has asked: its checkpoint shall know."""
-        self._stop_asked = True
-
-    # Going on in a later process -----------------------------------------------------------------------
-
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the loop and its actions remember: with the train state, the run up to now.
-
-        To be called between two steps, as an action is.
-
-        Returns:
-          What JSON can hold; and, by name, the states that actions keep.
-        """
-        slots = self._all_slots()
-        # What an evaluation has done by half is done again.
-        is_inside = self._count != self._loop_count and self._returns_new_state
-        self._trim()
-        keeps_loop = self._returns_new_state and any(slot.reads(self._ledger) is self._ledger.loops for slot in slots)
-        state_dict = {
-            "elapsed": self.elapsed.to_dict(),
-            "previous": (self.elapsed.previous or self.elapsed).to_dict(),
-            "loop_count": self._loop_count,
-            "is_ending": self._is_ending and not self._returns_new_state,
-            "has_stopped": self._stop_asked and not self._interrupt.requested,
-            "steps_in_loop": self._steps_in_loop() if is_inside else self.steps_before,
-            "has_begun": self._has_begun and self._returns_new_state,
-            "wraps_dataset": self._wraps_dataset,
-            "last_beginning": self._last_beginning.to_dict(),
-            "steps_per_dispatch": self._steps_at_once,
-            "ledger": self._ledger.state_dict(self._encode, keeps_loop=keeps_loop),
-            "slots": [slot.state_dict() for slot in slots],
-            "others": [remembered(action) for action in self._other_actions()],
-        }
-        kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
-        return state_dict, {name: state for name, state in kept.items() if state is not None}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` of a loop with the same actions returned, in this process or another."""
-        self.resume(Elapsed(**state_dict["elapsed"]))
-        self._looked = Elapsed(**state_dict["elapsed"], previous=Elapsed(**state_dict["previous"]))
-        self._loop_count = self._count = state_dict["loop_count"]
-        self._is_ending = state_dict["is_ending"]
-        self.steps_before: int = state_dict["steps_in_loop"]
-        self._has_begun = state_dict.get("has_begun", self.steps_before > 0)
-        self._wraps_dataset = state_dict.get("wraps_dataset", False)
-        self._last_beginning = Elapsed(**state_dict["last_beginning"])
-        if self._steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
-            self._steps_at_once = state_dict.get("steps_per_dispatch")
-        self._ledger = Ledger.of(state_dict["ledger"])
-        numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dict["slots"])]
-        for slot, kept in self._matched(self._all_slots(), numbered, lambda slot: slot.action):
-            slot.load_state_dict(kept)
-            if kept["name"] in kept_states:
-                slot.action.kept_state = kept_states[kept["name"]]
-        for action, kept in self._matched(self._other_actions(), state_dict["others"], lambda action: action):
-            action.load_state_dict(encoding.decode(kept["state"]))
-
-    def call_missed_actions(self, state: Any, *, comes_last: bool) -> bool:
-        """After `load_state_dict`, calls the actions that were due at this step and did not come to it.
-
-        A run may end, by a signal or an exception, before it has done all that belongs to a step. Returns whether the
-        run goes on.
-        """
-        now, self._stop_asked, self._spent_at_look = self._now(self._loop_count), False, self.spent
-        now = dataclasses.replace(now, previous=self._looked.previous)  # No step has been run since.
-        loop_has_ended = not self.steps_before and now.previous is not None and now.loops > now.previous.loops
-        due = [slot for slot in self._due(now, at_end=loop_has_ended) if not slot.saves]
-        self._read_for(due)
-        self._call_actions(due, state, now, comes_last=comes_last)
-        return not self._stop_asked
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the last call, an evaluation, ended by an exception in an end action, after all of its steps."""
-        return self._is_ending
-
-    def end_again(self, state: Any) -> bool:
-        """Calls the end actions that were not come to, of one that `is_ending`; returns whether the run goes on."""
-        now, self._stop_asked, self._count = self._now(self._loop_count + 1), False, self._loop_count + 1
-        self._call_actions(self._due(now, at_end=True), state, now, comes_last=False)
-        self._loop_count, self._is_ending = self._count, False
-        self._looked = now
-        return self.call_actions_that_come_last(state)
-
-    def _other_actions(self) -> list[Action]:
-        return [action for each in self.action_lists if each is not self._end_actions for action in each.actions]
-
-    def _encode(self, outputs: metrics.LoopOutputs) -> dict[str, Any]:
-        encoded, left_out = outputs.encode()
-        if set(left_out) - self._said_left_out:
-            self._said_left_out.update(left_out)
-            logging.warning(
-                "%r has outputs that a checkpoint can't keep: %s. After a resume, an action that is called once in "
-                "many steps sees only those of the steps after it.",
-                self,
-                ", ".join(map(printable, left_out)),
-            )
-        return encoded
-
-    def _matched(self, mine: Sequence[Any], kept: Sequence[Mapping[str, Any]], action_of: Callable[[Any], Any]):
-        """Pairs what is here with what was kept, by the classes of the actions in their order."""
-        left = list(kept)
-        for each in mine:
-            found = next((one for one in left if one["action"] == class_name(action_of(each))), None)
-            if found is not None:
-                left.remove(found)
-                yield each, found
-            elif action_of(each).state_dict():
-                logging.warning("%r was not part of the run when it was saved: it begins anew.", action_of(each))
-        for one in left:
-            if one["state"] != encoding.encode({}):
-                logging.warning(
-                    "The checkpoint has the state of an action of class %s, and %r has none: it is dropped.",
-                    one["action"],
-                    self,
-                )
-
-    # Inside the loop ---------------------------------------------------------------------------------
-
-    def _before_drawing_ahead(self, now: Elapsed) -> None:
-        if any(slot.saves for slot in self._due(now, at_end=False)):
-            self.source.mark()
-
-    def _rescue_outputs(self, queue: OutputQueue, error: BaseException) -> None:
-        if not self._returns_new_state:
-            return
-        self._is_failing = True
-        try:
-            self._settle(queue)
-        except Exception:
-            logging.exception("The outputs of the last steps before an exception could not be read.")
-        self._pass_quiet_ends(self._step_num)
-
-    # Loops at whose end nothing is due are run in one call: to end a call is to wait for its last step.
-
-    @property
-    def loops_passed(self) -> int:
-        """How many loops have ended inside the last call, at its `Run.quiet_ends`."""
-        return self._loops_passed
-
-    @property
-    def steps_passed(self) -> int:
-        """The number of batches of the last call that were in those."""
-        return self._steps_passed
-
-    def next_due(self) -> tuple[int, int]:
-        """Before which step nothing is due inside a loop, and before which loop nothing at an end.
-
-        To be asked between two calls. Where a clock or a hook of a subclass is to be asked at each end, it is the next.
-        """
-        next_step, next_time = self._next_event()
-        has_hooks = any(checks.is_of_user(self, name) for name in _HOOKS) or self._calls_step
-        if has_hooks or next_time < NEVER[1] or self.begin_actions:
-            return self._step_num + 1, self._loop_count + 1
-        now, stop = self._looked, self.run_info and self.run_info.stop
-        lists = [self._end_actions, *(slot.actions for slot in self._attached), *([] if stop is None else [stop])]
-        return next_step, earliest([NEVER[0], *(each.next_loop(now) for each in lists)])
-
-    def _pass_quiet_ends(self, step_num: int) -> None:
-        """Ends the loops that have their end up to a step; of what there is so far, their actions take theirs."""
-        ends = range(0) if self.run_info is None else self.run_info.quiet_ends
-        passed = sum(end <= step_num for end in ends)
-        if not passed:
-            return
-        self._loops_passed = passed
-        self._steps_passed = len(self.num_examples) - (self._step_num - ends[passed - 1]) // self._updates
-        self._ledger.pass_loops(self._steps_passed)
-        self._loop_count += passed
-        self._count = self._loop_count + 1
-        if ends[passed - 1] < self._step_num:
-            self._looked = dataclasses.replace(self._looked, loops=self._loop_count)
-        else:  # This very step has ended one.
-            now = self._look(self._loop_count)
-            before = dataclasses.replace(now.previous or now, loops=self._loop_count - 1)
-            self._looked = dataclasses.replace(now, previous=before)
-
-    def _next_event(self) -> tuple[int, float]:
-        now, run = self._looked, self.run_info
-        if now.steps != self._step_num:  # Before the first step.
-            now = self._look(self._loop_count)
-        schedules = [self._end_actions, *(slot.actions for slot in self._attached), *(run.schedules if run else ())]
-        step = earliest(schedule.next_step(now) for schedule in schedules)
-        time = earliest(schedule.next_time(now) for schedule in schedules)
-        # A hair too early, for rounding not to be too late.
-        return NEVER[0] if step is None else step, NEVER[1] if time is None else time - self._time_offset - 1e-9
-
-    def _at_event(self, now: Elapsed, state: Any, queue: OutputQueue) -> bool:
-        self._looked = now
-        due = self._due(now, at_end=False)
-        reads = any(slot.reads_outputs for slot in due)
-        if reads or any(slot.saves for slot in due):
-            self._settle(queue, reads=reads)
-            if not self._ledger.loop:
-                metrics.wait(state)
-        newest = lambda: queue.newest_scalars() or metrics.newest_scalars(self._ledger.loop)
-        self._call_actions(due, state, now, comes_last=False, newest=newest)
-        if self.run_info is not None and not self.run_info.evaluate(state, now):
+    def _follow(
+        self, state: Any, now: Elapsed, *, at_end: bool = False, saves: bool = True, newest: Any = None
+    ) -> bool:
+        """Evaluates after the actions of a moment, and calls what comes last; returns whether the run goes on."""
+        if self.run_info is not None and not self.run_info.evaluate(state, now, at_end):
             self._stop_asked = True
         if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
-            self._call_actions(due, state, now, comes_last=True, newest=newest)
+            self._call_due(state, now, at_end=at_end, comes_last=True, saves=saves, newest=newest)
         return not (self._stop_asked or self._interrupt.requested)
 
-    def _look(self, loops: int) -> Elapsed:
-        run = self.run_info
-        if run is None or run.elapsed is None:
-            return super()._look(loops)
-        return dataclasses.replace(run.elapsed, previous=self._looked.without_previous())
+    def _at_moment(self, now: Elapsed, state: Any) -> bool:
+        self._progress.newest = now
+        due = self._agenda.due(now)
+        reads = any(slot.reads_outputs for slot in due)
+        if reads or any(slot.saves for slot in due):
+            self._fetch(keep_sums=not reads)
+            if not self._ledger.loop:
+                metrics.wait(state)
+        queue = self._call.queue
+        newest = lambda: (queue and queue.newest_scalars()) or metrics.newest_scalars(self._ledger.loop)
+        self._call_due(state, now, comes_last=False, newest=newest)
+        return self._follow(state, now, newest=newest)
 
-    def _now(self, loops: int) -> Elapsed:
-        now, run = self._look(loops), self.run_info
-        self._spent_at_look = self.spent
-        if run is None:
-            is_last = loops > self._loop_count and not self.was_interrupted
-        elif run.elapsed is not None:
-            is_last = run.elapsed.is_last
-        else:
-            is_last = now.steps == run.total_steps
-            is_last |= run.ends_with_data and self._feed.has_ended and loops > self._loop_count
-            is_last |= run.stop is not None and run.stop.stops(now.previous or now, now)
-        return dataclasses.replace(now, is_last=True) if is_last else now
-
-    def _due(self, now: Elapsed, *, at_end: bool) -> list[Slot]:
-        return [slot for slot in self._all_slots() if slot.is_due(now, self._count if at_end else None)]
-
-    def _call_actions(
+    def _call_due(
         self,
-        due: Sequence[Slot],
         state: Any,
         now: Elapsed,
         *,
+        at_end: bool = False,
         comes_last: bool,
+        saves: bool = True,
         newest: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        """Calls those of the actions that come last, or that don't."""
+        """Calls the due actions that come last, or those that don't; those that save after the others."""
+        loop = (now.loops if self._trains else self._progress.loops + self._is_inside) if at_end else None
+        due = [slot for slot in self._agenda.due(now, loop) if saves or not slot.saves]
+        if any(slot.reads_outputs for slot in due):  # Where somebody reads, the sums of `clu.metrics` end.
+            self._ledger.read()
         called = [slot for slot in due if slot.action.comes_last == comes_last]
-        # A checkpoint is of the run after all else, also of what early stopping remembers.
         for slot in called:
             if not slot.saves:
                 self._call_action(slot, state, now, newest)
         if called:
             self._stop_asked = self._job.any_stops(self._stop_asked)
+        # A checkpoint is of the run after all else, also of what early stopping remembers.
         for slot in called:
             if slot.saves:
                 self._call_action(slot, state, now, newest)
-        self._trim()
+        self._agenda.trim(self._ledger)
 
     def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
         spent, run = self._spent_at_look, self.run_info or Run()
-        outputs, since = slot.outputs(self._ledger, self._ended, newest), spent - slot.spent_before
+        outputs, since = slot.outputs(self._ledger, newest), spent - slot.spent_before
         if slot.reads_outputs and now.steps:  # Before the first step there is nothing to measure.
             outputs.update(self._stats(state, since))
-        counting = self._stopwatch.counting(slot.action.time_goes_to)
+        counting = self.stopwatch.counting(slot.action.time_goes_to)
         with counting, self._telling_failure(slot):
             slot.actions.call(
                 slot.index,
@@ -595,16 +495,139 @@ class ActionLoop(StatLoop):
                 agreement.tell_failure(error)
             raise
 
+    def _next_moment(self) -> tuple[int, float]:
+        now = self._progress.newest
+        if now.steps != self._progress.steps:  # Before the first step.
+            now = self._look()
+        goal = self._agenda.next(now, self._other_intervals())
+        # A hair too early, for rounding not to be too late.
+        return goal.step, self._progress.secs_at(goal.time) - 1e-9
+
+    def _other_intervals(self) -> Sequence[int | Schedule]:
+        run = self.run_info
+        return () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
+
+    def _before_drawing_ahead(self, now: Elapsed) -> None:
+        if any(slot.saves for slot in self._agenda.due(now)):
+            self.source.mark()
+
+    def _look(self, loops: int | None = None) -> Elapsed:
+        run = self.run_info
+        if run is None or run.elapsed is None:
+            return super()._look(loops)
+        return dataclasses.replace(run.elapsed, previous=self._progress.newest.without_previous())
+
+    def _now(self, loops: int) -> Elapsed:
+        now, run = self._look(loops), self.run_info
+        self._spent_at_look = self.spent
+        ends_loop = loops > self._progress.loops
+        if run is None:
+            is_last = ends_loop and not self.was_interrupted
+        elif run.elapsed is not None:
+            is_last = run.elapsed.is_last
+        else:
+            is_last = now.steps == run.total_steps
+            is_last |= run.ends_with_data and self._call.data_ended and ends_loop
+            is_last |= run.stop is not None and run.stop.stops(now.previous or now, now)
+        return dataclasses.replace(now, is_last=True) if is_last else now
+
+    def _series_read(self) -> tuple[bool, bool]:
+        ledger, readers = self._ledger, self._agenda.readers
+        return bool(readers(ledger, ledger.parts)), bool(readers(ledger, ledger.loops))
+
+    def _rescue_outputs(self, error: BaseException) -> None:
+        if not self._trains:
+            return
+        self._call.is_failing = True
+        if self._began is None:  # That of the loop before was passed, and nothing was to be done at the beginning.
+            self._is_inside, self._began = True, False
+        try:
+            self._fetch(keep_sums=True)
+        except Exception:
+            logging.exception("The outputs of the last steps before an exception could not be read.")
+
+    # Going on in a later process -----------------------------------------------------------------------
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the loop and its actions remember: with the train state, the run up to now.
+
+        To be called between two steps, as an action is.
+
+        Returns:
+          What JSON can hold; and, by name, the states that actions keep.
+        """
+        ledger = self._ledger
+        # What an evaluation has done by half is done again.
+        is_inside = self._is_inside and self._trains
+        self._agenda.trim(ledger)
+        slots, kept = self._agenda.state_dict()
+        state_dict = {
+            "elapsed": self.elapsed.to_dict(),
+            "previous": (self.elapsed.previous or self.elapsed).to_dict(),
+            "loop_count": self._progress.loops,
+            "is_ending": self._is_ending and not self._trains,
+            "has_stopped": self._stop_asked and not self._interrupt.requested,
+            "steps_in_loop": self._steps_in_loop() if is_inside else self.steps_before,
+            "has_begun": self._began is not None and self._trains,
+            "wraps_dataset": bool(self._began),
+            "last_beginning": self._last_beginning.to_dict(),
+            "steps_per_dispatch": self._steps_at_once,
+            "ledger": ledger.state_dict(
+                self._encode, keeps_loop=self._trains and bool(self._agenda.readers(ledger, ledger.loops))
+            ),
+            "slots": slots,
+            "others": [remembered(action) for action in self._other_actions()],
+        }
+        return state_dict, kept
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` of a loop with the same actions returned, in this process or another."""
+        elapsed = Elapsed(**state_dict["elapsed"])
+        self.resume(elapsed)
+        previous = Elapsed(**state_dict["previous"])
+        self._progress.newest = dataclasses.replace(elapsed, previous=previous)
+        self._progress.loops = state_dict["loop_count"]
+        self._is_ending = state_dict["is_ending"]
+        self.steps_before: int = state_dict["steps_in_loop"]
+        self._began = state_dict["wraps_dataset"] if state_dict["has_begun"] or self.steps_before else None
+        self._last_beginning = Elapsed(**state_dict["last_beginning"])
+        if self._steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
+            self._steps_at_once = state_dict["steps_per_dispatch"]
+        self._ledger = Ledger.of(state_dict["ledger"])
+        self._agenda.load_state_dict(state_dict["slots"], kept_states, self)
+        for action, kept in matched(self._other_actions(), state_dict["others"], lambda action: action, self):
+            action.load_state_dict(encoding.decode(kept["state"]))
+
     @property
-    def _reads_parts(self) -> bool:
-        return any(slot.reads(self._ledger) is self._ledger.parts for slot in self._all_slots())
+    def is_ending(self) -> bool:
+        """Whether the last call, an evaluation, ended by an exception in an end action, after all of its steps."""
+        return self._is_ending
 
-    def _read_for(self, due: Sequence[Slot]) -> None:
-        """Ends the sums of `clu.metrics` where somebody is to read them."""
-        if any(slot.reads_outputs for slot in due):
-            self._ledger.read()
+    def end_again(self, state: Any) -> bool:
+        """Calls the end actions that were not come to, of one that `is_ending`; returns whether the run goes on."""
+        self._call.trains, self._is_inside = False, True
+        now, self._stop_asked = self._now(self._progress.loops + 1), False
+        self._call_due(state, now, at_end=True, comes_last=False)
+        self._progress.newest, self._is_ending = now, False
+        self._count_loop()
+        return self.call_last(state)
 
-    def _trim(self) -> None:
-        """Drops what all have read."""
-        for series in (self._ledger.parts, self._ledger.loops):
-            series.keep_for([slot.cursor for slot in self._all_slots() if slot.reads(self._ledger) is series])
+    def call_last(self, state: Any) -> bool:
+        """Calls the actions of the end of an evaluation that come last; returns whether the run goes on."""
+        self._call_due(state, self._progress.newest, at_end=True, comes_last=True)
+        return not self._stop_asked
+
+    def _other_actions(self) -> list[Action]:
+        return [action for each in self.action_lists if each is not self._end_actions for action in each.actions]
+
+    def _encode(self, outputs: metrics.LoopOutputs) -> dict[str, Any]:
+        encoded, left_out = outputs.encode()
+        if set(left_out) - self._said_left_out:
+            self._said_left_out.update(left_out)
+            logging.warning(
+                "%r has outputs that a checkpoint can't keep: %s. After a resume, an action that is called once in "
+                "many steps sees only those of the steps after it.",
+                self,
+                ", ".join(map(printable, left_out)),
+            )
+        return encoded

@@ -254,6 +254,61 @@ class Watch:
         return [Found(first + int(i), looking.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
 
 
+@final
+class Guard:
+    """Does what the policy of a train loop says about the steps whose numbers are bad.
+
+    Args:
+      watch: finds them; None to look for none.
+
+    Attributes:
+      watch: as given.
+      bad: the error of the first such step of the call, where they end it.
+      skipped: such steps of the loop, where they are left out.
+    """
+
+    def __init__(self, watch: Watch | None):
+        self.watch: Watch | None = watch
+        self.bad: BadNumberError | None = None
+        self.begin_loop()
+
+    @property
+    def policy(self) -> NanPolicy:
+        """What is done about them."""
+        return "ignore" if self.watch is None else self.watch.policy
+
+    def begin_loop(self) -> None:
+        """Begins a loop, whose steps are counted from 0."""
+        self.skipped: list[Found] = []
+        self._told = 0
+        if self.watch is not None:
+            self.watch.restart()
+
+    def look(self, state: Any, *, in_step: bool) -> Found | None:
+        """Returns the first bad step that ends the run, by the flags that are there, see `Watch.look`."""
+        return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
+
+    def read(self, state: Any) -> Found | None:
+        """Returns the first bad step that ends the run, by the flags of all steps; waits for them."""
+        return None if self.watch is None else self._sort(self.watch.read(state))
+
+    def _sort(self, found: Sequence[Found]) -> Found | None:
+        if self.policy == "skip":
+            self.skipped += found
+            return None
+        return next(iter(found), None)
+
+    def newly_skipped(self) -> list[Found]:
+        """Returns the steps that were left out since the last time this was asked."""
+        new, self._told = self.skipped[self._told :], len(self.skipped)
+        return new
+
+    def weights(self, weights: list[int]) -> list[int]:
+        """Returns the weights of the steps of the loop, those of skipped ones being 0."""
+        skipped = {found.index for found in self.skipped}
+        return [0 if index in skipped else weight for index, weight in enumerate(weights)] if skipped else weights
+
+
 class _Sent(NamedTuple):
     """The flags of the newest so many steps, and whose names they stand for."""
 

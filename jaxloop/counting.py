@@ -10,7 +10,7 @@ from absl import logging
 
 from jaxloop import checks, timing, types
 from jaxloop.feed import as_iterator
-from jaxloop.schedules import NEVER, Elapsed, Schedule, at
+from jaxloop.schedules import NEVER, Elapsed, Schedule, at, goal_of
 
 
 def elapse(
@@ -160,12 +160,10 @@ class Counting:
 
     def room(self) -> int:
         """How many of the next steps come before the one that `stop` may end the run with."""
-        if self._is_over or self._stop is None:
-            return 0 if self._is_over else NEVER[0]
-        if self._stop.next_time(self.newest) is not None:
+        if self._is_over:
             return 0
-        step = self._stop.next_step(self.newest)
-        return NEVER[0] if step is None else step - self.newest.steps - 1
+        goal = goal_of([] if self._stop is None else [self._stop], self.newest)
+        return goal.step - self.newest.steps - 1 if goal.time == NEVER[1] else 0
 
 
 def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:

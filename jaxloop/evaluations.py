@@ -13,10 +13,9 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.feed import as_iterator
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Elapsed, Schedule, earliest, next_loop_of
+from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.sources import keeping_random_state
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec, names_of
-from jaxloop.tally import Tally
 from jaxloop.whole_run import elapsed_at
 
 _POLL_SECS = 0.2
@@ -31,7 +30,6 @@ class Evaluations:
       specs: on what each evaluates, and when.
       source_of: what counts the batches of an iterator that an evaluation goes on with.
       counting: opens a context whose time goes to evaluations.
-      tally: is told what ran.
       job: the processes that evaluate together.
       requests: which signals have come.
 
@@ -47,7 +45,6 @@ class Evaluations:
         *,
         source_of: Callable[[Any], PositionedIterator],
         counting: Callable[[], AbstractContextManager[None]],
-        tally: Tally,
         job: agreement.Job,
         requests: interrupt.Interruptible,
     ):
@@ -58,19 +55,15 @@ class Evaluations:
             if spec.dataset_iterator is not None
         }
         self._all = list(zip(self.names, loops, specs, strict=True))
-        self._counting, self._tally, self._job, self._interrupt = counting, tally, job, requests
-        self._evaluated_at: dict[str, int] = {}  # Of those with a schedule, by name: after which step, last.
+        self._counting, self._job, self._interrupt = counting, job, requests
+        self._evaluated_at: dict[str, int] = {}  # By name: after which step, last.
+        self._is_resumed = False
         self._short: set[str] = set()  # Of which it was said that their data ended early.
 
     @property
     def loops(self) -> dict[str, ActionLoop]:
         """The loops by name."""
         return {name: loop for name, loop, _ in self._all}
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """When an evaluation may be due inside a train loop."""
-        return [spec.schedule for _, _, spec in self._all if spec.schedule is not None]
 
     def count_train_loops(self, number: int) -> None:
         """Has intervals go on after so many train loops, where an earlier run has left off."""
@@ -79,52 +72,38 @@ class Evaluations:
                 loop.loop_count = number // (spec.eval_loop_interval or 1)
 
     def resume(self, step_num: int, measured: set[str]) -> None:
-        """Goes on after a step at which an earlier run has measured these: a schedule asks for them there no more."""
-        self._evaluated_at = dict.fromkeys(measured, step_num)
+        """Goes on after a step at which an earlier run has measured these: they are not measured there once more."""
+        self._evaluated_at, self._is_resumed = dict.fromkeys(measured, step_num), True
 
-    def next_loop(self, now: Elapsed) -> int | None:
-        """The number of the first train loop after `now` at whose end one may be due."""
-        return earliest(next_loop_of(spec.interval, now) for _, _, spec in self._all)
+    @property
+    def intervals(self) -> list[int | Schedule]:
+        """When each may be due in training, as the intervals of actions."""
+        return [spec.interval for _, _, spec in self._all]
 
     # Of the state in training --------------------------------------------------------------------
 
-    def after_loop(self, state: Any, elapsed: Elapsed) -> bool:
-        """Runs what is due at the end of a train loop; returns whether the training goes on."""
-        return _goes_on(self._run_due(state, self._all, _context(elapsed), elapsed))
-
-    def inside_loop(self, state: Any, elapsed: Elapsed) -> bool:
-        """Runs what a schedule asks for inside a train loop; returns whether the training goes on."""
-        scheduled = [each for each in self._all if each[2].schedule is not None]
-        return _goes_on(self._run_due(state, scheduled, _context(elapsed), elapsed))
-
-    def after_resume(
-        self, state: Any, elapsed: Elapsed, *, loop_has_ended: bool, measured: Callable[[], set[str]]
-    ) -> bool:
-        """Runs what was due at the step of a checkpoint, and did not come to its end; returns whether training goes on.
+    def evaluate(self, state: Any, elapsed: Elapsed, at_end: bool) -> bool:
+        """Runs what is due at a step, and was not run there; returns whether the training goes on.
 
         Args:
-          state: as it was restored.
-          elapsed: how far the training was.
-          loop_has_ended: whether a train loop had ended there.
-          measured: tells the names of those that have come to their end.
+          state: the train state.
+          elapsed: how far the training is.
+          at_end: whether a train loop has ended there.
         """
-        goes_on = True
-        for _, loop, _ in self._all:
-            if loop.is_ending and loop.run_info is not None:
-                loop.run_info.elapsed = elapsed
+        goes_on, is_resumed, self._is_resumed = True, self._is_resumed, False
+        for name, loop, _ in self._all if is_resumed else ():
+            if loop.is_ending and loop.run_info is not None:  # Only its actions are left to be called.
+                loop.run_info.elapsed, self._evaluated_at[name] = elapsed, elapsed.steps
                 goes_on &= loop.end_again(state)
-        done = measured()
-        missed = [
-            each for each in self._all if each[0] not in done and (each[2].schedule is not None or loop_has_ended)
-        ]
-        return _goes_on(self._run_due(state, missed, _context(elapsed), elapsed)) and goes_on
+        asked = [each for each in self._all if at_end or each[2].schedule is not None]
+        outputs = self._run_due(state, asked, _context(elapsed), elapsed)
+        return _goes_on(outputs) and goes_on
 
     def call_actions_of_the_last_step(self, state: Any) -> None:
         """Calls their actions whose schedule waits for the last step of a run, which has ended."""
         for _, loop, _ in self._all:
             if loop.run_info is not None and loop.run_info.elapsed is not None:
-                loop.call_actions_of_the_last_step(state, comes_last=False)
-                loop.call_actions_of_the_last_step(state, comes_last=True)
+                loop.hold(state, is_last=True)
 
     # Of a state that nobody trains ---------------------------------------------------------------
 
@@ -193,7 +172,7 @@ class Evaluations:
         due = [each for each in asked if self._is_due(each[2], context, elapsed)]
         last, stops = None, False
         for name, loop, spec in due:
-            if spec.schedule is not None and self._evaluated_at.get(name) == elapsed.steps:
+            if elapsed.previous is not None and self._evaluated_at.get(name) == elapsed.steps:
                 continue
             if self._interrupt.requested:
                 break
@@ -202,7 +181,7 @@ class Evaluations:
                 last = self._run(name, loop, spec, state, elapsed)
                 if loop.was_interrupted:
                     break
-                stops = not loop.call_actions_that_come_last(state) or stops or last.asks_to_stop
+                stops = not loop.call_last(state) or stops or last.asks_to_stop
         else:
             stops = self._job.any_stops(stops) if last is not None else stops
         if last is not None and stops:
@@ -217,7 +196,7 @@ class Evaluations:
             _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
         if not hasattr(dataset, "__next__"):  # The next time it begins anew: what draws ahead may end.
             loop.forget_batches()
-        steps_run = self._tally.count(loop)
+        steps_run = len(loop.num_examples)
         if not self._interrupt.requested:
             self._check_length(name, spec, steps_run)
         return outputs

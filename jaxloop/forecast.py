@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
-from jaxloop.schedules import Elapsed, Schedule, earliest
+from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, goal_of
 
 # At so many moments a schedule is asked; a run that has more is foreseen up to there.
 _MOST_MOMENTS = 20_000
@@ -193,8 +193,8 @@ class Course:
             yield now
         while self.end is None or now.steps < self.end:
             loop_end = self._next_loop_end(now.steps)
-            step = loop_end if schedule is None else earliest([loop_end, schedule.next_step(now)])
-            if step is None:
+            step = earliest([loop_end, goal_of([] if schedule is None else [schedule], now).step])
+            if step == NEVER[0]:
                 return
             updates = self.updates_per_step
             step = now.steps + -(-(step - now.steps) // updates) * updates

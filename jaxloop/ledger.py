@@ -1,11 +1,12 @@
 """The outputs of a loop's steps on the host, in the order of the steps, for all who read them."""
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from jaxloop import metrics, types
 from jaxloop.metrics import LoopOutputs
-from jaxloop.output_queue import Arrived
+from jaxloop.output_queue import Arrived, split_block
 
 
 @final
@@ -59,11 +60,11 @@ class Series:
 
 @final
 class Ledger:
-    """What the steps of a run have reported, on the host, in their order. Positions in it count steps.
+    """The outputs of a run's steps, on the host, in the order of the steps. Positions in it count steps.
 
     There are two series to read: what was reported from one reading to the next, and whole loops as their `end` left
-    them. `clu.metrics` states are merged in the order of the steps, from one reading to the next; a save doesn't read,
-    so it changes no bit of them.
+    them. `clu.metrics` states are merged in the order of the steps, from one reading, or end of a loop, to the next; a
+    save doesn't read, so it changes no bit of them.
 
     Attributes:
       position: how many steps have been counted.
@@ -81,38 +82,75 @@ class Ledger:
         self.sums: dict[str, Any] = {}
         self.parts: Series = Series()
         self.loops: Series = Series()
+        self._ended, self._last_steps = (
+            LoopOutputs(),
+            0,
+        )  # Of the loops that ended last, and of how many steps the last.
         self._unread = LoopOutputs()
+        self._passed: collections.deque[_Passed] = collections.deque()
+        self._arrived = 0  # Steps of the loop whose outputs are being taken.
 
     def begin_loop(self) -> None:
         """Drops what a loop under way has reported: another one begins."""
         self.loop, self.weights, self.sums, self._unread = LoopOutputs(), [], {}, LoopOutputs()
+        self._passed, self._arrived = collections.deque(), 0
 
     def take(
-        self, arrived: Arrived, update: Callable[[Any, types.Output], Any] | None = None, *, keeps_unread: bool = True
+        self,
+        arrived: Arrived,
+        update: Callable[[Any, types.Output], Any] | None = None,
+        *,
+        keeps_parts: bool = True,
+        keeps_loops: bool = True,
     ) -> None:
         """Takes outputs of steps that are on the host.
 
         Args:
           arrived: the outputs.
           update: adds those of one step to those of the loop; None to append the values to lists.
-          keeps_unread: whether somebody reads `parts`.
+          keeps_parts: whether somebody reads `parts`.
+          keeps_loops: whether somebody reads `loops`.
         """
-        if keeps_unread:
-            arrived.add_to(self._unread)
-        if update is None:
-            arrived.add_to(self.loop)
-            return
-        for row in arrived.rows():
-            self.loop = update(self.loop, row)
+        blocks = collections.deque(arrived.blocks)
+        while True:
+            if self._passed and self._arrived == len(self._passed[0].weights):
+                self._end_passed(self._passed.popleft(), keeps_parts, keeps_loops)
+                continue
+            if not blocks:
+                return
+            block = blocks.popleft()
+            if self._passed and self._arrived + block[1] > len(self._passed[0].weights):
+                block, rest = split_block(block, len(self._passed[0].weights) - self._arrived)
+                blocks.appendleft(rest)
+            steps, self._arrived = Arrived([block]), self._arrived + block[1]
+            if keeps_parts:
+                steps.add_to(self._unread)
+            if update is None:
+                steps.add_to(self.loop)
+            else:
+                for row in steps.rows():
+                    self.loop = update(self.loop, row)
+
+    def _end_passed(self, passed: "_Passed", keeps_parts: bool, keeps_loops: bool) -> None:
+        """Ends a loop that was passed, whose outputs are here by now."""
+        later, self._unread.num_examples = self._unread.num_examples, passed.unread_weights
+        self._ended, self._last_steps = LoopOutputs(self.loop, passed.weights), passed.last_steps
+        for outputs in (self._ended, self._unread):
+            _merge_into(outputs, passed.sums)
+        if keeps_parts:
+            self.parts.add(passed.position, self._unread)
+        if keeps_loops:
+            self.loops.add(passed.position, self._ended.copy())
+        self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
 
     def count(self, weights: Sequence[int]) -> None:
-        """Counts steps whose outputs were taken, each for as many examples."""
+        """Counts steps, each of which stands for as many examples."""
         self.position += len(weights)
         self.weights += weights
         self._unread.num_examples += weights
 
     def read(self) -> None:
-        """Ends the part since the last reading, and its sums."""
+        """Ends the part since the last reading, and its sums. All outputs must be here."""
         _merge_into(self.loop, self.sums)
         _merge_into(self._unread, self.sums)
         self.parts.add(self.position, self._unread)
@@ -124,25 +162,38 @@ class Ledger:
         _merge_into(outputs, self.sums)
         return outputs
 
-    def pass_loops(self, num_steps: int) -> None:
-        """Ends the loops that have ended inside a call, of whose steps the first ones are in `loop`."""
-        ended, loop = LoopOutputs(self.loop, self.weights).split(num_steps)
-        end, unread = self.position - len(loop.num_examples), self._unread.num_examples
-        self.loops.add(end, ended)
-        if len(unread) > len(loop.num_examples):
-            part, self._unread = self._unread.split(len(unread) - len(loop.num_examples))
-            self.parts.add(end, part)
-        self.loop, self.weights = loop, loop.num_examples
+    @property
+    def ended(self) -> LoopOutputs:
+        """The outputs of the loop that has ended last."""
+        more = len(self._ended.num_examples) - self._last_steps
+        return self._ended.split(more)[1] if more else self._ended
+
+    def pass_ends(self, last_steps: int, steps_since: int = 0, sums: Mapping[str, Any] | None = None) -> None:
+        """Ends one loop, or several, before their outputs are here: nobody wants them yet.
+
+        Args:
+          last_steps: how many steps the last of them had.
+          steps_since: how many steps of the next one were counted already.
+          sums: the merged `clu.metrics` states of its steps since the last reading; for one loop.
+        """
+        position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
+        unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
+        if self._passed and not sums and not self._passed[-1].sums:  # Their outputs can be told apart by their steps.
+            before = self._passed.pop()
+            weights, unread = before.weights + weights, before.unread_weights + unread
+        self._passed.append(_Passed(position, last_steps, weights, unread, dict(sums or {})))
+        self.sums = {}
 
     def end_loop(self, outputs: LoopOutputs) -> None:
         """Ends the loop, and the part since the last reading, with what `end` has made of the outputs."""
         self._unread.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
         self.read()
+        self._ended, self._last_steps = outputs, len(outputs.num_examples)
         self.loops.add(self.position, outputs.copy())  # The caller has those, and a series joins its parts.
         self.begin_loop()
 
     def state_dict(self, encode: Callable[[LoopOutputs], Any], *, keeps_loop: bool) -> dict[str, Any]:
-        """Returns what a checkpoint keeps; with `keeps_loop` also the loop under way."""
+        """Returns what a checkpoint keeps; with `keeps_loop` also the loop under way. All outputs must be here."""
         loop = LoopOutputs(self.loop, self.weights) if keeps_loop else LoopOutputs()
         return {
             "position": self.position,
@@ -160,11 +211,29 @@ class Ledger:
         ledger.position = state_dict["position"]
         ledger.loop = loop = LoopOutputs.decode(state_dict["loop"])
         ledger.weights, ledger._unread = loop.num_examples, LoopOutputs.decode(state_dict["unread"])
+        ledger._arrived = len(ledger.weights)
         ledger.sums = {name: states[0] for name, states in LoopOutputs.decode(state_dict["sums"]).items()}
         ledger.parts, ledger.loops = Series.decode(state_dict["parts"]), Series.decode(state_dict["loops"])
         return ledger
 
 
+@final
+class _Passed(NamedTuple):
+    """Loops that have ended before their outputs were here."""
+
+    position: int
+    last_steps: int
+    weights: list[int]
+    unread_weights: list[int]
+    sums: dict[str, Any]
+
+
 def _merge_into(outputs: dict[str, Any], sums: Mapping[str, Any]) -> None:
     for name, state in sums.items():
         outputs[name] = metrics.merge_if_metrics([*outputs.get(name, ()), state])
+
+
+def _split_end(values: list[int], number: int) -> tuple[list[int], list[int]]:
+    """Splits a list in those before the last ones, of which there are so many, and these."""
+    place = len(values) - number
+    return values[:place], values[place:]

@@ -1,10 +1,10 @@
-"""A bounded series of steps over one dataset. The only place that repeats steps."""
+"""A bounded series of steps over one dataset."""
 
 import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 from absl import logging
 
@@ -13,6 +13,7 @@ from jaxloop.feed import Feed, as_iterator
 from jaxloop.ledger import Ledger
 from jaxloop.output_queue import Arrived, OutputQueue
 from jaxloop.program import STEPS_TRIED, Program, Stretch, find_steps_per_dispatch
+from jaxloop.progress import Progress
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import Step
 from jaxloop.types import Batch as Batch
@@ -66,34 +67,18 @@ class Loop:
         checks.check_positive("max_steps_in_flight", max_steps_in_flight, optional=True)
         self._given_max_in_flight = max_steps_in_flight
         self._step = step
-        self._returns_new_state = True
-        self._step_num = 0
-        self._samples = 0
-        self._stopwatch = timing.Stopwatch(clock)
-        self._time_offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
-        self._time_before_step = 0.0  # By the stopwatch.
-        self._feed = Feed(iter(()))
-        self._looked = Elapsed()  # How far the training was at the last look.
-        self._before_step = Elapsed()  # For the step's own actions: how far it was after the step before.
-        self._num_examples: list[int] = []
-        self._counted = 0  # Of these.
-        self._ledger = Ledger()
-        self._settled = 0  # How many steps of the call it has counted.
-        self._known_step: Any = None  # The `state.step` array whose value is `_step_num`.
-        self._newest_state: Any = None  # During a call, the state as of the last whole step.
-        self._rescued_state: Any = None
-        self._rescue_problem: str | None = None
-        self._has_begun = False  # Whether `begin` was called for the loop that the next call runs.
-        self._wraps_dataset = False  # Whether it returned another iterator than it was given.
-        is_shared = agreement.is_shared(step.partitioner.mesh)
-        self._agreed_secs = 0.0  # With other processes: what the stopwatch of the first has counted.
-        self._interrupt = interrupt.Interruptible(defers=is_shared)
-        self._job = agreement.Job(is_shared, self._interrupt)
-        self._was_interrupted = self._made_iterator = False
-        self._consumed = 0
         self._steps_at_once: int | None = 1  # None until it is found out.
         self._evaluates = False  # Whether no call of it changes the state.
-        self._place = self._step_name = ""  # Where an exception has come from.
+        is_shared = agreement.is_shared(step.partitioner.mesh)
+        self._interrupt = interrupt.Interruptible(defers=is_shared)
+        self._job = agreement.Job(is_shared, self._interrupt)
+        self._progress = Progress(clock, is_shared=is_shared)
+        self._ledger = Ledger()
+        self._feed = Feed(iter(()))
+        self._call = Call(None)
+        self._rescue: tuple[Any, str | None] = (None, None)
+        self._began: bool | None = None  # None before `begin`; then, whether it has returned another iterator.
+        self._known_step: Any = None  # The `state.step` array whose value has been counted.
         self.steps_before: int = 0
         self.source: Any = _Uncounted()
 
@@ -111,18 +96,21 @@ class Loop:
 
         For a state without `step`, the number of steps that this loop has run.
         """
-        taken = len(self._num_examples) - self._counted if self._returns_new_state else 0
-        return self._step_num + taken * self._updates
+        return self._progress.steps + self._call.uncounted * self._updates if self._trains else self._progress.steps
+
+    @property
+    def _trains(self) -> bool:
+        return self._call.trains
 
     @property
     def _updates(self) -> int:
         """By how much a batch advances the count: an evaluation counts batches."""
-        return self._step.updates_per_step if self._returns_new_state else 1
+        return self._step.updates_per_step if self._trains else 1
 
     @property
     def num_examples(self) -> list[int]:
-        """How many examples each step of the last call had."""
-        return self._num_examples
+        """How many examples each step of the last loop had."""
+        return self._call.num_examples
 
     @property
     def elapsed(self) -> Elapsed:
@@ -131,19 +119,24 @@ class Loop:
         A state that is not the one this loop returned last begins anew: samples and time are zero then. Call `resume`
         to go on with those of an earlier run.
         """
-        looked = self._looked
-        same = (looked.steps, looked.loops) == (self._step_num, self._loops_ended())
-        return looked if same else self._look(self._loops_ended())
+        newest = self._progress.newest
+        same = (newest.steps, newest.loops) == (self._progress.steps, self._progress.loops)
+        return newest if same else self._look()
+
+    @property
+    def progress(self) -> Progress:
+        """What counts its steps."""
+        return self._progress
 
     @property
     def spent(self) -> timing.Spent:
         """What this loop has spent its time on, in all its calls."""
-        return self._stopwatch.spent()
+        return self.stopwatch.spent()
 
     @property
     def stopwatch(self) -> timing.Stopwatch:
         """What counts `spent`: for time that goes to something else inside, and to evaluations between two calls."""
-        return self._stopwatch
+        return self._progress.stopwatch
 
     @property
     def _max_in_flight(self) -> int:
@@ -173,24 +166,17 @@ class Loop:
 
     def resume(self, elapsed: Elapsed) -> None:
         """Goes on counting from where an earlier run, in this process or another, left off."""
-        self._step_num, self._samples = elapsed.steps, elapsed.samples
-        self._time_offset = elapsed.time - self._clock_secs()
-        self._looked = elapsed.without_previous()
+        self._progress.resume(elapsed)
 
     @property
     def was_interrupted(self) -> bool:
         """Whether Ctrl-C, or SIGTERM, cut the last call short: it would have had more steps to do."""
-        return self._was_interrupted
-
-    @property
-    def data_have_ended(self) -> bool:
-        """Whether the last call asked its data for another batch, and there was none."""
-        return self._feed.has_ended
+        return self._call.was_interrupted
 
     @property
     def batches_consumed(self) -> int:
         """What `source` had counted when the last whole step was done."""
-        return self._consumed
+        return self._call.consumed
 
     @property
     def rescued_state(self) -> Any:
@@ -198,12 +184,14 @@ class Loop:
 
         None too where the failing step had taken the state over already.
         """
-        return self._rescued_state
+        return self._rescue[0]
 
     @property
     def rescue_problem(self) -> str | None:
         """The reason why `rescued_state` is None, if an exception ended the last call."""
-        return self._rescue_problem
+        return self._rescue[1]
+
+    # A call ------------------------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -235,197 +223,102 @@ class Loop:
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
             raise ValueError(f"{type(self).__name__} got no data, so nothing ends it: give num_steps.")
-        self._returns_new_state = return_state_from_step
         if return_state_from_step:
             checks.check_multiple("num_steps", num_steps, self._step)
-        self._num_examples, self._counted, self._settled = [], 0, 0
-        self._rescued_state = None
-        self._was_interrupted = self._made_iterator = False
-        self._consumed = self.source.count
-        self._newest_state = self._step.prepare_state(state)
-        step_num = self._read_step_num(self._newest_state)
-        if step_num != self._step_num and return_state_from_step:
-            self.resume(Elapsed(step_num, loops=self._loops_ended()))
-        self._step_num = step_num
-        if return_state_from_step:
-            checks.mark_taken(self._newest_state, f"{self!r}, which began at step {self._step_num},")
+        return self._run_loops(state, dataset_iterator, lambda: num_steps, trains=return_state_from_step)
+
+    def _run_loops(
+        self, state: Any, dataset: Any, steps_of_loop: Callable[[], int | None], *, trains: bool
+    ) -> tuple[Any, metrics.LoopOutputs]:
+        """Runs loops, one after the other as long as `_goes_on` says; returns the outputs of the last one.
+
+        Args:
+          state: see `__call__`.
+          dataset: likewise.
+          steps_of_loop: returns how many steps the next loop has at most; None for no limit.
+          trains: whether the steps change the state.
+        """
+        self._call = call = Call(self._step.prepare_state(state), self.source.count, trains=trains)
+        self._rescue = (None, None)
+        self._begin_counting(call.state)
+        outputs = metrics.LoopOutputs()
         try:
-            with self._interrupt, self._stopwatch.counting("rest"):
+            with self._interrupt, self.stopwatch.counting("rest"):
                 self._prepare_call()
-                state, dataset = self._begin(self._newest_state, dataset_iterator)
-                state, outputs = self.run(state, dataset, num_steps)
-                weights = list(self._ledger.weights)
-                outputs = _weighted(outputs, weights)
-                if self._num_examples or self.steps_before:  # Else the dataset was empty: there is nothing to end.
-                    state, outputs = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+                while True:
+                    self._begin_loop()
+                    state, iterator = self._begin(call.state, dataset)
+                    state, found = self.run(state, iterator, steps_of_loop())
+                    self._progress.count_loop(len(call.num_examples))
+                    if call.num_examples or self.steps_before:  # Else there was no batch: there is nothing to end.
+                        state, outputs = self._end_loop(state, found)
+                    elif not call.is_heard:  # That of the loop before was not heard of, and is the last one.
+                        state, outputs = self._end_by_hook(state, self._ledger.ended)
+                    call.state = state
+                    if not self._goes_on(outputs):
+                        break
                 if self._interrupt.outermost is self._interrupt:
                     self._job.any_stops()  # Of a signal that came since the last batch.
         except BaseException:
-            self._rescue_problem = self._why_not_rescued()
-            self._rescued_state = self._newest_state if self._rescue_problem is None else None
+            problem = self._why_not_rescued()
+            self._rescue = (call.state if problem is None else None, problem)
             raise
         finally:
-            self._newest_state = None  # It is the caller's.
-            if self._made_iterator:  # Nobody goes on from here: what draws ahead may end.
+            call.state = None  # It is the caller's.
+            if call.made_iterator:  # Nobody goes on from here: what draws ahead may end.
                 self.forget_batches()
         self._known_step = getattr(state, "step", None)
-        outputs = _weighted(outputs, weights)
         if self._interrupt.requested:
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
+    def _begin_counting(self, state: Any) -> None:
+        """Counts on from where a state is; anew, where it is not the one that this loop has returned."""
+        step_num = self._read_step_num(state)
+        if step_num != self._progress.steps and self._trains:
+            self.resume(Elapsed(step_num, loops=self._progress.loops))
+        self._progress.steps = step_num
+        self._progress.begin_call()
+        if self._trains:
+            checks.mark_taken(state, f"{self!r}, which began at step {step_num},")
+
     def _prepare_call(self) -> None:
         """Called before the hooks of each call."""
-        self._has_begun = False
+        self._began = None
+        self._ledger.begin_loop()
+
+    def _begin_loop(self) -> None:
+        """Called before the hooks of each loop."""
+        self._call.begin_loop()
+
+    def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
+        """Returns whether another loop follows in this call."""
+        return False
 
     def _begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        """Begins a call, and a loop, unless an earlier call has begun it."""
-        if self._has_begun:
-            begin = self.begin if self._wraps_dataset else functools.partial(Loop.begin, self)
+        """Begins a loop, unless an earlier call has begun it."""
+        if self._began is not None:
+            begin = self.begin if self._began else functools.partial(Loop.begin, self)
             return state, begin(state, dataset)[1]
-        self._ledger.begin_loop()
         state, iterator = self.begin(state, dataset)
-        self._has_begun, self._wraps_dataset = True, hasattr(dataset, "__next__") and iterator is not dataset
+        self._began = hasattr(dataset, "__next__") and iterator is not dataset
         return state, iterator
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
         """Runs before the first step of a loop; returns the state and the iterator to draw batches from."""
         iterator = as_iterator(dataset)
-        self._made_iterator = iterator is not dataset
+        self._call.made_iterator = iterator is not dataset
         return state, iterator
 
-    def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
-        """Repeats the step; returns the newest state and the outputs of all steps."""
-        num_batches = num_steps and num_steps // self._updates
-        queue, feed, program = self._new_queue(), self._begin_drawing(dataset, num_batches), None
-        due = self._next_event() if self._returns_new_state else NEVER
-        if not self._returns_new_state:
-            self._step.begin_evaluation()
-        try:
-            state = self._step.prepare_state(state)
-            program = self._program()
-            while len(self._num_examples) != num_batches:
-                left = NEVER[0] if num_batches is None else num_batches - len(self._num_examples)
-                state, arrived = self._take_up_to(due, left, program, state, feed, queue)
-                self._take(arrived)
-                if feed.has_ended:
-                    break
-                if self._interrupt.requested:
-                    self._was_interrupted = len(self._num_examples) != num_batches
-                    break
-                if len(self._num_examples) != num_batches and self._has_come(due):
-                    now = self._now(self._loops_ended())
-                    # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
-                    if now.is_last or not self._has_more(feed, now):
-                        break
-                    self._place = "the actions"
-                    checks.mark_taken(state, repr(self))  # Somebody may keep this state, which the next step takes.
-                    if not self._at_event(now, state, queue):
-                        self._was_interrupted = self._interrupt.requested
-                        break
-                    due = self._next_event()
-                self._place = "the dataset"
-            self._place = self._step_name
-            self._settle(queue)
-        except BaseException as error:
-            self._rescue_outputs(queue, error)
-            self._count_rescued_step()
-            error.add_note(f"in {self._place}, after step {self._step_num}, in {self!r}")
-            raise
-        finally:
-            if program is not None and self._newest_state is not None:
-                self._step.remember(self._newest_state)
-        return state, self._ledger.whole_loop()
+    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs | None) -> tuple[Any, metrics.LoopOutputs]:
+        """Ends a loop with its outputs; None where nobody is to hear of the end."""
+        assert outputs is not None
+        return self._end_by_hook(state, _weighted(outputs, self._ledger.weights))
 
-    def _begin_drawing(self, dataset: Iterator[types.Batch], num_batches: int | None) -> Feed:
-        feed = self._feed_of(dataset)
-        feed.begin(num_batches)
-        if self._job.is_shared and not feed.num_ahead:
-            self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
-        self._consumed = self.source.count - feed.num_ahead
-        self._place, self._step_name = "the dataset", repr(self._step)
-        return feed
-
-    def _has_come(self, due: tuple[int, float]) -> bool:
-        """Whether a step, or a time by the stopwatch, has come."""
-        step, time = due
-        return self._step_num >= step or (time < math.inf and self._clock_secs() >= time)
-
-    def _has_more(self, feed: Feed, now: Elapsed) -> bool:
-        """Whether there is another batch, which is drawn ahead."""
-        self._place = "the dataset"
-        if not feed.ahead:
-            self._before_drawing_ahead(now)
-        with self._stopwatch.counting("data"):
-            return feed.has_more()
-
-    # The steps between two moments at which something else happens ---------------------------------------
-
-    def _take_up_to(
-        self, due: tuple[int, float], left: int, program: Program, state: Any, feed: Feed, queue: OutputQueue
-    ) -> tuple[Any, Arrived]:
-        """Takes some of the steps that are left, up to where something is due."""
-        next_step, next_time = due
-        if self._job.is_shared and next_time < math.inf:
-            room, next_time = 1, math.inf  # All have one clock, which goes on from batch to batch.
-        else:
-            room = 1 if self._calls_step else min(left, -(-(next_step - self._step_num) // self._updates))
-        if self._steps_at_once is None and room >= STEPS_TRIED:
-            self._find_steps_at_once(state, feed)
-            queue.max_steps_in_flight = self._max_in_flight
-        stretch = Stretch(state, queue.newest, self._num_examples, self._stopwatch.clock, self._interrupt.outermost)
-        stretch.deadline = self._stopwatch.reading_at(next_time)
-        try:
-            has_taken = 1 < (self._steps_at_once or 1) <= room and program.take_group(
-                stretch, feed, self._steps_at_once or 1
-            )
-            if not has_taken and not feed.has_ended:
-                program.take(stretch, feed, min(room, queue.room))
-        except BaseException as error:
-            self._end_by(error, stretch)
-            raise
-        self._stopwatch.move(stretch.secs_in_data, "data")
-        self._time_before_step = self._stopwatch.training_at(stretch.before)
-        return stretch.state, self._push(stretch.state, queue, self._count_steps())
-
-    def _program(self) -> Program:
-        """Returns what takes the steps of a call."""
-        evaluates = not self._returns_new_state
-        program = Program(self._step, evaluates=evaluates, own=self._take_own if self._calls_step else None)
-        program.observers = self._observers()
-        return program
-
-    @property
-    def _calls_step(self) -> bool:
-        """Whether `_run_one_step` is called for each batch: there is more to do than to give it to the devices."""
-        has_work = self._step.work_after_run(evaluates=not self._returns_new_state) is not None
-        return has_work or checks.is_of_user(self, "_run_one_step")
-
-    def _take_own(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        """Takes one step by `_run_one_step`."""
-        self._examples_at_hand = num_examples = self._step.count_examples(batch)
-        number = self.steps_before + len(self._num_examples)
-        state, outputs = self._run_one_step(state, batch, number)
-        return state, outputs, num_examples
-
-    def _end_by(self, error: BaseException, stretch: Stretch) -> None:
-        """Counts what was done before an exception of the dataset or of a step."""
-        self._newest_state = stretch.state
-        self._count_steps(undone=stretch.is_in_step)
-        if not stretch.is_in_step:
-            return
-        self._place = self._step_name
-        if isinstance(error, Exception):
-            self._note_failed_step()
-        if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
-            raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
-
-    def _count_rescued_step(self) -> None:
-        """Counts the step whose update was done, where only what came after that has failed."""
-        if self._step.rescued_state is not None:
-            self._newest_state = self._step.rescued_state
-            self._num_examples.append(self._examples_at_hand)
-            self._count_steps()
+    def _end_by_hook(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+        weights = list(outputs.num_examples)
+        state, ended = checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
+        return state, _weighted(ended, weights)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Runs after the last step, with the `LoopOutputs` on the host."""
@@ -441,38 +334,169 @@ class Loop:
             loop_outputs.setdefault(name, []).append(value)
         return loop_outputs
 
-    def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
-        """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
-        if self._feed.dataset is not dataset:
-            draw = self._get_next_batch if checks.is_overridden(self, "_get_next_batch", Loop) else None
-            self._feed = Feed(dataset, draw, self._join if self._job.is_shared else None)
-        return self._feed
+    # The steps of a loop -----------------------------------------------------------------------------
 
-    def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointDraw:
-        """What draws batches together with the other processes."""
-        return agreement.JointDraw(
-            repr(self),
-            draw,
-            before_drawing=lambda: self.source.mark(if_cheap=True),
-            count=self._step.count_examples,
-            requests=self._interrupt,
-            secs=self._stopwatch.training_secs,
-            fill_to=self._step.filler(),
-            until_all_end=not self._returns_new_state,
-        )
+    def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
+        """Repeats the step; returns the newest state and the outputs of all steps."""
+        call = self._call
+        num_batches = None if num_steps is None else num_steps // self._updates
+        feed = self._begin_drawing(dataset, num_batches)
+        if not self._trains:
+            self._step.begin_evaluation()
+        try:
+            state = self._step.prepare_state(state)
+            if call.program is None:
+                call.program, call.queue = self._new_program(), self._new_queue()
+            step, secs = self._next_moment()
+            while call.left(num_batches):
+                state = self._take_up_to(step, secs, call.left(num_batches), state, feed)
+                if feed.has_ended:
+                    call.data_ended = True
+                    break
+                if self._interrupt.requested:
+                    call.was_interrupted = call.left(num_batches) > 0
+                    break
+                if call.left(num_batches) and self._has_come(step, secs):
+                    now = self._now(self._progress.loops)
+                    # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
+                    if now.is_last or not self._has_more(feed, now):
+                        call.data_ended = feed.has_ended
+                        break
+                    call.place = "the actions"
+                    checks.mark_taken(state, repr(self))  # Somebody may keep this state, which the next step takes.
+                    if not self._at_moment(now, state):
+                        call.was_interrupted = self._interrupt.requested
+                        break
+                    step, secs = self._next_moment()
+                call.place = "the dataset"
+            call.place = repr(self._step)
+            return state, self._outputs_of_loop()
+        except BaseException as error:
+            self._rescue_outputs(error)
+            self._count_rescued_step()
+            error.add_note(f"in {call.place}, after step {self._progress.steps}, in {self!r}")
+            raise
+        finally:
+            if call.program is not None and call.state is not None:
+                self._step.remember(call.state)
 
-    def batches_ahead(self, source: Any) -> int:
-        """How many batches were drawn from a source, and not taken."""
-        return self._feed.num_ahead if self._feed.dataset is source else 0
+    def _outputs_of_loop(self) -> metrics.LoopOutputs | None:
+        """Returns the outputs of a loop after its last step."""
+        self._fetch()
+        return self._ledger.whole_loop()
 
-    def forget_batches(self) -> None:
-        """Drops what was drawn ahead, and what it was drawn from, which is at another place since, or at its end."""
-        self._feed, self.source, self._consumed = Feed(iter(())), _Uncounted(), 0
+    def _begin_drawing(self, dataset: Iterator[types.Batch], num_batches: int | None) -> Feed:
+        feed = self._feed_of(dataset)
+        feed.begin(num_batches)
+        if self._job.is_shared and not feed.num_ahead:
+            self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
+        self._call.consumed = self.source.count - feed.num_ahead
+        self._call.place = "the dataset"
+        return feed
+
+    def _has_come(self, step: int, secs: float) -> bool:
+        """Returns whether a step, or a time by the stopwatch, has come."""
+        return self._progress.steps >= step or (secs < math.inf and self._progress.secs() >= secs)
+
+    def _has_more(self, feed: Feed, now: Elapsed) -> bool:
+        """Returns whether there is another batch, which is drawn ahead."""
+        self._call.place = "the dataset"
+        if not feed.ahead:
+            self._before_drawing_ahead(now)
+        with self.stopwatch.counting("data"):
+            return feed.has_more()
+
+    def _take_up_to(self, step: int, secs: float, left: int, state: Any, feed: Feed) -> Any:
+        """Takes some of the steps that are left, up to where something is due; returns the newest state."""
+        call, calls_step = self._call, self._calls_step
+        program, queue = call.program, call.queue
+        assert program is not None and queue is not None
+        if calls_step or (self._job.is_shared and secs < math.inf):  # All have one clock, which goes on step by step.
+            room = 1
+        else:
+            room = min(left, -(-(step - self._progress.steps) // self._updates))
+        if self._steps_at_once is None and room >= STEPS_TRIED:
+            self._find_steps_at_once(state, feed)
+            queue.max_steps_in_flight = self._max_in_flight
+        stretch = Stretch(state, queue.newest, call.num_examples, self.stopwatch.clock, self._interrupt.outermost)
+        if not self._job.is_shared:
+            stretch.deadline = self.stopwatch.reading_at(secs)
+        try:
+            at_once = self._steps_at_once or 1
+            has_taken = 1 < at_once <= room and program.take_group(stretch, feed, at_once)
+            if not has_taken and not feed.has_ended:
+                program.take(stretch, feed, min(room, queue.room))
+        except BaseException as error:
+            self._end_by(error, stretch)
+            raise
+        self.stopwatch.move(stretch.secs_in_data, "data")
+        self._progress.secs_before = self.stopwatch.training_at(stretch.before)
+        self._push(stretch.state, self._count_steps())
+        return stretch.state
+
+    def _new_program(self) -> Program:
+        """Returns what takes the steps of a call."""
+        program = Program(self._step, evaluates=not self._trains, own=self._take_own if self._calls_step else None)
+        program.observers = self._observers()
+        return program
 
     def _new_queue(self) -> OutputQueue:
         # An `update_outputs` of somebody's own may want to see them soon.
         most_held = None if checks.is_overridden(self, "update_outputs", Loop) else _MOST_STEPS_HELD
-        return OutputQueue(self._max_in_flight, most_held, self._stopwatch, self._ledger.sums)
+        return OutputQueue(self._max_in_flight, most_held, self.stopwatch, self._ledger.sums)
+
+    @property
+    def _calls_step(self) -> bool:
+        """Whether `_run_one_step` is called for each batch: there is more to do than to give it to the devices."""
+        has_work = self._step.work_after_run(evaluates=not self._trains) is not None
+        return has_work or checks.is_of_user(self, "_run_one_step")
+
+    def _take_own(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+        """Takes one step by `_run_one_step`."""
+        call = self._call
+        call.examples_at_hand = num_examples = self._step.count_examples(batch)
+        state, outputs = self._run_one_step(state, batch, self.steps_before + len(call.num_examples))
+        return state, outputs, num_examples
+
+    def _get_next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
+        return next(dataset)
+
+    def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
+        if self._trains:
+            elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
+            return self._step(state, batch, per_loop_step_number, elapsed=elapsed)
+        return state, self._step.evaluate(state, batch, per_loop_step_number)
+
+    def _observers(self) -> list[Callable[[types.Batch], None]]:
+        """Returns what is called with each batch."""
+        return []
+
+    def _count_steps(self, *, undone: bool = False) -> int:
+        """Counts the steps whose numbers of examples have been added; returns how many those are.
+
+        Args:
+          undone: whether another batch was drawn, whose step was not done.
+        """
+        call, progress = self._call, self._progress
+        new = call.num_examples[call.counted :]
+        if self._feed.joint is not None and new:
+            new, times = zip(*self._feed.joint.counted(len(new)), strict=True)
+            call.num_examples[call.counted :] = new
+            progress.secs_before, progress.agreed_secs = (progress.agreed_secs or 0.0, *times)[-2:]
+        call.counted += len(new)
+        progress.count(new, self._updates, trains=self._trains)
+        call.consumed = self.source.count - self._feed.num_ahead - undone
+        return len(new)
+
+    def _push(self, state: Any, num_steps: int) -> None:
+        """Sends the outputs of the newest steps to the host, and takes in those that have arrived."""
+        call = self._call
+        call.state, call.place = state, repr(self._step)
+        if num_steps:
+            assert call.queue is not None
+            self._take(call.queue.push(num_steps, state))
+
+    # Several steps in one dispatch --------------------------------------------------------------------
 
     def _set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
         """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
@@ -492,10 +516,10 @@ class Loop:
 
     def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
         """Tries how many steps are best taken in one dispatch, on copies, with batches that are given back."""
-        with self._stopwatch.counting("data"):
+        with self.stopwatch.counting("data"):
             batches = feed.take(STEPS_TRIED)
         try:
-            evaluates = not self._returns_new_state
+            evaluates = not self._trains
             if len(batches) == STEPS_TRIED:
                 self._steps_at_once = find_steps_per_dispatch(self._step, state, batches, evaluates=evaluates)
             elif evaluates:  # Each time it is the same data.
@@ -506,139 +530,189 @@ class Loop:
         finally:
             feed.put_back(batches)
 
-    def _observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns what is called with each batch."""
-        return []
+    # The data ----------------------------------------------------------------------------------------
 
-    def _note_failed_step(self) -> None:
-        """Called where a step has raised, before it was counted."""
+    def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
+        """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
+        if self._feed.dataset is not dataset:
+            draw = self._get_next_batch if checks.is_overridden(self, "_get_next_batch", Loop) else None
+            self._feed = Feed(dataset, draw, self._join if self._job.is_shared else None)
+        return self._feed
 
-    def _count_steps(self, *, undone: bool = False) -> int:
-        """Counts the steps whose numbers of examples have been added; returns how many those are.
+    def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointDraw:
+        """Returns what draws batches together with the other processes."""
+        return agreement.JointDraw(
+            repr(self),
+            draw,
+            before_drawing=lambda: self.source.mark(if_cheap=True),
+            count=self._step.count_examples,
+            requests=self._interrupt,
+            secs=self.stopwatch.training_secs,
+            fill_to=self._step.filler(),
+            until_all_end=not self._trains,
+        )
 
-        Args:
-          undone: whether another batch was drawn, whose step was not done.
-        """
-        new = self._num_examples[self._counted :]
-        if self._feed.joint is not None and new:
-            new, times = zip(*self._feed.joint.counted(len(new)), strict=True)
-            self._num_examples[self._counted :] = new
-            self._time_before_step, self._agreed_secs = (self._agreed_secs, *times)[-2:]
-        self._counted += len(new)
-        samples = sum(new)
-        self._samples += samples
-        self._stopwatch.steps += len(new) * self._updates
-        self._stopwatch.samples += samples
-        self._consumed = self.source.count - self._feed.num_ahead - undone
-        if self._returns_new_state:
-            self._step_num += len(new) * self._updates
-        return len(new)
+    def batches_ahead(self, source: Any) -> int:
+        """How many batches were drawn from a source, and not taken."""
+        return self._feed.num_ahead if self._feed.dataset is source else 0
 
-    def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
-        """Sends the outputs of the newest steps to the host; returns those that have arrived."""
-        self._newest_state, self._place = state, self._step_name
-        if not num_steps:
-            return Arrived()
-        return queue.push(num_steps, state)
+    def forget_batches(self) -> None:
+        """Drops what was drawn ahead, and what it was drawn from, which is at another place since, or at its end."""
+        self._feed, self.source, self._call.consumed = Feed(iter(())), _Uncounted(), 0
 
-    # When something happens inside the loop: what the layers above fill in ------------------------------
+    # Failures ----------------------------------------------------------------------------------------
 
-    def _loops_ended(self) -> int:
-        return 0
+    def _end_by(self, error: BaseException, stretch: Stretch) -> None:
+        """Counts what was done before an exception of the dataset or of a step."""
+        self._call.state = stretch.state
+        self._count_steps(undone=stretch.is_in_step)
+        if not stretch.is_in_step:
+            return
+        self._call.place = repr(self._step)
+        if isinstance(error, Exception):
+            self._call.failed_step = self._progress.steps + self._updates
+        if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
+            raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
 
-    def _look(self, loops: int) -> Elapsed:
-        """How far the training is now. Schedules in terms of time are asked from one look to the next."""
-        earlier = self._looked
-        if self._num_examples and self._returns_new_state:
-            steps, samples = self._step_num - self._updates, self._samples - self._num_examples[-1]
-            # What passed since then in actions, say, belongs to this step.
-            time = earlier.time if earlier.steps == steps else self._time_offset + self._time_before_step
-            earlier = Elapsed(steps, samples, time, earlier.loops)
-        return Elapsed(self._step_num, self._samples, self._training_secs(), loops, previous=earlier.without_previous())
+    def _count_rescued_step(self) -> None:
+        """Counts the step whose update was done, where only what came after that has failed."""
+        if self._step.rescued_state is not None:
+            self._call.state = self._step.rescued_state
+            self._call.num_examples.append(self._call.examples_at_hand)
+            self._count_steps()
 
-    def _training_secs(self) -> float:
-        return self._time_offset + self._clock_secs()
+    def _rescue_outputs(self, error: BaseException) -> None:
+        """Called with an exception that ends a loop inside, for the outputs of the steps before."""
 
-    def _clock_secs(self) -> float:
-        """The seconds of training by the stopwatch; with other processes, by that of the first."""
-        return self._agreed_secs if self._job.is_shared else self._stopwatch.training_secs()
+    def _why_not_rescued(self) -> str | None:
+        """Says why no run may resume from the state as of the last whole step; None if one may."""
+        return None if checks.is_alive(self._call.state) else "the step that failed had taken it over"
+
+    # Moments: filled in by `ActionLoop` ----------------------------------------------------------------
+
+    def _look(self, loops: int | None = None) -> Elapsed:
+        """Returns how far the training is. Schedules in terms of time are asked from one look to the next."""
+        return self._progress.look(loops)
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
-        """How far the training is after the step on this batch; for the step's own actions."""
-        before = self._before_step
-        if before.steps != self._step_num or before.loops != self._loops_ended():
-            before = self._look(self._loops_ended())
+        """Returns how far the training is after the step on this batch, for the step's own actions."""
+        call, before = self._call, self._call.before_step
+        if before is None or (before.steps, before.loops) != (self._progress.steps, self._progress.loops):
+            before = self._look()
         joint = self._feed.joint
         samples = self._step.count_examples(batch) if joint is None else joint.next_examples
-        self._before_step = before.advance(samples=samples, time=self._training_secs(), steps=self._updates)
-        return self._before_step
+        call.before_step = before.advance(samples=samples, time=self._progress.time(), steps=self._updates)
+        return call.before_step
 
-    def _next_event(self) -> tuple[int, float]:
-        """The `step_num` from which on `_at_event` wants to be asked, and the time by the stopwatch."""
+    def _next_moment(self) -> tuple[int, float]:
+        """Returns the step, and the time by the stopwatch, from which on `_at_moment` wants to be called."""
         return NEVER
 
     def _now(self, loops: int) -> Elapsed:
-        """As `_look`, and whether this is the last step of the run."""
+        """Returns what `_look` does, and whether this is the last step of the run."""
         return self._look(loops)
 
     def _before_drawing_ahead(self, now: Elapsed) -> None:
-        """Called after a step that is an event, while `source` stands after the batch of that step."""
+        """Called at a moment, while `source` stands after the batch of that step."""
 
-    def _rescue_outputs(self, queue: OutputQueue, error: BaseException) -> None:
-        """Called with the outputs of the steps up to an exception."""
-
-    def _why_not_rescued(self) -> str | None:
-        """The reason why no run may resume from the state as of the last whole step; None if one may."""
-        return None if checks.is_alive(self._newest_state) else "the step that failed had taken it over"
-
-    def _weights(self) -> list[int]:
-        """For each step of the call how many examples its values stand for."""
-        return self._num_examples
-
-    def _at_event(self, now: Elapsed, state: Any, queue: OutputQueue) -> bool:
-        """Called after a step that is an event; returns whether the loop goes on."""
+    def _at_moment(self, now: Elapsed, state: Any) -> bool:
+        """Called at a moment inside a loop; returns whether the loop goes on."""
         raise NotImplementedError
 
-    @property
-    def _reads_parts(self) -> bool:
-        """Whether somebody reads what was reported inside a loop."""
-        return False
+    # Outputs -----------------------------------------------------------------------------------------
+
+    def _weights(self) -> list[int]:
+        """Returns for each step of the loop how many examples its values stand for."""
+        return self._call.num_examples
 
     def _take(self, arrived: Arrived) -> None:
         """Takes in the outputs of steps that have reached the host."""
-        if arrived:
-            update = self.update_outputs if checks.is_overridden(self, "update_outputs", Loop) else None
-            self._ledger.take(arrived, update, keeps_unread=self._reads_parts)
+        update = self.update_outputs if checks.is_overridden(self, "update_outputs", Loop) else None
+        keeps_parts, keeps_loops = self._series_read()
+        self._ledger.take(arrived, update, keeps_parts=keeps_parts, keeps_loops=keeps_loops)
 
-    def _settle(self, queue: OutputQueue, *, reads: bool = False) -> None:
-        """Waits for the outputs of all steps so far, and takes them in; ends their sums if they are to be read."""
-        self._fetch(queue, keep_sums=not reads)
-        self._ledger.count(self._weights()[self._settled :])
-        self._settled = len(self._num_examples)
-        if reads:
-            self._ledger.read()
+    def _series_read(self) -> tuple[bool, bool]:
+        """Returns whether somebody reads the parts, and the loops, of the ledger."""
+        return False, False
 
-    def _fetch(self, queue: OutputQueue, *, keep_sums: bool) -> None:
-        arrived, merged = queue.drain(keep_sums=keep_sums)
-        self._take(arrived)
-        self._ledger.sums.update(merged)
+    def _count_weights(self) -> None:
+        call = self._call
+        self._ledger.count(self._weights()[call.settled :])
+        call.settled = len(call.num_examples)
 
-    def _get_next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        return next(dataset)
-
-    def _run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        if self._returns_new_state:
-            elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
-            return self._step(state, batch, per_loop_step_number, elapsed=elapsed)
-        return state, self._step.evaluate(state, batch, per_loop_step_number)
+    def _fetch(self, *, keep_sums: bool = False) -> None:
+        """Waits for the outputs of all steps so far, and takes them in; ends their sums, unless they go on."""
+        if self._call.queue is not None:
+            arrived, sums = self._call.queue.drain(keep_sums=keep_sums)
+            self._take(arrived)
+            self._ledger.sums.update(sums)
+        self._count_weights()
 
     def _read_step_num(self, state: Any) -> int:
         count = getattr(state, "step", None)
-        if count is None:
-            return self._step_num
-        if count is not self._known_step:
-            return int(metrics.fetch(count))
-        return self._step_num  # Reading it would wait for the device.
+        if count is None or count is self._known_step:
+            return self._progress.steps  # Reading it would wait for the device.
+        return int(metrics.fetch(count))
+
+
+@final
+class Call:
+    """One call of a loop.
+
+    Attributes:
+      state: the state as of the last whole step; None when the call is over.
+      trains: whether the steps change the state.
+      consumed: what the source had counted when the last whole step was done.
+      program: takes the steps; None before the first.
+      queue: takes their outputs to the host; likewise.
+      num_examples: of each step of the loop, how many examples it had.
+      counted: how many of these have been counted in the progress.
+      settled: how many of these have been counted in the ledger.
+      passed: how many batches were taken since `run` was called that belong to loops before this one.
+      is_heard: whether the loop that has ended last was ended by `end`.
+      place: where an exception has come from, in words.
+      was_interrupted: whether a signal ended it amid a loop.
+      data_ended: whether the data have.
+      made_iterator: whether the iterator of the data was made in it.
+      is_failing: whether an exception is ending it.
+      failed_step: the step that raised, if one has.
+      before_step: how far the training was after the newest step, for the step's own actions.
+      examples_at_hand: how many examples the step under way has, if it is taken by `_run_one_step`.
+    """
+
+    def __init__(self, state: Any, consumed: int = 0, *, trains: bool = True):
+        self.state: Any = state
+        self.trains: bool = trains
+        self.consumed: int = consumed
+        self.program: Program | None = None
+        self.queue: OutputQueue | None = None
+        self.place: str = ""
+        self.was_interrupted = self.data_ended = self.made_iterator = False
+        self.failed_step: int | None = None
+        self.is_failing, self.is_heard = False, True
+        self.before_step: Elapsed | None = None
+        self.examples_at_hand: int = 0
+        self.begin_loop()
+
+    def begin_loop(self) -> None:
+        """Begins a loop."""
+        self.num_examples: list[int] = []
+        self.counted = self.settled = self.passed = 0
+
+    def begin_next_loop(self, num_batches: int) -> None:
+        """Begins a loop of which so many batches were taken already, with those of the loop before."""
+        passed = len(self.num_examples) - num_batches
+        del self.num_examples[:passed]
+        self.counted, self.settled, self.passed = self.counted - passed, self.settled - passed, self.passed + passed
+
+    def left(self, num_batches: int | None) -> int:
+        """Returns how many batches are left of so many that are to be taken."""
+        return NEVER[0] if num_batches is None else num_batches - self.passed - len(self.num_examples)
+
+    @property
+    def uncounted(self) -> int:
+        """The number of steps that were taken and are not in the progress yet."""
+        return len(self.num_examples) - self.counted
 
 
 def _weighted(outputs: Any, weights: list[int]) -> metrics.LoopOutputs:

@@ -206,8 +206,8 @@ class OuterLoop:
                 locks.enter_context(each)
             training = None
             try:
-                evaluations = self._evaluations(spec, tally)
-                training = self._training(spec, evaluations, tally)
+                evaluations = self._evaluations(spec)
+                training = self._training(spec, evaluations)
                 self._join_loops(spec, evaluations, training)
                 with self._loops[0].stopwatch.counting("rest"):
                     if training is None:
@@ -338,19 +338,18 @@ class OuterLoop:
         name = lock.TRAINER if self._train_loop is not None else lock.EVALUATOR
         return [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
 
-    def _evaluations(self, spec: RunSpec, tally: Tally) -> Evaluations:
+    def _evaluations(self, spec: RunSpec) -> Evaluations:
         trains = self._train_loop is not None
         return Evaluations(
             self._eval_loops,
             spec.eval_specs,
             source_of=self._source_of,
             counting=lambda: self._loops[0].stopwatch.counting("evals") if trains else contextlib.nullcontext(),
-            tally=tally,
             job=self._job,
             requests=self._interrupt,
         )
 
-    def _training(self, spec: RunSpec, evaluations: Evaluations, tally: Tally) -> Training | None:
+    def _training(self, spec: RunSpec, evaluations: Evaluations) -> Training | None:
         """The training of a call; None where nothing is trained."""
         if self._train_loop is None:
             return None
@@ -365,7 +364,6 @@ class OuterLoop:
             run,
             self._checkpoint_spec,
             source_of=self._source_of,
-            tally=tally,
             job=self._job,
             requests=self._interrupt,
         )

@@ -40,8 +40,8 @@ class Arrived:
       blocks: steps that report alike, in order: their columns, or None where they report nothing, and their number.
     """
 
-    def __init__(self):
-        self.blocks: list[tuple[dict[str, Any] | None, int]] = []
+    def __init__(self, blocks: Iterable[tuple[dict[str, Any] | None, int]] = ()):
+        self.blocks: list[tuple[dict[str, Any] | None, int]] = list(blocks)
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
@@ -68,6 +68,16 @@ class Arrived:
                     outputs[name].extend(column)
                 else:
                     outputs[name] = list(column)
+
+
+def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
+    """Splits steps that report alike, as `Arrived.blocks` has them, into the first ones and the others."""
+    columns, number = block
+    first, others = (
+        columns and {name: column[part] for name, column in columns.items()}
+        for part in (slice(num_steps), slice(num_steps, None))
+    )
+    return (first, num_steps), (others, number - num_steps)
 
 
 @final
@@ -333,6 +343,25 @@ class OutputQueue:
         self._chunks, self.newest, self._merged = [], [], {}
         self._steps = self._held = self._num_in_flight = 0
         return arrived, merged
+
+    def end_sums(self) -> dict[str, Any]:
+        """Returns the merged `clu.metrics` states, on the devices, and begins new ones. Waits for nothing."""
+        self.newest = self._set_metrics_aside(self.newest)
+        sums = {**self._sums_before, **self._merged}
+        self._sums_before, self._merged = {}, {}
+        return sums
+
+    def has_scalars_alone(self) -> bool:
+        """Returns whether the newest step on its way reports one scalar under each name, and nothing else."""
+        for outputs in self._newest_first():
+            axes = 1 if isinstance(outputs, Block) else 0
+            values = (_outputs_of(outputs) or {}).values()
+            return all(isinstance(value, jax.Array) and value.ndim == axes for value in values)
+        return False
+
+    def reports(self, name: str) -> bool:
+        """Returns whether the newest step on its way reports a value of this name."""
+        return any(name in (_outputs_of(outputs) or {}) for outputs in itertools.islice(self._newest_first(), 1))
 
     def newest_scalars(self) -> dict[str, Any]:
         """The scalars of the newest step on its way whose values are there already. Does not wait."""

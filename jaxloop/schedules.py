@@ -17,7 +17,7 @@ import math
 import numbers
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import numpy as np
@@ -303,9 +303,35 @@ def is_never(schedule: Any) -> bool:
     return isinstance(schedule, _Never)
 
 
-def next_loop_of(interval: int | Schedule, now: Elapsed) -> int | None:
-    """`Schedule.next_loop` of an interval, whose int counts loops."""
-    return (interval if isinstance(interval, Schedule) else every(loops=interval)).next_loop(now)
+@final
+class Goal(NamedTuple):
+    """Up to where nothing is due.
+
+    Attributes:
+      step: the first step at which something may be due inside a loop.
+      time: the first training time, in seconds.
+      loop: the number of the first loop at whose end something may be due that the others do not tell of.
+    """
+
+    step: int
+    time: float
+    loop: int
+
+
+def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
+    """Returns up to where a run may go on freely after `now`, before it asks one of the intervals again.
+
+    Args:
+      intervals: schedules; and ints, which count loops.
+      now: how far the run is.
+
+    >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
+    Goal(step=90, time=inf, loop=4)
+    """
+    schedules = [each if isinstance(each, Schedule) else every(loops=each) for each in intervals]
+    step = earliest([NEVER[0], *(schedule.next_step(now) for schedule in schedules)])
+    time = earliest([NEVER[1], *(schedule.next_time(now) for schedule in schedules)])
+    return Goal(step, time, earliest([NEVER[0], *(schedule.next_loop(now) for schedule in schedules)]))
 
 
 def earliest(found: Iterable[Any]) -> Any:

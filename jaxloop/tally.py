@@ -16,22 +16,19 @@ class Tally:
 
     def __init__(self, loops: Sequence[ActionLoop]):
         self._loops = loops
-        self._runs = {id(loop): 0 for loop in loops}
-        self._most_steps = {id(loop): 0 for loop in loops}
+        self._runs_before = {id(loop): loop.progress.loops_run for loop in loops}
+        for loop in loops:
+            loop.progress.longest_loop = 0
         self._calls_before = {id(each): list(each.calls) for loop in loops for each in loop.action_lists}
 
-    def count(self, loop: ActionLoop) -> int:
-        """Counts the loop's last call; returns how many steps it ran."""
-        steps_run = len(loop.num_examples)
-        self._runs[id(loop)] += loop.loops_passed + (steps_run > loop.steps_passed)
-        self._most_steps[id(loop)] = max(self._most_steps[id(loop)], steps_run)
-        return steps_run
+    def _runs(self, loop: ActionLoop) -> int:
+        return loop.progress.loops_run - self._runs_before[id(loop)]
 
     def report_what_never_ran(self, eval_specs: Sequence[EvalSpec]) -> None:
         """Says in one warning which actions and evaluations never came to run, and why."""
         lines, told = [], set()
         for loop in self._loops:
-            runs, most_steps = self._runs[id(loop)], self._most_steps[id(loop)]
+            runs, most_steps = self._runs(loop), loop.progress.longest_loop
             for each in loop.action_lists if runs else ():
                 if id(each) in told:  # Of a step that two loops share.
                     continue
@@ -42,10 +39,10 @@ class Tally:
                         lines.append(f"{action!r} of {loop!r}: its schedule did not fire up to step {loop.step_num}")
                     elif calls == before:
                         lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
-        train_loops = sum(self._runs[id(loop)] for loop in self._loops[: len(self._loops) - len(eval_specs)])
+        train_loops = sum(self._runs(loop) for loop in self._loops[: len(self._loops) - len(eval_specs)])
         for index, spec in enumerate(eval_specs):
             loop = self._loops[len(self._loops) - len(eval_specs) + index]
-            if train_loops and not self._runs[id(loop)]:
+            if train_loops and not self._runs(loop):
                 lines.append(f"{loop!r}: {spec.when} never let it run after one of the {train_loops} train loops")
         if lines:
             logging.warning(

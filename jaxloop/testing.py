@@ -237,7 +237,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
 
     def observed_feed(self: Loop, dataset: Any) -> Any:
         is_new, feed = self._feed.dataset is not dataset, feed_of(self, dataset)
-        if self._returns_new_state and is_new:
+        if self._trains and is_new:
             seen, draw = observed.setdefault(id(self), _Observed(self)), feed._draw
 
             def observed_draw() -> Any:
@@ -249,15 +249,14 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
             feed._draw = observed_draw
         return feed
 
-    def observed_push(self: Loop, state: Any, queue: Any, num_steps: int) -> Any:
-        arrived = push(self, state, queue, num_steps)
-        if self._returns_new_state:
+    def observed_push(self: Loop, state: Any, num_steps: int) -> None:
+        push(self, state, num_steps)
+        if self._trains:
             observed[id(self)].states[self.step_num] = _digest(state)
             kill_after(self.step_num)
-        return arrived
 
     def observed_take(self: Loop, arrived: Any) -> None:
-        for outputs in arrived.rows() if self._returns_new_state else ():
+        for outputs in arrived.rows() if self._trains else ():
             observed[id(self)].add(observed[id(self)].outputs, outputs)
         take(self, arrived)
 

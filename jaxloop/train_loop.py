@@ -1,9 +1,8 @@
 """A loop that trains."""
 
 import collections
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,8 +12,8 @@ from absl import logging
 from jaxloop import bad_numbers, checks, metrics, timing, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
-from jaxloop.output_queue import Arrived, OutputQueue, chunk_size
-from jaxloop.schedules import NEVER, Elapsed
+from jaxloop.output_queue import chunk_size
+from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
 
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
@@ -95,7 +94,6 @@ class TrainLoop(ActionLoop):
                 f"{type(self).__name__} got {step!r}, a step with train=False: its run would not train, or would train "
                 f"a model in evaluation mode. Make it with {type(step).__name__}(..., train=True)."
             )
-        self._kept = _KeptBatches()
         super().__init__(
             step,
             begin_actions,
@@ -113,105 +111,69 @@ class TrainLoop(ActionLoop):
                 f"With nan_policy={nan_policy!r}, steps_per_dispatch can be {bad_numbers.MAX_STEPS} at most, got "
                 f"{steps_per_dispatch}."
             )
-        self._nan_policy: bad_numbers.NanPolicy = nan_policy
-        self._watch = None if nan_policy == "ignore" else bad_numbers.Watch(nan_policy, chunk_size(self._max_in_flight))
-        self._bad: bad_numbers.BadNumberError | None = None
-        self._skipped: list[bad_numbers.Found] = []  # Of this call.
-        self._said_skipped = 0
-        self._failed_step: int | None = None
-        self._count_is_checked = False
-        self._most_steps = NEVER[0]  # What `state.step` can count to, once it was looked at.
+        watch = None if nan_policy == "ignore" else bad_numbers.Watch(nan_policy, chunk_size(self._max_in_flight))
+        self._guard = bad_numbers.Guard(watch)
+        self._kept = _KeptBatches()
+        self._most_steps: int | None = None  # What `state.step` can count to; None until the first steps were counted.
 
     @property
     def nan_policy(self) -> bad_numbers.NanPolicy:
         """What is done about numbers that are not finite."""
-        return self._nan_policy
+        return self._guard.policy
 
     @property
     def failed_step(self) -> int | None:
         """Which step the last call failed in, if it did: it was to make `state.step` this number."""
-        return self._failed_step
+        return self._call.failed_step
 
     @property
     def kept_batches(self) -> dict[int, types.Batch]:
         """The last batches, as the dataset gave them, by their steps; only in a run that wants them."""
-        failed, updates = self._failed_step, self._updates
+        failed, updates = self._call.failed_step, self._updates
         newest = self.step_num + (updates if failed == self.step_num + updates else 0)
         batches = list(self._kept.batches)
         first = newest - (len(batches) - 1) * updates
         return dict(zip(range(first, newest + 1, updates), batches, strict=True))
 
-    def __call__(
-        self,
-        state: Any,
-        dataset_iterator: Iterable[types.Batch] | None,
-        num_steps: int | None = None,
-        return_state_from_step: bool = True,
+    def _run_loops(
+        self, state: Any, dataset: Any, steps_of_loop: Callable[[], int | None], *, trains: bool
     ) -> tuple[Any, metrics.LoopOutputs]:
-        if self._failed_step is not None:
+        if self._call.failed_step is not None:
             self._kept = _KeptBatches()
-        self._bad, self._failed_step, self._skipped, self._said_skipped = None, None, [], 0
-        with self._looking() if return_state_from_step else contextlib.nullcontext():
-            return super().__call__(state, dataset_iterator, num_steps, return_state_from_step)
+        self._guard.bad = None
+        with self._step.watched(self._guard.watch if trains else None):
+            return super()._run_loops(state, dataset, steps_of_loop, trains=trains)
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        with self._looking():
+        with self._step.watched(self._guard.watch):
             super().compile(state, batch)
-
-    def _looking(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._watch is None else self._step.watched(self._watch)
 
     def resume(self, elapsed: Elapsed) -> None:
         super().resume(elapsed)
         self._kept = _KeptBatches()
 
-    def _prepare_call(self) -> None:
-        super()._prepare_call()
-        if self._watch is not None:
-            self._watch.restart()
+    def _begin_loop(self) -> None:
+        super()._begin_loop()
+        self._guard.begin_loop()
 
     def _observers(self) -> list[Callable[[types.Batch], None]]:
         keeps = self.run_info is not None and self.run_info.keeps_batches
         return [*super()._observers(), *([self._kept.add] if keeps else [])]
 
-    def _note_failed_step(self) -> None:
-        self._failed_step = self._step_num + self._updates
-
-    def next_due(self) -> tuple[int, int]:
+    def _hears_all_ends(self) -> bool:
         # What was found is told, and left out of means, loop by loop.
-        return super().next_due() if self._watch is None else (self._step_num + 1, self._loop_count + 1)
+        return self._guard.watch is not None or super()._hears_all_ends()
 
     # Bad numbers -------------------------------------------------------------------------------------
 
-    def _push(self, state: Any, queue: OutputQueue, num_steps: int) -> Arrived:
-        arrived = super()._push(state, queue, num_steps)
+    def _push(self, state: Any, num_steps: int) -> None:
+        super()._push(state, num_steps)
         self._check_count(state)
-        if self._watch is not None:
-            self._look_at(self._watch.look(state, in_step=self._job.is_shared))
-        return arrived
+        self._look_at(self._guard.look(state, in_step=self._job.is_shared))
 
-    def _fetch(self, queue: OutputQueue, *, keep_sums: bool) -> None:
-        super()._fetch(queue, keep_sums=keep_sums)
-        if self._watch is not None:
-            self._look_at(self._watch.read(self._newest_state))
-        self._warn_of_skipped()
-
-    def _look_at(self, found: Sequence[bad_numbers.Found]) -> None:
-        if self._nan_policy == "skip":
-            self._skipped += found
-        elif found and self._bad is None:
-            self._bad = bad_numbers.BadNumberError(self._step_at(found[0].index), found[0].names)
-            self._failed_step = self._bad.step_num
-            if not self._is_failing:
-                raise self._bad
-
-    def _step_at(self, index: int) -> int:
-        """The step number after a batch of the call."""
-        return self._step_num - (len(self.num_examples) - 1 - index) * self._updates
-
-    def _warn_of_skipped(self) -> None:
-        new = self._skipped[self._said_skipped :]
-        if new:
+    def _count_weights(self) -> None:
+        self._look_at(self._guard.read(self._call.state))
+        if new := self._guard.newly_skipped():
             logging.warning(
                 "%r left out %d step%s whose numbers were not finite, the first of them step %d: %s.",
                 self,
@@ -220,62 +182,67 @@ class TrainLoop(ActionLoop):
                 self._step_at(new[0].index),
                 ", ".join(new[0].names[:6]),
             )
-            self._said_skipped = len(self._skipped)
+        super()._count_weights()
 
-    def _rescue_outputs(self, queue: OutputQueue, error: BaseException) -> None:
-        if error is self._bad:
+    def _look_at(self, bad: bad_numbers.Found | None) -> None:
+        if bad is not None and self._guard.bad is None:
+            self._guard.bad = bad_numbers.BadNumberError(self._step_at(bad.index), bad.names)
+            self._call.failed_step = self._guard.bad.step_num
+            if not self._call.is_failing:
+                raise self._guard.bad
+
+    def _step_at(self, index: int) -> int:
+        """Returns the step number after a batch of the loop."""
+        return self._progress.steps - (len(self.num_examples) - 1 - index) * self._updates
+
+    def _rescue_outputs(self, error: BaseException) -> None:
+        if error is self._guard.bad:
             return
-        super()._rescue_outputs(queue, error)
-        if self._bad is not None:
-            error.add_note(f"before that: {self._bad}")
+        super()._rescue_outputs(error)
+        if self._guard.bad is not None:
+            error.add_note(f"before that: {self._guard.bad}")
 
     def _why_not_rescued(self) -> str | None:
-        if self._bad is not None:
+        if self._guard.bad is not None:
             return "its numbers are bad"
         problem = super()._why_not_rescued()
         if problem is None:
             try:
-                self._check_count(self._newest_state)
+                self._check_count(self._call.state)
             except Exception as error:  # Also what the devices raise when the count is read.
                 problem = str(error)
         return problem
 
     def _weights(self) -> list[int]:
-        weights = super()._weights()
-        if self._skipped:
-            weights = list(weights)
-            for found in self._skipped:
-                if found.index < len(weights):  # Else an action of that very step has failed.
-                    weights[found.index] = 0
-        return weights
+        return self._guard.weights(super()._weights())
 
-    def _stats(self, state: Any, spent: timing.Spent) -> dict[str, Any]:
-        skipped = {STAT_SKIPPED_STEPS: len(self._skipped)} if self._skipped else {}
-        return {**super()._stats(state, spent), **skipped}
+    def _stats(self, state: Any, spent: timing.Spent | None = None) -> dict[str, Any]:
+        number = len(self._guard.skipped)
+        return {**super()._stats(state, spent), **({STAT_SKIPPED_STEPS: number} if number else {})}
 
     # The count ---------------------------------------------------------------------------------------
 
     def _check_count(self, state: Any) -> None:
         """Raises where `state.step` is not what the loop has counted; reads it after the first steps alone."""
-        if not self._returns_new_state or not hasattr(state, "step"):
+        if not self._trains or not hasattr(state, "step"):
             return
-        if not self._count_is_checked and hasattr(state.step, "dtype"):
-            self._most_steps = np.iinfo(state.step.dtype).max
-        if self._step_num > self._most_steps:
+        step_num, batches = self._progress.steps, len(self.num_examples)
+        most_steps = self._most_steps or np.iinfo(getattr(state.step, "dtype", np.int64)).max
+        if step_num > most_steps:
             raise ValueError(
-                f"state.step, {checks.describe(state.step)}, counts to {self._most_steps}, and should be "
-                f"{self._step_num} by now. Begin with a smaller state.step."
+                f"state.step, {checks.describe(state.step)}, counts to {most_steps}, and should be {step_num} by now. "
+                "Begin with a smaller state.step."
             )
-        if self._count_is_checked:
+        if self._most_steps is not None:
             return
-        count, batches = int(metrics.fetch(state.step)), len(self.num_examples)
-        if count != self._step_num:
-            begin = self._step_num - batches * self._updates
+        count = int(metrics.fetch(state.step))
+        if count != step_num:
+            begin = step_num - batches * self._updates
             raise ValueError(
                 f"{self.step!r} ran on {batches} batch{'es' if batches > 1 else ''} from state.step {begin}, and "
-                f"state.step is now {count}, not {self._step_num}. {checks.ways_to_count(self.step)}"
+                f"state.step is now {count}, not {step_num}. {checks.ways_to_count(self.step)}"
             )
-        self._count_is_checked = batches > 0
+        self._most_steps = int(most_steps) if batches else None
 
 
 class _KeptBatches:

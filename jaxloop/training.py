@@ -1,6 +1,5 @@
 """The training of an experiment: from where it begins or goes on, loop after loop, to its end."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -10,14 +9,10 @@ from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metri
 from jaxloop.action_loop import ActionLoop
 from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
-from jaxloop.schedules import Elapsed, earliest
+from jaxloop.schedules import Elapsed
 from jaxloop.sources import reshuffles
 from jaxloop.specs import CheckpointSpec, RunSpec, names_of
-from jaxloop.tally import Tally
 from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, checkpoint_actions, go_to
-
-# Of so many steps, what they report is kept on the host at most where their loops are run in one call.
-_MOST_STEPS_IN_A_CALL = 2**14
 
 
 @final
@@ -31,7 +26,6 @@ class Training:
       run: what checkpoints keep of it beside the state.
       checkpoint_spec: where to go on from; None to begin with the state as it is.
       source_of: what counts the batches of the train data.
-      tally: is told what ran.
       job: the processes that train together.
       requests: which signals have come.
 
@@ -50,15 +44,14 @@ class Training:
         checkpoint_spec: CheckpointSpec | None,
         *,
         source_of: Callable[[Any], PositionedIterator],
-        tally: Tally,
         job: agreement.Job,
         requests: interrupt.Interruptible,
     ):
         self._loop, self._spec, self._evaluations = loop, spec, evaluations
-        self._checkpoint_spec, self._source_of, self._tally = checkpoint_spec, source_of, tally
+        self._checkpoint_spec, self._source_of = checkpoint_spec, source_of
         self._job, self._interrupt = job, requests
         self.run: WholeRun = run
-        self._joins = False  # Whether several loops may be run in one call, as of the outputs of the last one.
+        self._pass_has_ended = False
         self.has_begun: bool = False
         self.newest: tuple[Any, int] | None = None
 
@@ -78,40 +71,26 @@ class Training:
         self._open_data(resumed)
         if resumed is not None:
             self._evaluations.resume(step_num, self.run.measured_at(step_num))
-        if resumed is not None and not self._catch_up(state, resumed):
+        run_info = self._loop.run_info
+        assert run_info is not None
+        run_info.eval_intervals, run_info.evaluate = self._evaluations.intervals, self._evaluations.evaluate
+        run_info.end_data, run_info.loop_steps = self._end_pass, self._spec.loop_steps
+        end = self._end_that_is_reached(resumed, step_num)
+        if resumed is not None and not self._catch_up(state, resumed, is_last=end is not None):
             logging.info("Stopped at step %d, as an evaluation or an action asked.", step_num)
             return state, None
-        if end := self._end_that_is_reached(resumed, step_num):
+        if end:
             logging.warning("Nothing is left to train: step %d of %s.", step_num, end)
             return state, None
         if says_so:
             logging.info("Training from step %d to %s.", step_num, self._spec.end)
-        assert self._loop.run_info is not None
-        self._loop.run_info = dataclasses.replace(
-            self._loop.run_info,
-            eval_schedules=self._evaluations.schedules,
-            evaluate=self._evaluations.inside_loop,
-        )
         if resumed is None and step_num == 0:
-            state = self._loop.step.prepare_state(state)
-            if not self._do_what_comes_before_the_first_step(state):
+            state, self._loop.source = self._loop.step.prepare_state(state), self.run.source
+            if not self._loop.hold(state):  # What is due before the first step.
                 logging.info("Stopped before the first step, as an evaluation or an action asked.")
                 return state, None
         self.newest, self.has_begun = (state, step_num), True
         return self._train(state, step_num, is_resumed=resumed is not None)
-
-    def _do_what_comes_before_the_first_step(self, state: Any) -> bool:
-        """Calls the actions and evaluations whose schedule fires before the first update, such as `at(0)`.
-
-        Returns whether the run goes on.
-        """
-        loop, source = self._loop, self.run.source
-        if source is not None:
-            loop.source = source
-        goes_on = loop.call_actions_before_the_first_step(state, comes_last=False)
-        start = loop.elapsed.without_previous()
-        goes_on &= self._evaluations.inside_loop(state, dataclasses.replace(start, previous=start))
-        return loop.call_actions_before_the_first_step(state, comes_last=True) and goes_on
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
         """Has the train loop's `CheckpointAction`s save a run whose interval has not come; returns their errors."""
@@ -144,77 +123,42 @@ class Training:
     def _train(self, state: Any, step_num: int, *, is_resumed: bool) -> tuple[Any, metrics.LoopOutputs | None]:
         loop, first_step, outputs = self._loop, step_num, None
         while True:
-            loops_before = loop.loop_count
-            state, loop_outputs, pass_has_ended = self._run_loop(state, step_num)
-            has_ended, steps_run = loop.loop_count > loops_before, self._tally.count(loop)
+            loop_count, loops_run = loop.loop_count, loop.progress.loops_run
+            state, found = self._run_pass(state)
             step_num = loop.step_num
             self.newest = (state, step_num)
-            goes_on = not loop_outputs.asks_to_stop
-            if not self._interrupt.requested:
-                goes_on = not self._job.any_stops(not goes_on)
-            if steps_run or has_ended:
-                outputs = loop_outputs
-            pass_has_ended &= goes_on
-            if pass_has_ended:
-                self._end_pass()
-            if has_ended and not self._interrupt.requested:
-                goes_on &= self._do_what_follows(state)
+            if loop.progress.loops_run > loops_run or outputs is None:
+                outputs = found
             if self._interrupt.requested:
-                if loop.was_interrupted:  # Then the loop under way has not come to its end.
-                    loop.loop_count = loops_before + loop.loops_passed
                 self._end_by_signal(state, step_num)
                 return state, outputs
-            if not goes_on:
-                loop_outputs[types.STOP_LOOP] = True
+            if found.asks_to_stop:
+                outputs[types.STOP_LOOP] = True
                 logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, types.STOP_LOOP)
                 break
-            if (pass_has_ended and not self._has_next_pass(step_num)) or loop.elapsed.is_last:
+            if loop.data_have_ended and not self._pass_has_ended:
+                self._end_pass()
+            goes_on = self._has_next_pass(step_num) if loop.data_have_ended else loop.loop_count > loop_count
+            if loop.elapsed.is_last or not goes_on:
                 break
         if step_num > first_step or is_resumed:
-            self._call_what_waits_for_the_last_step(state)
+            loop.hold(state, is_last=True)  # What waits for the last step, and can know only now.
+            self._evaluations.call_actions_of_the_last_step(state)
         return state, outputs
 
-    def _run_loop(self, state: Any, step_num: int) -> tuple[Any, metrics.LoopOutputs, bool]:
-        """Runs the next train loop, or several in one; returns the state, its outputs, and whether the data ended."""
+    def _run_pass(self, state: Any) -> tuple[Any, metrics.LoopOutputs]:
+        """Trains to the end of the data, or of the run; returns the state, and the outputs of the last loop."""
+        loop, run, run_info = self._loop, self.run, self._loop.run_info
+        assert run_info is not None
+        self.newest, self._pass_has_ended, loop.source = None, False, run.source
+        run_info.ends_with_data = self._is_last_pass(run.passes + 1)
+        return loop.train(state, iter(()) if run.source is None else run.source, self._steps_of_next_loop)
+
+    def _steps_of_next_loop(self) -> int | None:
+        step_num = self._loop.step_num
         # A run may have been broken off after the last step of a loop, and before its end.
         only_ends = self._loop.steps_before > 0 and self._spec.ends_loop(step_num)
-        updates = self._loop.step.updates_per_step
-        num_steps = updates if only_ends else self._spec.steps_of_next_loop(step_num)
-        ends = self._quiet_ends(step_num)
-        if len(ends) > 1:
-            num_steps = ends[-1] - step_num
-        source, run_info = self.run.source, self._loop.run_info
-        assert run_info is not None
-        self.newest, self._loop.source, run_info.quiet_ends = None, source, ends[:-1]
-        run_info.ends_with_data = not only_ends and self._is_last_pass(self.run.passes + 1)
-        state, outputs = self._loop(state, iter(()) if only_ends or source is None else source, num_steps)
-        is_short = num_steps is None or len(self._loop.num_examples) * updates < num_steps
-        if self._loop.steps_passed:
-            stops = outputs.asks_to_stop
-            _, outputs = outputs.split(self._loop.steps_passed)
-            if stops:
-                outputs[types.STOP_LOOP] = True
-        self._joins = bool(self._loop.num_examples) and outputs.can_be_split and types.STOP_LOOP not in outputs
-        has_ended = self._loop.data_have_ended or not self._loop.elapsed.is_last
-        return state, outputs, is_short and not only_ends and has_ended
-
-    def _quiet_ends(self, step_num: int) -> range:
-        """Where loops end, from the next one on, as long as nothing is to be done there; they are run in one call."""
-        size, loop, total_steps = self._spec.loop_steps, self._loop, self._spec.total_steps
-        if size is None or not self._joins or self._job.is_shared:
-            return range(0)
-        next_step, next_loop = loop.next_due()
-        next_loop = earliest([next_loop, self._evaluations.next_loop(loop.elapsed)])
-        stop = earliest([next_step, total_steps, step_num + _MOST_STEPS_IN_A_CALL])
-        ends = range((step_num // size + 1) * size, stop, size)
-        return ends[: max(next_loop - loop.loop_count - 1, 0)]
-
-    def _do_what_follows(self, state: Any) -> bool:
-        """Evaluates after a train loop, and calls the actions that come last; returns whether the run goes on."""
-        goes_on = self._evaluations.after_loop(state, self._loop.elapsed)
-        if not goes_on:
-            self._loop.ask_to_stop()
-        return (self._interrupt.requested or self._loop.call_actions_that_come_last(state)) and goes_on
+        return 0 if only_ends else self._spec.steps_of_next_loop(step_num)
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
         saves = ", and being saved" if checkpoint_actions(self._loop) else ""
@@ -229,7 +173,7 @@ class Training:
         A checkpoint of this moment keeps the position at which the next pass begins, which may have an order of its
         own. After the last pass it does so for a run that is resumed for more of them.
         """
-        run = self.run
+        run, self._pass_has_ended = self.run, True
         if self._job.any_stops(run.source is not None and run.source.count == 0):
             raise checks.empty_dataset(self._spec.train_dataset)
         if self._spec.epochs is None:
@@ -284,13 +228,6 @@ class Training:
             f"train_epochs={spec.epochs}": spec.epochs is not None and self.run.passes >= spec.epochs,
         }
         return next((end for end, is_reached in ends.items() if is_reached), None)
-
-    def _call_what_waits_for_the_last_step(self, state: Any) -> None:
-        """Calls the actions and evaluations whose schedule fires only now that the run is known to have ended."""
-        self._loop.call_actions_of_the_last_step(state, comes_last=False)
-        self._evaluations.inside_loop(state, dataclasses.replace(self._loop.elapsed, is_last=True))
-        self._evaluations.call_actions_of_the_last_step(state)
-        self._loop.call_actions_of_the_last_step(state, comes_last=True)
 
     # Going on ------------------------------------------------------------------------------------
 
@@ -391,23 +328,16 @@ class Training:
                     name,
                 )
 
-    def _catch_up(self, state: Any, resumed: Resumed) -> bool:
+    def _catch_up(self, state: Any, resumed: Resumed, *, is_last: bool) -> bool:
         """Does what belongs to the step of a checkpoint, and did not come to it because the run was broken off.
 
         Returns whether the run goes on.
         """
-        elapsed, loop = resumed.elapsed, self._loop
+        elapsed = resumed.elapsed
         if not resumed.was_broken_off or elapsed.previous is None:
             return True
-        goes_on = not resumed.knows_position or loop.call_missed_actions(state, comes_last=False)
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
-        goes_on &= self._evaluations.after_resume(
-            state,
-            dataclasses.replace(elapsed, is_last=self._end_that_is_reached(resumed, elapsed.steps) is not None),
-            loop_has_ended=loop_has_ended,
-            measured=lambda: self.run.measured_at(elapsed.steps),
-        )
-        return goes_on and (not resumed.knows_position or loop.call_missed_actions(state, comes_last=True))
+        return self._loop.hold(state, at_end=loop_has_ended, is_last=is_last, saves=False)
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:

@@ -1,4 +1,4 @@
-"""Loops at whose end nothing is due are run in one call, and nobody can tell but by the time."""
+"""Loops at whose end nothing is due go on without a wait, and nobody can tell but by the time."""
 
 import _thread
 import itertools
@@ -19,10 +19,10 @@ STATE = jax.tree.map(np.asarray, STATE)
 
 
 class OneByOne(jaxloop.TrainLoop):
-    """Has a hook, for which each loop is a call."""
+    """Has a hook, for which each loop comes to its end."""
 
-    def begin(self, state, dataset):
-        return super().begin(state, dataset)
+    def end(self, state, outputs):
+        return super().end(state, outputs)
 
 
 class Seen(jaxloop.Action):
@@ -134,7 +134,7 @@ plans = st.fixed_dictionaries(
 )
 
 
-# Loops that have ended inside a call that fails.
+# Loops that have ended before one that fails.
 FAILS_IN_A_CALL = {
     "total": 20,
     "loop_steps": 1,
@@ -211,17 +211,17 @@ def test_data_that_others_hold_go_on_in_another_run():
 
 
 @pytest.mark.parametrize(
-    ("options", "calls"),
+    ("options", "ends"),
     [
-        ({}, 3),  # The first alone, for what it reports to be known; and the last, whose end is that of the run.
+        ({}, 1),  # The last, whose end is that of the run.
         ({"log_interval": 1}, 50),
-        ({"log_interval": 10}, 11),
+        ({"log_interval": 10}, 5),
     ],
 )
-def test_loops_without_anything_due_are_one_call(options, calls, monkeypatch):
-    begun, begin = [], jaxloop.Loop.begin
-    monkeypatch.setattr(jaxloop.Loop, "begin", lambda *arguments: begun.append(1) or begin(*arguments))
+def test_nobody_waits_at_the_end_of_a_loop_where_nothing_is_due(options, ends, monkeypatch):
+    ended, end = [], jaxloop.Loop.end
+    monkeypatch.setattr(jaxloop.Loop, "end", lambda *arguments: ended.append(1) or end(*arguments))
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), **{"log_interval": never(), **options})
     state, outputs = outer_loop(STATE, itertools.cycle(BATCHES), 500, 10)
     assert int(state.step) == 500 and len(outputs["loss"]) == 10
-    assert len(begun) == calls
+    assert len(ended) == ends

@@ -6,7 +6,7 @@ from typing import Any, final
 from jaxloop import types
 from jaxloop.actions.action import Action
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
-from jaxloop.schedules import Elapsed, Schedule, earliest, next_loop_of
+from jaxloop.schedules import Elapsed, Schedule
 
 
 @final
@@ -22,29 +22,16 @@ class ActionList:
         self.actions: tuple[Action, ...] = tuple(map(as_action, actions or ()))
         self.unit = unit
         self.calls: list[int] = [0] * len(self.actions)
-        self._scheduled = [action.interval for action in self.actions if isinstance(action.interval, Schedule)]
 
     @property
     def has_schedules(self) -> bool:
         """True if an interval is a schedule."""
-        return bool(self._scheduled)
+        return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
         """Returns whether an action is called at the end of the loop (or step) of this number, counted from one."""
         interval = self.actions[index].interval
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
-
-    def next_step(self, now: Elapsed) -> int | None:
-        """The first step after `now` at which a schedule can fire; None if none can, within this loop."""
-        return earliest(schedule.next_step(now) for schedule in self._scheduled)
-
-    def next_time(self, now: Elapsed) -> float | None:
-        """The training time after `now` from which on a schedule can fire at any step."""
-        return earliest(schedule.next_time(now) for schedule in self._scheduled)
-
-    def next_loop(self, now: Elapsed) -> int | None:
-        """The number of the first loop after `now` whose end makes an interval due that `next_step` does not know."""
-        return earliest(next_loop_of(action.interval, now) for action in self.actions)
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
         """Calls an action; adds a note of the action and the step to an exception."""

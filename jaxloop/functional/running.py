@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.program import Program, Stretch
-from jaxloop.schedules import Elapsed, Schedule, earliest, is_always
+from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always
 from jaxloop.sources import NO_DATA
 from jaxloop.whole_run import WholeRun
 
@@ -333,9 +332,8 @@ class _Plan:
             self.newest = self._each_step
             return self.newest
         self.newest = due = _Due(entry for entry in self._entries if entry.when(now))
-        can_be_any_time = any(when.next_time(now) is not None for when in self._others)
-        next_step = now.steps + 1 if can_be_any_time else earliest(when.next_step(now) for when in self._others)
-        self._next_step = sys.maxsize if next_step is None else next_step
+        goal = goal_of(self._others, now)
+        self._next_step = goal.step if goal.time == NEVER[1] else now.steps + 1
         return due
 
     def draw(

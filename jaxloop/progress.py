@@ -1,0 +1,101 @@
+"""How far a loop is, counted on the host."""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from jaxloop import timing
+from jaxloop.schedules import Elapsed
+
+
+@final
+class Progress:
+    """Counts the steps, examples, seconds and loops of a run.
+
+    >>> progress = Progress(lambda: 0.0)
+    >>> progress.count([8, 8])
+    >>> progress.look()
+    Elapsed(steps=2, samples=16, time=0.0, loops=0)
+
+    Args:
+      clock: tells the time in seconds.
+
+    Attributes:
+      stopwatch: counts what the time goes to.
+      steps: completed updates.
+      samples: examples of the batches so far.
+      loops: loops that have ended.
+      newest: the progress as of the last look, or as it was given to `resume`.
+      agreed_secs: with other processes, the seconds of training that the stopwatch of the first had counted at the
+        newest batch; None in a process that is alone.
+      secs_before: the seconds of training when the batch before the newest came.
+      loops_run: loops that were run in this process.
+      longest_loop: the most batches that one of these had.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, is_shared: bool = False):
+        self.stopwatch: timing.Stopwatch = timing.Stopwatch(clock)
+        self.steps = self.samples = self.loops = 0
+        self.newest: Elapsed = Elapsed()
+        self.agreed_secs: float | None = 0.0 if is_shared else None
+        self.secs_before: float = 0.0
+        self.loops_run = self.longest_loop = 0
+        self._offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
+        self._newest_batch: tuple[int, int] | None = None  # Its updates and its examples.
+
+    def secs(self) -> float:
+        """Returns the seconds of training by the stopwatch; with other processes, by that of the first."""
+        return self.stopwatch.training_secs() if self.agreed_secs is None else self.agreed_secs
+
+    def time(self) -> float:
+        """Returns the seconds of training, those of earlier runs included."""
+        return self._offset + self.secs()
+
+    def secs_at(self, time: float) -> float:
+        """Returns what `secs` is when `time` is this."""
+        return time - self._offset
+
+    def resume(self, elapsed: Elapsed) -> None:
+        """Goes on counting from where an earlier run, in this process or another, left off."""
+        self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
+        self._offset = elapsed.time - self.secs()
+        self.newest, self._newest_batch = elapsed.without_previous(), None
+
+    def begin_call(self) -> None:
+        """Forgets which batch was the newest: what was before the next look is the last look."""
+        self._newest_batch = None
+
+    def count(self, num_examples: Sequence[int], updates: int = 1, *, trains: bool = True) -> None:
+        """Counts steps.
+
+        Args:
+          num_examples: for each step how many examples it had.
+          updates: how many updates each of them made.
+          trains: False for an evaluation, whose steps are none of the training; the stopwatch alone counts those.
+        """
+        samples = sum(num_examples)
+        self.samples += samples
+        self.stopwatch.steps += len(num_examples) * updates
+        self.stopwatch.samples += samples
+        if trains and num_examples:
+            self.steps += len(num_examples) * updates
+            self._newest_batch = updates, num_examples[-1]
+
+    def count_loop(self, num_batches: int) -> None:
+        """Counts a loop of so many batches among those that were run here; none without a batch."""
+        self.loops_run += num_batches > 0
+        self.longest_loop = max(self.longest_loop, num_batches)
+
+    def look(self, loops: int | None = None) -> Elapsed:
+        """Returns how far the loop is now, with `previous` a batch earlier.
+
+        Args:
+          loops: how many loops have ended; None for as many as were counted.
+        """
+        earlier, loops = self.newest, self.loops if loops is None else loops
+        if self._newest_batch is not None:
+            updates, examples = self._newest_batch
+            steps, samples = self.steps - updates, self.samples - examples
+            # What passed since then in actions, say, belongs to this step.
+            time = earlier.time if earlier.steps == steps else self._offset + self.secs_before
+            earlier = Elapsed(steps, samples, time, earlier.loops)
+        return Elapsed(self.steps, self.samples, self.time(), loops, previous=earlier.without_previous())
