@@ -327,12 +327,13 @@ class ActionLoop(StatLoop):
             return state, outputs
         stops = outputs.asks_to_stop
         if self.run_info is None:
-            self._call_due(state, self._progress.newest, at_end=True, comes_last=True)
+            self.call_last(state)
         elif self.run_info.end_data is not None and not self._interrupt.requested:
             self._stop_asked = stops = self._job.any_stops(stops)
             if self._call.data_ended and not stops:
                 self.run_info.end_data()
-            self._follow(state, self._progress.newest, at_end=True)
+            now = self._progress.newest
+            self._follow(self._due(now, at_end=True), state, now, at_end=True)
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
@@ -370,14 +371,14 @@ class ActionLoop(StatLoop):
         if self._is_broken_off():
             # Here is no end of a loop, only a step of one that goes on in a later call.
             self._progress.newest = now = self._look()
-            self._call_due(state, now, comes_last=False)
+            self._call_due(self._due(now), state, now, comes_last=False)
             self.steps_before, self._is_inside = self._steps_in_loop(), False
             return state, outputs
         self._progress.newest = now = self._now(self._progress.loops + 1)
         ended = metrics.LoopOutputs(outputs, getattr(outputs, "num_examples", ()))
         self._ledger.end_loop(ended)
         self._is_ending = True
-        self._call_due(state, now, at_end=True, comes_last=False)
+        self._call_due(self._due(now, at_end=True), state, now, comes_last=False)
         self._is_ending = False
         self._count_loop()
         if self._stop_asked:
@@ -411,22 +412,29 @@ class ActionLoop(StatLoop):
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
         self._stop_asked, self._spent_at_look = False, self.spent
         self._call.consumed = self.source.count - self.batches_ahead(self.source)
-        self._call_due(state, now, at_end=at_end, comes_last=False, saves=saves)
-        return self._follow(state, now, at_end=at_end, saves=saves)
+        due = [slot for slot in self._due(now, at_end=at_end) if saves or not slot.saves]
+        self._call_due(due, state, now, comes_last=False)
+        return self._follow(due, state, now, at_end=at_end)
+
+    def _due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
+        """Returns the actions that are due and were not called at this step."""
+        # An evaluation counts its own loops.
+        loop = now.loops if self._trains else self._progress.loops + self._is_inside
+        return self._agenda.due(now, loop if at_end else None)
 
     def _follow(
-        self, state: Any, now: Elapsed, *, at_end: bool = False, saves: bool = True, newest: Any = None
+        self, due: Sequence[Slot], state: Any, now: Elapsed, *, at_end: bool = False, newest: Any = None
     ) -> bool:
         """Evaluates after the actions of a moment, and calls what comes last; returns whether the run goes on."""
         if self.run_info is not None and not self.run_info.evaluate(state, now, at_end):
             self._stop_asked = True
         if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
-            self._call_due(state, now, at_end=at_end, comes_last=True, saves=saves, newest=newest)
+            self._call_due(due, state, now, comes_last=True, newest=newest)
         return not (self._stop_asked or self._interrupt.requested)
 
     def _at_moment(self, now: Elapsed, state: Any) -> bool:
         self._progress.newest = now
-        due = self._agenda.due(now)
+        due = self._due(now)
         reads = any(slot.reads_outputs for slot in due)
         if reads or any(slot.saves for slot in due):
             self._fetch(keep_sums=not reads)
@@ -434,23 +442,20 @@ class ActionLoop(StatLoop):
                 metrics.wait(state)
         queue = self._call.queue
         newest = lambda: (queue and queue.newest_scalars()) or metrics.newest_scalars(self._ledger.loop)
-        self._call_due(state, now, comes_last=False, newest=newest)
-        return self._follow(state, now, newest=newest)
+        self._call_due(due, state, now, comes_last=False, newest=newest)
+        return self._follow(due, state, now, newest=newest)
 
     def _call_due(
         self,
+        due: Sequence[Slot],
         state: Any,
         now: Elapsed,
         *,
-        at_end: bool = False,
         comes_last: bool,
-        saves: bool = True,
         newest: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        """Calls the due actions that come last, or those that don't; those that save after the others."""
-        loop = (now.loops if self._trains else self._progress.loops + self._is_inside) if at_end else None
-        due = [slot for slot in self._agenda.due(now, loop) if saves or not slot.saves]
-        if any(slot.reads_outputs for slot in due):  # Where somebody reads, the sums of `clu.metrics` end.
+        """Calls those of the due actions that come last, or those that don't; what saves is called after the others."""
+        if not comes_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
             self._ledger.read()
         called = [slot for slot in due if slot.action.comes_last == comes_last]
         for slot in called:
@@ -532,8 +537,7 @@ class ActionLoop(StatLoop):
         return dataclasses.replace(now, is_last=True) if is_last else now
 
     def _series_read(self) -> tuple[bool, bool]:
-        ledger, readers = self._ledger, self._agenda.readers
-        return bool(readers(ledger, ledger.parts)), bool(readers(ledger, ledger.loops))
+        return self._agenda.series_read
 
     def _rescue_outputs(self, error: BaseException) -> None:
         if not self._trains:
@@ -572,9 +576,7 @@ class ActionLoop(StatLoop):
             "wraps_dataset": bool(self._began),
             "last_beginning": self._last_beginning.to_dict(),
             "steps_per_dispatch": self._steps_at_once,
-            "ledger": ledger.state_dict(
-                self._encode, keeps_loop=self._trains and bool(self._agenda.readers(ledger, ledger.loops))
-            ),
+            "ledger": ledger.state_dict(self._encode, keeps_loop=self._trains and self._agenda.series_read[1]),
             "slots": slots,
             "others": [remembered(action) for action in self._other_actions()],
         }
@@ -607,14 +609,15 @@ class ActionLoop(StatLoop):
         """Calls the end actions that were not come to, of one that `is_ending`; returns whether the run goes on."""
         self._call.trains, self._is_inside = False, True
         now, self._stop_asked = self._now(self._progress.loops + 1), False
-        self._call_due(state, now, at_end=True, comes_last=False)
+        self._call_due(self._due(now, at_end=True), state, now, comes_last=False)
         self._progress.newest, self._is_ending = now, False
         self._count_loop()
         return self.call_last(state)
 
     def call_last(self, state: Any) -> bool:
-        """Calls the actions of the end of an evaluation that come last; returns whether the run goes on."""
-        self._call_due(state, self._progress.newest, at_end=True, comes_last=True)
+        """Calls the actions of the end of a loop that come last; returns whether the run goes on."""
+        now = self._progress.newest
+        self._call_due(self._due(now, at_end=True), state, now, comes_last=True)
         return not self._stop_asked
 
     def _other_actions(self) -> list[Action]:

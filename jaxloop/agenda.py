@@ -79,24 +79,33 @@ class Agenda:
 
     Args:
       actions: the actions.
+
+    Attributes:
+      slots: the actions, those first that were attached.
     """
 
     def __init__(self, actions: ActionList):
         self._own = [Slot(actions, index) for index in range(len(actions.actions))]
-        self._attached: list[Slot] = []
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The actions, those first that were attached."""
-        return [*self._attached, *self._own]
+        self.detach_all()
 
     def attach(self, action: Action, cursor: int) -> None:
         """Adds an action before the others, which reads the ledger from a position on."""
-        self._attached.append(Slot(ActionList([action], unit="loops"), 0, cursor))
+        self._set_slots([Slot(ActionList([action], unit="loops"), 0, cursor), *self.slots])
 
     def detach_all(self) -> None:
         """Takes the attached actions away."""
-        self._attached.clear()
+        self._set_slots(self._own)
+
+    def _set_slots(self, slots: Sequence[Slot]) -> None:
+        self.slots: list[Slot] = list(slots)
+        readers = [slot for slot in slots if slot.reads_outputs]
+        self._readers = [[slot for slot in readers if slot.is_scheduled is kind] for kind in (True, False)]
+
+    @property
+    def series_read(self) -> tuple[bool, bool]:
+        """Whether an action reads the parts of a ledger, and whether one reads its loops."""
+        of_parts, of_loops = self._readers
+        return bool(of_parts), bool(of_loops)
 
     def next(self, now: Elapsed, others: Iterable[int | Schedule] = ()) -> Goal:
         """Returns up to where a run may go on freely; `others` are the intervals of what else may be due."""
@@ -106,14 +115,10 @@ class Agenda:
         """Returns what is due and was not called at this step: at the end of the loop of this number, or inside one."""
         return [slot for slot in self.slots if slot.is_due(now, loop)]
 
-    def readers(self, ledger: Ledger, series: Series) -> list[Slot]:
-        """Returns the actions that read a series of the ledger."""
-        return [slot for slot in self.slots if slot.reads(ledger) is series]
-
     def trim(self, ledger: Ledger) -> None:
         """Drops what all have read."""
-        for series in (ledger.parts, ledger.loops):
-            series.keep_for([slot.cursor for slot in self.readers(ledger, series)])
+        for series, readers in zip((ledger.parts, ledger.loops), self._readers, strict=True):
+            series.keep_for([slot.cursor for slot in readers])
 
     def forget(self, spent: timing.Spent) -> None:
         """Begins anew."""
