@@ -66,12 +66,12 @@ def house():
     rows = [
         [("Doors", "functional · fitting · testing · launch · examples", width, VIOLET)],
         [("The experiment", "outer_loop · training · evaluations · whole_run · specs · preflight", width, BLUE)],
-        [("Loops", "train_loop, eval_loop on action_loop on stat_loop on loop · feed", width, BLUE)],
-        [("Steps", "step · loss_step · function_step · compiled · models", width, BLUE)],
+        [("Loops", "train_loop, eval_loop on action_loop on stat_loop on loop · agenda · progress", width, BLUE)],
+        [("Steps", "program · step · loss_step · function_step · compiled · feed · models", width, BLUE)],
         [("Actions", "actions/: one file an action", width, BLUE)],
         [
             ("Data", "data · position · sources", third, GREEN),
-            ("What was measured", "history · output_queue · metrics", third, GREEN),
+            ("What was measured", "history · ledger · metrics", third, GREEN),
             ("On disk", "checkpoint · seal", third, GREEN),
         ],
         [
@@ -83,8 +83,8 @@ def house():
     notes = [
         ["ways in, and what is beside them"],
         ["check, resume, evaluations, stop"],
-        ["loop alone repeats steps"],
-        ["what happens to one batch"],
+        ["begin, moments, end"],
+        ["program alone repeats steps"],
         ["side effects, called by loops"],
         ["metrics alone reads device values,", "checkpoint alone knows Orbax"],
         ["where arrays live;", "how processes agree"],
