@@ -109,7 +109,6 @@ class ActionLoop(StatLoop):
         self._end_actions = ActionList(end_actions, unit="loops")
         self._agenda = Agenda(self._end_actions)
         self._last_beginning = Elapsed()
-        self._silent_ends = range(0)  # Where loops end in the next steps, and nobody is to hear of it.
         self._is_inside = False  # Whether a loop has begun, and was not ended or broken off.
         self._is_ending = False  # Whether the end actions have what they are to see, and not all were called.
         self._stop_asked = False
@@ -274,10 +273,10 @@ class ActionLoop(StatLoop):
     def _with_silent_loops(self, num_steps: int | None) -> int | None:
         """Returns the steps of the next loop, and of those after it up to an end that somebody is to hear of.
 
-        The ends between, `_silent_ends`, are passed without a halt: to halt takes as long as a small step.
+        The ends between, `Call.silent_ends`, are passed without a halt: to halt takes as long as a small step.
         """
-        self._silent_ends = range(0)
-        run, queue, progress = self.run_info, self._call.queue, self._progress
+        run, call, progress = self.run_info, self._call, self._progress
+        call.silent_ends, queue = range(0), call.queue
         size = None if run is None or self.begin_actions or checks.is_of_user(self, "begin") else run.loop_steps
         if not num_steps or size is None or queue is None or not queue.has_scalars_alone() or self._reports_stop():
             return num_steps
@@ -285,19 +284,19 @@ class ActionLoop(StatLoop):
         if goal.time < NEVER[1] or self._hears_all_ends():
             return num_steps
         first, end = progress.steps + num_steps, earliest([goal.step, self.run_info and self.run_info.total_steps])
-        self._silent_ends = range(first, min(end, NEVER[0] - size), size)[: max(goal.loop - progress.loops - 1, 0)]
-        last = first + len(self._silent_ends) * size
+        call.silent_ends = range(first, min(end, NEVER[0] - size), size)[: max(goal.loop - progress.loops - 1, 0)]
+        last = first + len(call.silent_ends) * size
         return earliest([last, self.run_info and self.run_info.total_steps]) - progress.steps
 
     def _count_steps(self, *, undone: bool = False) -> int:
         number = super()._count_steps(undone=undone)
-        if self._silent_ends:
+        if self._call.silent_ends:
             self._pass_silent_ends()
         return number
 
     def _pass_silent_ends(self) -> None:
         """Ends the loops whose ends were passed with the newest steps."""
-        call, progress, ends = self._call, self._progress, self._silent_ends
+        call, progress, ends = self._call, self._progress, self._call.silent_ends
         passed = bisect.bisect_right(ends, progress.steps)
         if passed:
             last, size = ends[passed - 1], ends.step
@@ -309,7 +308,7 @@ class ActionLoop(StatLoop):
             progress.loops_run += passed - 1
             call.begin_next_loop(since)
             self._end_silently(progress.loops + passed, has_begun_next=since > 0)
-            self._silent_ends = ends[passed:] or range(0)
+            call.silent_ends = ends[passed:]
         if len(call.num_examples):
             self._is_inside, self._began = True, False
 
@@ -408,9 +407,9 @@ class ActionLoop(StatLoop):
           saves: whether actions that save are called too.
         """
         now = self.elapsed
+        self._stop_asked &= is_last  # What has asked for the end is known to a checkpoint of the last step.
         is_last |= self._now(self._progress.loops).is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
-        self._stop_asked, self._spent_at_look = False, self.spent
         self._call.consumed = self.source.count - self.batches_ahead(self.source)
         due = [slot for slot in self._due(now, at_end=at_end) if saves or not slot.saves]
         self._call_due(due, state, now, comes_last=False)

@@ -669,6 +669,7 @@ class Call:
       counted: how many of these have been counted in the progress.
       settled: how many of these have been counted in the ledger.
       passed: how many batches were taken since `run` was called that belong to loops before this one.
+      silent_ends: where loops end, by step, among those that `run` takes now, and nobody is to hear of it.
       is_heard: whether the loop that has ended last was ended by `end`.
       place: where an exception has come from, in words.
       was_interrupted: whether a signal ended it amid a loop.
@@ -689,6 +690,7 @@ class Call:
         self.place: str = ""
         self.was_interrupted = self.data_ended = self.made_iterator = False
         self.failed_step: int | None = None
+        self.silent_ends: range = range(0)
         self.is_failing, self.is_heard = False, True
         self.before_step: Elapsed | None = None
         self.examples_at_hand: int = 0

@@ -80,10 +80,11 @@ def test_data_that_come_in_the_same_order_are_skipped_and_that_is_said(tmp_path,
     assert "Skipped 10 batches" in logs.text
 
 
-def test_a_run_that_an_action_has_stopped_is_over(tmp_path, warnings_logged):
+@pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])
+def test_a_run_that_an_action_has_stopped_is_over(when, tmp_path, warnings_logged):
     def experiment():
         stopping = EarlyStoppingAction("eval/loss", patience=2, mode="max", restore_best=True, interval=every(steps=5))
-        save = CheckpointAction(tmp_path, every(steps=5))
+        save = CheckpointAction(tmp_path, when)
         outer_loop = OuterLoop(
             TrainLoop(STEP, end_actions=[stopping, save], stat_names=[]),
             [EvalLoop(EVAL_STEP, stat_names=[])],
