@@ -80,8 +80,8 @@ _REASONS = {
     },
     "W4": {FUSED: f"{_NOISE} 0.624, 0.727 and 0.680."},
     "loop boundary": {
-        "us a boundary": "Loops at whose end nothing is due are run in one call, in which an end is no instruction at "
-        "all: what is measured is the scatter of the machine.",
+        "us a boundary": "The steps do not halt at the end of a loop where nothing is due: what is measured is "
+        "little more than the scatter of the machine.",
     },
     "checkpoint of 26 MB": {SAVE: f"{_NOISE} 1.215 (before a mend), 1.093 and 0.961."},
     "checkpoint of 200 MB": {

@@ -123,31 +123,30 @@ class Program:
 
     def _take_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Takes one step."""
-        num_examples = None
-        if self._has_hooks:
-            carry, batch, num_examples = self._before_run(carry, batch)
-        if not self._evaluates:
-            rows = self.step.look_at(batch)
-            if num_examples is None:
-                num_examples = self.step.count_examples(batch) if rows is None else rows
+        carry, batch, num_examples = self._prepare(carry, batch)
         try:
             placed = self.step.place(batch, evaluates=self._evaluates) if self._has_hooks else batch
             carry, outputs = self._call(carry, placed)
         except Exception as error:
             self.step.explain(error, batch)
             raise
-        return carry, outputs, num_examples  # pyright: ignore[reportReturnType]
+        return carry, outputs, num_examples
 
-    def _before_run(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Takes a batch through the hooks before `run`."""
-        num_examples = self.step.count_examples(batch) if self._counts else None
+    def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
+        """Takes a batch through the hooks before `run`, and looks at it; counts its examples."""
+        step, num_examples = self.step, None
+        if self._counts:
+            num_examples = step.count_examples(batch)
         if self._begins:
             state = self._compiled.leave(carry)
-            new_state, batch = self.step.before_run(state, batch)
+            new_state, batch = step.before_run(state, batch)
             if new_state is not state:
                 carry = self._compiled.enter(new_state)
         elif self._preprocesses:
-            batch = self.step.preprocessed(batch)
+            batch = step.preprocessed(batch)
+        rows = None if self._evaluates else step.look_at(batch)
+        if num_examples is None:
+            num_examples = step.count_examples(batch) if rows is None else rows
         return carry, batch, num_examples
 
     # Several steps in one dispatch ---------------------------------------------------------------------
@@ -187,15 +186,12 @@ class Program:
         compiled, call = self._fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches:
-            new_carry, ready, num_examples = self._before_run(carry, batch)
+            new_carry, ready, num_examples = self._prepare(carry, batch)
             if new_carry is not carry:
                 raise FusingError(
                     f"{type(self.step).__name__}.begin returned another state, so that several steps can't be taken "
                     "in one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
                 )
-            rows = None if self._evaluates else self.step.look_at(ready)
-            if num_examples is None:
-                num_examples = self.step.count_examples(ready) if rows is None else rows
             prepared.append(ready)
             numbers.append(num_examples)
         whole = stacked(prepared)
