@@ -97,13 +97,10 @@ class Evaluations:
                 goes_on &= loop.end_again(state)
         asked = [each for each in self._all if at_end or each[2].schedule is not None]
         outputs = self._run_due(state, asked, _context(elapsed), elapsed)
-        return _goes_on(outputs) and goes_on
-
-    def call_actions_of_the_last_step(self, state: Any) -> None:
-        """Calls their actions whose schedule waits for the last step of a run, which has ended."""
-        for _, loop, _ in self._all:
+        for _, loop, _ in self._all if elapsed.is_last and not self._interrupt.requested else ():
             if loop.run_info is not None and loop.run_info.elapsed is not None:
-                loop.hold(state, is_last=True)
+                loop.hold(state, is_last=True)  # Its actions whose schedule waits for the last step.
+        return _goes_on(outputs) and goes_on
 
     # Of a state that nobody trains ---------------------------------------------------------------
 

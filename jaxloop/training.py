@@ -143,7 +143,6 @@ class Training:
                 break
         if step_num > first_step or is_resumed:
             loop.hold(state, is_last=True)  # What waits for the last step, and can know only now.
-            self._evaluations.call_actions_of_the_last_step(state)
         return state, outputs
 
     def _run_pass(self, state: Any) -> tuple[Any, metrics.LoopOutputs]:
