@@ -15,6 +15,7 @@ from jaxloop.actions.action_list import ActionList
 from jaxloop.agenda import Agenda, Slot, class_name, matched, remembered
 from jaxloop.history import History
 from jaxloop.ledger import Ledger
+from jaxloop.program import Stretch
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
@@ -163,6 +164,7 @@ class ActionLoop(StatLoop):
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
         if value != self._progress.loops:  # What the actions have not seen yet belongs to another run.
             self._forget()
+        self._is_inside = False
         self._progress.loops = value
         self._progress.newest = dataclasses.replace(self._progress.newest, loops=value)
 
@@ -249,18 +251,20 @@ class ActionLoop(StatLoop):
         self._last_beginning = asked.without_previous()
         return state, iterator
 
-    def _outputs_of_loop(self) -> metrics.LoopOutputs | None:
-        """Returns the outputs of a loop after its last step; None where nobody is to hear of its end."""
-        if self._call.num_examples and not self._is_heard():
-            return None
-        return super()._outputs_of_loop()
+    def _outputs_of_loop(self) -> metrics.LoopOutputs:
+        """Returns the outputs of a loop after its last step; none where nobody is to hear of its end."""
+        self._call.end = None
+        if not self._call.num_examples or self._is_heard():
+            return super()._outputs_of_loop()
+        self._call.end = self._now(self._progress.loops + 1)
+        return metrics.LoopOutputs()
 
     def _is_heard(self) -> bool:
         """Whether somebody wants the outputs of the loop whose last step was taken, or is called at its end."""
-        run = self.run_info
-        if run is None or run.end_data is None or self._call.data_ended or self._interrupt.requested:
+        run, call = self.run_info, self._call
+        if run is None or run.end_data is None or call.data_ended or self._interrupt.requested or self._stop_asked:
             return True
-        if self._hears_all_ends() or self._reports_stop():
+        if call.queue is None or not call.queue.are_plain() or self._hears_all_ends():
             return True
         now = self._now(self._progress.loops + 1)
         goal = self._agenda.next(self._progress.newest, self._other_intervals())
@@ -277,8 +281,9 @@ class ActionLoop(StatLoop):
         """
         run, call, progress = self.run_info, self._call, self._progress
         call.silent_ends, queue = range(0), call.queue
-        size = None if run is None or self.begin_actions or checks.is_of_user(self, "begin") else run.loop_steps
-        if not num_steps or size is None or queue is None or not queue.has_scalars_alone() or self._reports_stop():
+        has_hooks = any(checks.is_of_user(self, name) for name in ("begin", "_get_next_batch"))
+        size = None if run is None or self.begin_actions or has_hooks else run.loop_steps
+        if not num_steps or size is None or queue is None or not queue.are_plain():
             return num_steps
         goal = self._agenda.next(progress.newest, self._other_intervals())
         if goal.time < NEVER[1] or self._hears_all_ends():
@@ -294,6 +299,11 @@ class ActionLoop(StatLoop):
             self._pass_silent_ends()
         return number
 
+    def _end_by(self, error: BaseException, stretch: Stretch) -> None:
+        super()._end_by(error, stretch)
+        if self._began is None:  # The end of the loop before was passed, and it is in this one that something failed.
+            self._is_inside, self._began = True, False
+
     def _pass_silent_ends(self) -> None:
         """Ends the loops whose ends were passed with the newest steps."""
         call, progress, ends = self._call, self._progress, self._call.silent_ends
@@ -303,59 +313,42 @@ class ActionLoop(StatLoop):
             since = (progress.steps - last) // self._updates
             self._count_weights()
             before = len(call.num_examples) - since if passed == 1 else size // self._updates
-            self._ledger.pass_ends(before, since)
+            self._ledger.pass_ends(None if passed == 1 else before, since)
             progress.count_loop(before)
             progress.loops_run += passed - 1
             call.begin_next_loop(since)
-            self._end_silently(progress.loops + passed, has_begun_next=since > 0)
+            newest = dataclasses.replace(progress.newest, loops=progress.loops + passed - (since == 0))
+            progress.newest = newest
+            self._count_passed(passed, newest if since else self._now(progress.loops + passed))
             call.silent_ends = ends[passed:]
         if len(call.num_examples):
             self._is_inside, self._began = True, False
 
-    def _reports_stop(self) -> bool:
-        """Whether the steps report if the run shall stop, which is to be known at the end of each loop."""
-        assert self._call.queue is not None
-        return types.STOP_LOOP in self._ledger.loop or self._call.queue.reports(types.STOP_LOOP)
-
-    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs | None) -> tuple[Any, metrics.LoopOutputs]:
-        if outputs is None:
-            return state, self._pass_end()
-        state, outputs = super()._end_loop(state, outputs)
-        self._call.state = state
-        if self._is_inside or self._is_broken_off():
+    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+        if self._call.end is not None:
+            self._count_weights()
+            self._ledger.pass_ends()
+            self._count_passed(1, self._call.end)
             return state, outputs
-        stops = outputs.asks_to_stop
-        if self.run_info is None:
-            self.call_last(state)
-        elif self.run_info.end_data is not None and not self._interrupt.requested:
-            self._stop_asked = stops = self._job.any_stops(stops)
-            if self._call.data_ended and not stops:
-                self.run_info.end_data()
-            now = self._progress.newest
-            self._follow(self._due(now, at_end=True), state, now, at_end=True)
-        if self._stop_asked:
+        state, outputs = super()._end_loop(state, outputs)
+        self._call.state, run = state, self.run_info
+        if self._is_inside or self._is_broken_off() or run is None or run.end_data is None or self._interrupt.requested:
+            return state, outputs
+        stops, now = self._job.any_stops(outputs.asks_to_stop), self._progress.newest
+        if self._call.data_ended and not stops:
+            run.end_data()
+        if not self._follow(self._due(now, at_end=True), state, now, at_end=True) or stops:
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
-    def _pass_end(self) -> metrics.LoopOutputs:
-        """Ends a loop of which nobody is to hear; its outputs stay on the devices."""
-        assert self._call.queue is not None
-        self._count_weights()
-        self._ledger.pass_ends(self._steps_in_loop(), sums=self._call.queue.end_sums())
-        self._end_silently(self._progress.loops + 1)
-        return metrics.LoopOutputs()
-
-    def _end_silently(self, loops: int, *, has_begun_next: bool = False) -> None:
-        """Counts loops that have ended, and of which nobody is to hear."""
-        progress, self._call.is_heard = self._progress, False
-        progress.newest = dataclasses.replace(progress.newest, loops=loops if has_begun_next else loops - 1)
-        if not has_begun_next:
-            progress.newest = self._now(loops)
-        progress.loops, self.steps_before, self._is_inside, self._began = loops, 0, False, None
+    def _count_passed(self, number: int, now: Elapsed) -> None:
+        """Counts loops that have ended, and of which nobody is to hear; `now` is the progress after that."""
+        self._progress.newest, self._progress.loops = now, self._progress.loops + number
+        self.steps_before, self._is_inside, self._began, self._call.has_passed_end = 0, False, None, True
 
     def _count_loop(self) -> None:
         self._progress.loops += 1
-        self.steps_before, self._is_inside, self._began, self._call.is_heard = 0, False, None, True
+        self.steps_before, self._is_inside, self._began, self._call.has_passed_end = 0, False, None, False
 
     def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
         run, newest = self.run_info, self._progress.newest
@@ -380,6 +373,8 @@ class ActionLoop(StatLoop):
         self._call_due(self._due(now, at_end=True), state, now, comes_last=False)
         self._is_ending = False
         self._count_loop()
+        if self.run_info is None:
+            self.call_last(state)
         if self._stop_asked:
             outputs[types.STOP_LOOP] = True
         return state, outputs
@@ -413,7 +408,9 @@ class ActionLoop(StatLoop):
         self._call.consumed = self.source.count - self.batches_ahead(self.source)
         due = [slot for slot in self._due(now, at_end=at_end) if saves or not slot.saves]
         self._call_due(due, state, now, comes_last=False)
-        return self._follow(due, state, now, at_end=at_end)
+        self._evaluate(state, now, at_end)
+        self._call_due(due, state, now, comes_last=True)
+        return not self._stop_asked
 
     def _due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
         """Returns the actions that are due and were not called at this step."""
@@ -425,11 +422,14 @@ class ActionLoop(StatLoop):
         self, due: Sequence[Slot], state: Any, now: Elapsed, *, at_end: bool = False, newest: Any = None
     ) -> bool:
         """Evaluates after the actions of a moment, and calls what comes last; returns whether the run goes on."""
-        if self.run_info is not None and not self.run_info.evaluate(state, now, at_end):
-            self._stop_asked = True
+        self._evaluate(state, now, at_end)
         if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
             self._call_due(due, state, now, comes_last=True, newest=newest)
         return not (self._stop_asked or self._interrupt.requested)
+
+    def _evaluate(self, state: Any, now: Elapsed, at_end: bool) -> None:
+        if self.run_info is not None and not self.run_info.evaluate(state, now, at_end):
+            self._stop_asked = True
 
     def _at_moment(self, now: Elapsed, state: Any) -> bool:
         self._progress.newest = now
@@ -542,8 +542,6 @@ class ActionLoop(StatLoop):
         if not self._trains:
             return
         self._call.is_failing = True
-        if self._began is None:  # That of the loop before was passed, and nothing was to be done at the beginning.
-            self._is_inside, self._began = True, False
         try:
             self._fetch(keep_sums=True)
         except Exception:

@@ -166,11 +166,10 @@ class Evaluations:
         self, state: Any, asked: Sequence[tuple[str, ActionLoop, EvalSpec]], context: EvalContext, elapsed: Elapsed
     ) -> metrics.LoopOutputs | None:
         """Runs those that are due, of some; returns the outputs of the last of them."""
-        due = [each for each in asked if self._is_due(each[2], context, elapsed)]
+        was_run = lambda name: elapsed.previous is not None and self._evaluated_at.get(name) == elapsed.steps
+        due = [each for each in asked if not was_run(each[0]) and self._is_due(each[2], context, elapsed)]
         last, stops = None, False
         for name, loop, spec in due:
-            if elapsed.previous is not None and self._evaluated_at.get(name) == elapsed.steps:
-                continue
             if self._interrupt.requested:
                 break
             self._evaluated_at[name] = elapsed.steps

@@ -63,8 +63,8 @@ class Ledger:
     """The outputs of a run's steps, on the host, in the order of the steps. Positions in it count steps.
 
     There are two series to read: what was reported from one reading to the next, and whole loops as their `end` left
-    them. `clu.metrics` states are merged in the order of the steps, from one reading, or end of a loop, to the next; a
-    save doesn't read, so it changes no bit of them.
+    them. `clu.metrics` states are merged in the order of the steps, from one reading to the next; a save doesn't read,
+    so it changes no bit of them.
 
     Attributes:
       position: how many steps have been counted.
@@ -135,8 +135,6 @@ class Ledger:
         """Ends a loop that was passed, whose outputs are here by now."""
         later, self._unread.num_examples = self._unread.num_examples, passed.unread_weights
         self._ended, self._last_steps = LoopOutputs(self.loop, passed.weights), passed.last_steps
-        for outputs in (self._ended, self._unread):
-            _merge_into(outputs, passed.sums)
         if keeps_parts:
             self.parts.add(passed.position, self._unread)
         if keeps_loops:
@@ -168,21 +166,20 @@ class Ledger:
         more = len(self._ended.num_examples) - self._last_steps
         return self._ended.split(more)[1] if more else self._ended
 
-    def pass_ends(self, last_steps: int, steps_since: int = 0, sums: Mapping[str, Any] | None = None) -> None:
-        """Ends one loop, or several, before their outputs are here: nobody wants them yet.
+    def pass_ends(self, last_steps: int | None = None, steps_since: int = 0) -> None:
+        """Ends one loop, or several, before their outputs are here, which have no `clu.metrics` states.
 
         Args:
-          last_steps: how many steps the last of them had.
+          last_steps: how many steps the last of several had; None for one alone.
           steps_since: how many steps of the next one were counted already.
-          sums: the merged `clu.metrics` states of its steps since the last reading; for one loop.
         """
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
-        if self._passed and not sums and not self._passed[-1].sums:  # Their outputs can be told apart by their steps.
+        last_steps = len(weights) if last_steps is None else last_steps
+        if self._passed:
             before = self._passed.pop()
             weights, unread = before.weights + weights, before.unread_weights + unread
-        self._passed.append(_Passed(position, last_steps, weights, unread, dict(sums or {})))
-        self.sums = {}
+        self._passed.append(_Passed(position, last_steps, weights, unread))
 
     def end_loop(self, outputs: LoopOutputs) -> None:
         """Ends the loop, and the part since the last reading, with what `end` has made of the outputs."""
@@ -225,7 +222,6 @@ class _Passed(NamedTuple):
     last_steps: int
     weights: list[int]
     unread_weights: list[int]
-    sums: dict[str, Any]
 
 
 def _merge_into(outputs: dict[str, Any], sums: Mapping[str, Any]) -> None:

@@ -252,14 +252,17 @@ class Loop:
                     self._progress.count_loop(len(call.num_examples))
                     if call.num_examples or self.steps_before:  # Else there was no batch: there is nothing to end.
                         state, outputs = self._end_loop(state, found)
-                    elif not call.is_heard:  # That of the loop before was not heard of, and is the last one.
+                    elif call.has_passed_end:  # It turns out that this was the last one.
+                        call.was_interrupted = False  # It was not amid a loop.
                         state, outputs = self._end_by_hook(state, self._ledger.ended)
                     call.state = state
                     if not self._goes_on(outputs):
                         break
                 if self._interrupt.outermost is self._interrupt:
                     self._job.any_stops()  # Of a signal that came since the last batch.
-        except BaseException:
+        except BaseException as error:
+            if not call.is_failing:  # Between two loops: else it was done where the loop has failed.
+                self._rescue_outputs(error)
             problem = self._why_not_rescued()
             self._rescue = (call.state if problem is None else None, problem)
             raise
@@ -290,6 +293,7 @@ class Loop:
     def _begin_loop(self) -> None:
         """Called before the hooks of each loop."""
         self._call.begin_loop()
+        self._progress.begin_call()
 
     def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
         """Returns whether another loop follows in this call."""
@@ -310,9 +314,8 @@ class Loop:
         self._call.made_iterator = iterator is not dataset
         return state, iterator
 
-    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs | None) -> tuple[Any, metrics.LoopOutputs]:
-        """Ends a loop with its outputs; None where nobody is to hear of the end."""
-        assert outputs is not None
+    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+        """Ends a loop with its outputs."""
         return self._end_by_hook(state, _weighted(outputs, self._ledger.weights))
 
     def _end_by_hook(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
@@ -347,7 +350,7 @@ class Loop:
             state = self._step.prepare_state(state)
             if call.program is None:
                 call.program, call.queue = self._new_program(), self._new_queue()
-            step, secs = self._next_moment()
+            step, secs = self._next_moment() if self._trains else NEVER
             while call.left(num_batches):
                 state = self._take_up_to(step, secs, call.left(num_batches), state, feed)
                 if feed.has_ended:
@@ -380,7 +383,7 @@ class Loop:
             if call.program is not None and call.state is not None:
                 self._step.remember(call.state)
 
-    def _outputs_of_loop(self) -> metrics.LoopOutputs | None:
+    def _outputs_of_loop(self) -> metrics.LoopOutputs:
         """Returns the outputs of a loop after its last step."""
         self._fetch()
         return self._ledger.whole_loop()
@@ -670,7 +673,8 @@ class Call:
       settled: how many of these have been counted in the ledger.
       passed: how many batches were taken since `run` was called that belong to loops before this one.
       silent_ends: where loops end, by step, among those that `run` takes now, and nobody is to hear of it.
-      is_heard: whether the loop that has ended last was ended by `end`.
+      has_passed_end: whether the end of the last loop was passed, and nobody has heard of it.
+      end: how far the training was at that end.
       place: where an exception has come from, in words.
       was_interrupted: whether a signal ended it amid a loop.
       data_ended: whether the data have.
@@ -688,10 +692,13 @@ class Call:
         self.program: Program | None = None
         self.queue: OutputQueue | None = None
         self.place: str = ""
-        self.was_interrupted = self.data_ended = self.made_iterator = False
+        self.was_interrupted: bool = False
+        self.data_ended: bool = False
+        self.made_iterator: bool = False
         self.failed_step: int | None = None
         self.silent_ends: range = range(0)
-        self.is_failing, self.is_heard = False, True
+        self.is_failing: bool = False
+        self.has_passed_end: bool = False
         self.before_step: Elapsed | None = None
         self.examples_at_hand: int = 0
         self.begin_loop()
@@ -699,7 +706,10 @@ class Call:
     def begin_loop(self) -> None:
         """Begins a loop."""
         self.num_examples: list[int] = []
-        self.counted = self.settled = self.passed = 0
+        self.counted: int = 0
+        self.settled: int = 0
+        self.passed: int = 0
+        self.end: Elapsed | None = None
 
     def begin_next_loop(self, num_batches: int) -> None:
         """Begins a loop of which so many batches were taken already, with those of the loop before."""

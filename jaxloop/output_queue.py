@@ -178,6 +178,13 @@ def _outputs_without(outputs: "types.Output | Block", names: Iterable[str]) -> "
     return _without(outputs, names)
 
 
+def _is_plain(outputs: "types.Output | Block") -> bool:
+    axes, values = (1, outputs.outputs) if isinstance(outputs, Block) else (0, outputs)
+    if not values or types.STOP_LOOP in values:
+        return not values
+    return all(isinstance(value, jax.Array) and value.ndim == axes for value in values.values())
+
+
 def _outputs_of(outputs: "types.Output | Block") -> types.Output:
     return outputs.outputs if isinstance(outputs, Block) else outputs
 
@@ -263,6 +270,7 @@ class OutputQueue:
         self._chunks: list[_Chunk] = []  # Those before.
         self._held = 0  # Their steps.
         self._merged: dict[str, Any] = {}
+        self._are_plain = True  # Of all but the newest.
         # Arrays of some steps, with the number of steps up to the next such, oldest first.
         self._in_flight: collections.deque[tuple[jax.Array | None, int]] = collections.deque()
         self._num_in_flight = 0
@@ -344,24 +352,9 @@ class OutputQueue:
         self._steps = self._held = self._num_in_flight = 0
         return arrived, merged
 
-    def end_sums(self) -> dict[str, Any]:
-        """Returns the merged `clu.metrics` states, on the devices, and begins new ones. Waits for nothing."""
-        self.newest = self._set_metrics_aside(self.newest)
-        sums = {**self._sums_before, **self._merged}
-        self._sums_before, self._merged = {}, {}
-        return sums
-
-    def has_scalars_alone(self) -> bool:
-        """Returns whether the newest step on its way reports one scalar under each name, and nothing else."""
-        for outputs in self._newest_first():
-            axes = 1 if isinstance(outputs, Block) else 0
-            values = (_outputs_of(outputs) or {}).values()
-            return all(isinstance(value, jax.Array) and value.ndim == axes for value in values)
-        return False
-
-    def reports(self, name: str) -> bool:
-        """Returns whether the newest step on its way reports a value of this name."""
-        return any(name in (_outputs_of(outputs) or {}) for outputs in itertools.islice(self._newest_first(), 1))
+    def are_plain(self) -> bool:
+        """Returns whether all steps so far have reported one scalar under each name, and none of them `STOP_LOOP`."""
+        return self._are_plain and all(map(_is_plain, self.newest))
 
     def newest_scalars(self) -> dict[str, Any]:
         """The scalars of the newest step on its way whose values are there already. Does not wait."""
@@ -382,9 +375,13 @@ class OutputQueue:
     def _set_metrics_aside(self, chunk: "list[types.Output | Block]") -> "list[types.Output | Block]":
         """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
         columns = _columns_if_alike(chunk)
-        if columns is not None:
-            kinds = {name: set(map(type, column)) for name, column in columns.items()}
-            if not any(metrics.is_metric_class(kind) for each in kinds.values() for kind in each):
+        if columns is None:
+            self._are_plain &= all(map(_is_plain, chunk))
+        else:
+            kinds = {kind for column in columns.values() for kind in set(map(type, column))}
+            # One after the other is traced alike, so that the last one has the axes of all of a kind.
+            self._are_plain &= all(issubclass(kind, jax.Array) for kind in kinds) and _is_plain(chunk[-1])
+            if not any(map(metrics.is_metric_class, kinds)):
                 return chunk
         trees = [_outputs_of(outputs) for outputs in chunk]
         names = {name for tree in trees for name, value in (tree or {}).items() if metrics.is_metric(value)}

@@ -127,13 +127,15 @@ class Training:
             state, found = self._run_pass(state)
             step_num = loop.step_num
             self.newest = (state, step_num)
-            if loop.progress.loops_run > loops_run or outputs is None:
+            if loop.progress.loops_run > loops_run or loop.loop_count > loop_count:
                 outputs = found
             if self._interrupt.requested:
+                if loop.was_interrupted and not checkpoint_actions(loop):  # The loop under way has not come to its end.
+                    loop.loop_count -= 1
                 self._end_by_signal(state, step_num)
                 return state, outputs
             if found.asks_to_stop:
-                outputs[types.STOP_LOOP] = True
+                found[types.STOP_LOOP] = True
                 logging.info("Stopped at step %d, as outputs[%r] asked.", step_num, types.STOP_LOOP)
                 break
             if loop.data_have_ended and not self._pass_has_ended:
