@@ -34,11 +34,14 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float], *, is_shared: bool = False):
         self.stopwatch: timing.Stopwatch = timing.Stopwatch(clock)
-        self.steps = self.samples = self.loops = 0
+        self.steps: int = 0
+        self.samples: int = 0
+        self.loops: int = 0
         self.newest: Elapsed = Elapsed()
         self.agreed_secs: float | None = 0.0 if is_shared else None
         self.secs_before: float = 0.0
-        self.loops_run = self.longest_loop = 0
+        self.loops_run: int = 0
+        self.longest_loop: int = 0
         self._offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
         self._newest_batch: tuple[int, int] | None = None  # Its updates and its examples.
 
