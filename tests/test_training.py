@@ -2,7 +2,9 @@
 
 import _thread
 import itertools
+import signal
 
+import clu.metrics
 import jax
 import numpy as np
 import pytest
@@ -225,3 +227,142 @@ def test_nobody_waits_at_the_end_of_a_loop_where_nothing_is_due(options, ends, m
     state, outputs = outer_loop(STATE, itertools.cycle(BATCHES), 500, 10)
     assert int(state.step) == 500 and len(outputs["loss"]) == 10
     assert len(ended) == ends
+
+
+# Ends of which nobody hears, and what has to be known all the same --------------------------------------------
+
+
+class Calls(jaxloop.Action):
+    """Calls a function with the step and the outputs."""
+
+    uses_outputs = True
+
+    def __init__(self, function, interval=1, comes_last=False):
+        super().__init__(interval)
+        self.function, self.comes_last = function, comes_last
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.function(step_num, outputs)
+
+
+def stop_at(number):
+    return lambda step_num, outputs: outputs.update({jaxloop.STOP_LOOP: True}) if step_num == number else None
+
+
+def test_a_stop_asked_inside_a_loop_is_heeded():
+    train_loop = jaxloop.TrainLoop(STEP, end_actions=[Calls(stop_at(4), every(steps=4))])
+    state, outputs = jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, itertools.cycle(BATCHES), 40, 10)
+    assert int(state.step) == 4 and len(outputs["loss"]) == 4 and outputs[jaxloop.STOP_LOOP]
+
+
+class Averaging(type(STEP)):
+    def run(self, state, batch):
+        state, outputs = super().run(state, batch)
+        return state, {**outputs, "average": clu.metrics.Average.from_model_output(outputs["loss"])}
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}])
+@pytest.mark.parametrize("num_batches", [None, 4])
+def test_sums_of_metrics_are_those_of_each_loop(num_batches, options):
+    found = []
+    for loop_class in (jaxloop.TrainLoop, OneByOne):
+        step = Averaging(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+        seen = []
+        action = Calls(lambda step_num, outputs: seen.append(outputs["average"][0].compute()), 2)  # noqa: B023
+        train_loop = loop_class(step, end_actions=[action], stat_names=[], **options)
+        data = jaxloop.from_index(lambda number: BATCHES[number], num_batches=num_batches)
+        _, outputs = jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, data, 20, 2)
+        found.append([*map(repr, seen), repr(outputs["average"][0].compute()), len(outputs["loss"])])
+    assert found[0] == found[1]
+
+
+def test_a_stop_that_only_some_batches_report_is_heeded():
+    class Stopping(type(STEP)):
+        def run(self, state, batch):
+            state, outputs = super().run(state, batch)
+            return state, {**outputs, **({jaxloop.STOP_LOOP: True} if len(batch["x"]) == 5 else {})}
+
+    step = Stopping(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
+    data = [jax.tree.map(lambda leaf: leaf[:5], batch) if index == 1 else batch for index, batch in enumerate(BATCHES)]
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=never())
+    assert int(outer_loop(STATE, data, 40, 4)[0].step) == 4
+
+
+class Fails(jaxloop.TrainLoop):
+    """Fails where a loop begins, once."""
+
+    def begin(self, state, dataset):
+        if self.loop_count == 3 and not hasattr(self, "has_failed"):
+            self.has_failed = True
+            raise Broken
+        return super().begin(state, dataset)
+
+
+@pytest.mark.parametrize(("loop_class", "at"), [(jaxloop.TrainLoop, 2), (Fails, None)])
+def test_outputs_of_loops_before_a_failure_are_kept(loop_class, at, tmp_path):
+    seen, saves = [], jaxloop.CheckpointAction(tmp_path, never())
+    count = Calls(lambda step_num, outputs: seen.append((step_num, len(outputs["loss"]))), 5)
+    for fault in ("the data raise", None):
+        train_loop = loop_class(STEP, end_actions=[count, saves], stat_names=[])
+        train_loop.has_failed = fault is None or at is not None
+        if not train_loop.has_failed:
+            del train_loop.has_failed
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
+        data = batches(fault if at else None, at)
+        if fault:
+            with pytest.raises(Broken):
+                outer_loop(STATE, data, 20, 2)
+        else:
+            outer_loop(STATE, data, 20, 2)
+    assert seen == [(10, 10), (20, 10)]
+
+
+def test_a_checkpoint_of_the_last_step_is_saved_though_ctrl_c_comes_before_it(tmp_path):
+    interrupts = Calls(lambda step_num, outputs: signal.raise_signal(signal.SIGINT), last())
+    actions = [Calls(stop_at(4), every(steps=4)), interrupts, jaxloop.CheckpointAction(tmp_path, last())]
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions), log_interval=never())
+    outer_loop(STATE, itertools.cycle(BATCHES), 40, 2)
+    assert checkpoint.all_steps(tmp_path) == [4]
+
+
+def test_a_loop_that_ctrl_c_cuts_short_is_not_counted():
+    train_loop = jaxloop.TrainLoop(STEP)
+    state, _ = jaxloop.OuterLoop(train_loop)(STATE, batches("Ctrl-C", 2), 20, 10)
+    assert 0 < int(state.step) < 10 and train_loop.loop_count == train_loop.elapsed.loops == 0
+    assert train_loop.was_interrupted
+
+
+def test_who_draws_the_batches_knows_the_number_of_loops():
+    seen = []
+
+    class Curriculum(jaxloop.TrainLoop):
+        def _get_next_batch(self, dataset):
+            seen.append(self.loop_count)
+            return super()._get_next_batch(dataset)
+
+    jaxloop.OuterLoop(Curriculum(STEP), log_interval=never())(STATE, itertools.cycle(BATCHES), 8, 2)
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_evaluations_are_not_asked_for_what_they_have_measured_before_a_resume(tmp_path):
+    asked = []
+
+    def run(fails):
+        save = jaxloop.CheckpointAction(tmp_path, 1)
+        failing = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), 2, comes_last=True)
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[*([failing] if fails else []), save])
+        spec = jaxloop.EvalSpec(BATCHES[:2], should_eval_fn=lambda context: asked.append(context.step_num) or True)
+        outer_loop = jaxloop.OuterLoop(train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(tmp_path))
+        outer_loop(STATE, jaxloop.from_index(lambda number: BATCHES[number]), 8, 2, eval_specs=[spec])
+
+    with pytest.raises(Broken):
+        run(fails=True)
+    run(fails=False)
+    assert asked == [2, 4, 6, 8]
+
+
+def test_an_evaluation_asks_no_schedule_between_its_steps():
+    seen = []
+    action = Calls(lambda step_num, outputs: seen.append(len(outputs["loss"])), every(samples=24))
+    jaxloop.EvalLoop(EVAL_STEP, end_actions=[action], stat_names=[])(STATE, BATCHES[:6])
+    assert seen == [6]
