@@ -304,9 +304,8 @@ def test_outputs_of_loops_before_a_failure_are_kept(loop_class, at, tmp_path):
     count = Calls(lambda step_num, outputs: seen.append((step_num, len(outputs["loss"]))), 5)
     for fault in ("the data raise", None):
         train_loop = loop_class(STEP, end_actions=[count, saves], stat_names=[])
-        train_loop.has_failed = fault is None or at is not None
-        if not train_loop.has_failed:
-            del train_loop.has_failed
+        if fault is None:
+            train_loop.has_failed = True
         outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
         data = batches(fault if at else None, at)
         if fault:
@@ -363,6 +362,29 @@ def test_evaluations_are_not_asked_for_what_they_have_measured_before_a_resume(t
 
 def test_an_evaluation_asks_no_schedule_between_its_steps():
     seen = []
-    action = Calls(lambda step_num, outputs: seen.append(len(outputs["loss"])), every(samples=24))
-    jaxloop.EvalLoop(EVAL_STEP, end_actions=[action], stat_names=[])(STATE, BATCHES[:6])
+    action = Calls(lambda step_num, outputs: seen.append(len(outputs["loss"])), every(time=2.0))
+    clock = map(float, itertools.count()).__next__
+    jaxloop.EvalLoop(EVAL_STEP, end_actions=[action], stat_names=[], clock=clock)(STATE, BATCHES[:6])
     assert seen == [6]
+
+
+def test_a_loop_that_is_gone_on_with_returns_what_it_has_reported_since(tmp_path):
+    fails = [True]
+
+    def batch(number):
+        if number == 2 and fails:
+            fails.clear()
+            raise Broken
+        return BATCHES[number]
+
+    for resumes in (False, True):
+        save = jaxloop.CheckpointAction(tmp_path, never())
+        train_loop = jaxloop.TrainLoop(STEP, end_actions=[save], stat_names=[])
+        outer_loop = jaxloop.OuterLoop(train_loop, None, jaxloop.CheckpointSpec(tmp_path), log_interval=never())
+        data = jaxloop.from_index(batch, num_batches=6)
+        if not resumes:
+            with pytest.raises(Broken):
+                outer_loop(STATE, data, None, 6)
+        else:
+            _, outputs = outer_loop(STATE, data, None, 6)
+            assert len(outputs["loss"]) == len(outputs.num_examples) == 4
