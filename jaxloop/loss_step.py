@@ -216,6 +216,12 @@ class LossStep(NumpyStep):
             )
         return int(np.sum(values, dtype=np.int64))
 
+    @property
+    def begin_reads_state(self) -> bool:
+        # Ours does so only for a batch that is to be filled up.
+        may_fill = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
+        return may_fill or checks.is_of_user(self, "begin")
+
     def look_at(self, batch: types.Batch) -> int | None:
         return super().look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)
 

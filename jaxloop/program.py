@@ -81,6 +81,7 @@ class Program:
         self._compiled, self._call = step.dispatcher(evaluates=evaluates)
         has_own = lambda name: checks.is_overridden(step, name, Step)
         self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
+        self._reads_state = step.begin_reads_state
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
         self._has_hooks = self._counts or step.places_batches
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
@@ -138,7 +139,7 @@ class Program:
         if self._counts:
             num_examples = step.count_examples(batch)
         if self._begins:
-            state = self._compiled.leave(carry)
+            state = self._compiled.leave(carry) if self._reads_state else None
             new_state, batch = step.before_run(state, batch)
             if new_state is not state:
                 carry = self._compiled.enter(new_state)

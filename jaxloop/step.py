@@ -605,6 +605,11 @@ class Step:
         """Whether a batch has to be placed on the devices before `run`."""
         return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
 
+    @property
+    def begin_reads_state(self) -> bool:
+        """Whether `begin` reads the state, which then has to be put together for it before each step."""
+        return self._has_own("begin")
+
     def look_at(self, batch: types.Batch) -> int | None:
         """Looks at a batch of training that is ready for `run`, see `BatchWatch.look`."""
         return self._batch_watch.look(batch, self)
