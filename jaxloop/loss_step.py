@@ -159,6 +159,7 @@ class LossStep(NumpyStep):
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
         self._rows_of_first: int | None = None  # Of the loop's first batch, in an evaluation.
+        self._all_real: jax.Array | None = None  # The mask of a whole batch, on the device.
         self._not_per_example: tuple[str, ...] | None = None  # Which values are not; known once `run` is traced.
 
     def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
@@ -224,6 +225,15 @@ class LossStep(NumpyStep):
 
     def look_at(self, batch: types.Batch) -> int | None:
         return super().look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)
+
+    def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
+        placed = super().place(batch, evaluates=evaluates)
+        mask = placed.mask if isinstance(placed, _MaskedBatch) else None
+        if not isinstance(mask, np.ndarray) or mask is not _real_rows(len(mask), len(mask)):
+            return placed
+        if self._all_real is None or len(self._all_real) != len(mask):  # It need not be brought there at each step.
+            self._all_real = jnp.asarray(mask)
+        return placed._replace(mask=self._all_real)
 
     # The model -----------------------------------------------------------------------------------
 
