@@ -16,7 +16,7 @@ from jaxloop.agenda import Agenda, Slot, class_name, matched, remembered
 from jaxloop.history import History
 from jaxloop.ledger import Ledger
 from jaxloop.program import Stretch
-from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest
+from jaxloop.schedules import NEVER, Elapsed, Goal, Schedule, earliest
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.text import printable
@@ -253,26 +253,27 @@ class ActionLoop(StatLoop):
 
     def _outputs_of_loop(self) -> metrics.LoopOutputs:
         """Returns the outputs of a loop after its last step; none where nobody is to hear of its end."""
-        self._call.end = None
-        if not self._call.num_examples or self._is_heard():
+        end = self._now(self._progress.loops + 1)
+        if not self._call.num_examples or self._is_heard(end):
             return super()._outputs_of_loop()
-        self._call.end = self._now(self._progress.loops + 1)
+        self._call.end = end
         return metrics.LoopOutputs()
 
-    def _is_heard(self) -> bool:
-        """Whether somebody wants the outputs of the loop whose last step was taken, or is called at its end."""
+    def _is_heard(self, now: Elapsed) -> bool:
+        """Whether somebody wants the outputs of the loop that ends now, or is called at its end."""
         run, call = self.run_info, self._call
         if run is None or run.end_data is None or call.data_ended or self._interrupt.requested or self._stop_asked:
             return True
         if call.queue is None or not call.queue.are_plain() or self._hears_all_ends():
             return True
-        now = self._now(self._progress.loops + 1)
-        goal = self._agenda.next(self._progress.newest, self._other_intervals())
+        goal = self._goal(self._progress.newest)
         return now.is_last or now.steps >= goal.step or now.loops >= goal.loop or now.time >= goal.time
 
     def _hears_all_ends(self) -> bool:
         """Whether somebody may do something at each end of a loop that nobody knows of in advance."""
-        return self._calls_step or any(checks.is_of_user(self, name) for name in ("run", "end", "update_outputs"))
+        program = self._call.program
+        calls_step = program is None or program.own is not None
+        return calls_step or any(checks.is_of_user(self, name) for name in ("run", "end", "update_outputs"))
 
     def _with_silent_loops(self, num_steps: int | None) -> int | None:
         """Returns the steps of the next loop, and of those after it up to an end that somebody is to hear of.
@@ -285,13 +286,12 @@ class ActionLoop(StatLoop):
         size = None if run is None or self.begin_actions or has_hooks else run.loop_steps
         if not num_steps or size is None or queue is None or not queue.are_plain():
             return num_steps
-        goal = self._agenda.next(progress.newest, self._other_intervals())
-        if goal.time < NEVER[1] or self._hears_all_ends():
+        goal = self._goal(progress.newest)
+        if run is None or goal.time < NEVER[1] or self._hears_all_ends():
             return num_steps
-        first, end = progress.steps + num_steps, earliest([goal.step, self.run_info and self.run_info.total_steps])
+        first, end = progress.steps + num_steps, earliest([goal.step, run.total_steps])
         call.silent_ends = range(first, min(end, NEVER[0] - size), size)[: max(goal.loop - progress.loops - 1, 0)]
-        last = first + len(call.silent_ends) * size
-        return earliest([last, self.run_info and self.run_info.total_steps]) - progress.steps
+        return earliest([first + len(call.silent_ends) * size, run.total_steps]) - progress.steps
 
     def _count_steps(self, *, undone: bool = False) -> int:
         number = super()._count_steps(undone=undone)
@@ -317,9 +317,10 @@ class ActionLoop(StatLoop):
             progress.count_loop(before)
             progress.loops_run += passed - 1
             call.begin_next_loop(since)
-            newest = dataclasses.replace(progress.newest, loops=progress.loops + passed - (since == 0))
-            progress.newest = newest
-            self._count_passed(passed, newest if since else self._now(progress.loops + passed))
+            progress.newest = dataclasses.replace(progress.newest, loops=progress.loops + passed - (since == 0))
+            if not since:
+                progress.newest = self._now(progress.loops + passed)
+            self._count_loops(passed, are_heard=False)
             call.silent_ends = ends[passed:]
         if len(call.num_examples):
             self._is_inside, self._began = True, False
@@ -328,7 +329,8 @@ class ActionLoop(StatLoop):
         if self._call.end is not None:
             self._count_weights()
             self._ledger.pass_ends()
-            self._count_passed(1, self._call.end)
+            self._progress.newest = self._call.end
+            self._count_loops(are_heard=False)
             return state, outputs
         state, outputs = super()._end_loop(state, outputs)
         self._call.state, run = state, self.run_info
@@ -341,14 +343,10 @@ class ActionLoop(StatLoop):
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
-    def _count_passed(self, number: int, now: Elapsed) -> None:
-        """Counts loops that have ended, and of which nobody is to hear; `now` is the progress after that."""
-        self._progress.newest, self._progress.loops = now, self._progress.loops + number
-        self.steps_before, self._is_inside, self._began, self._call.has_passed_end = 0, False, None, True
-
-    def _count_loop(self) -> None:
-        self._progress.loops += 1
-        self.steps_before, self._is_inside, self._began, self._call.has_passed_end = 0, False, None, False
+    def _count_loops(self, number: int = 1, *, are_heard: bool = True) -> None:
+        """Counts loops that have ended."""
+        self._progress.loops += number
+        self.steps_before, self._is_inside, self._began, self._call.has_passed_end = 0, False, None, not are_heard
 
     def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
         run, newest = self.run_info, self._progress.newest
@@ -372,7 +370,7 @@ class ActionLoop(StatLoop):
         self._is_ending = True
         self._call_due(self._due(now, at_end=True), state, now, comes_last=False)
         self._is_ending = False
-        self._count_loop()
+        self._count_loops()
         if self.run_info is None:
             self.call_last(state)
         if self._stop_asked:
@@ -503,13 +501,15 @@ class ActionLoop(StatLoop):
         now = self._progress.newest
         if now.steps != self._progress.steps:  # Before the first step.
             now = self._look()
-        goal = self._agenda.next(now, self._other_intervals())
+        goal = self._goal(now)
         # A hair too early, for rounding not to be too late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9
 
-    def _other_intervals(self) -> Sequence[int | Schedule]:
+    def _goal(self, now: Elapsed) -> Goal:
+        """Returns up to where nothing is due: no action, no evaluation, and not the stop of the run."""
         run = self.run_info
-        return () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
+        others = () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
+        return self._agenda.next(now, others)
 
     def _before_drawing_ahead(self, now: Elapsed) -> None:
         if any(slot.saves for slot in self._agenda.due(now)):
@@ -608,7 +608,7 @@ class ActionLoop(StatLoop):
         now, self._stop_asked = self._now(self._progress.loops + 1), False
         self._call_due(self._due(now, at_end=True), state, now, comes_last=False)
         self._progress.newest, self._is_ending = now, False
-        self._count_loop()
+        self._count_loops()
         return self.call_last(state)
 
     def call_last(self, state: Any) -> bool:

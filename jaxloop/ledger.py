@@ -82,10 +82,8 @@ class Ledger:
         self.sums: dict[str, Any] = {}
         self.parts: Series = Series()
         self.loops: Series = Series()
-        self._ended, self._last_steps = (
-            LoopOutputs(),
-            0,
-        )  # Of the loops that ended last, and of how many steps the last.
+        self._ended = LoopOutputs()  # Of the loops that have ended last.
+        self._last_steps = 0  # Of the last one of them.
         self._unread = LoopOutputs()
         self._passed: collections.deque[_Passed] = collections.deque()
         self._arrived = 0  # Steps of the loop whose outputs are being taken.

@@ -281,7 +281,6 @@ class Loop:
         if step_num != self._progress.steps and self._trains:
             self.resume(Elapsed(step_num, loops=self._progress.loops))
         self._progress.steps = step_num
-        self._progress.begin_call()
         if self._trains:
             checks.mark_taken(state, f"{self!r}, which began at step {step_num},")
 
@@ -293,7 +292,7 @@ class Loop:
     def _begin_loop(self) -> None:
         """Called before the hooks of each loop."""
         self._call.begin_loop()
-        self._progress.begin_call()
+        self._progress.begin_loop()
 
     def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
         """Returns whether another loop follows in this call."""
@@ -372,7 +371,7 @@ class Loop:
                         break
                     step, secs = self._next_moment()
                 call.place = "the dataset"
-            call.place = repr(self._step)
+            call.place = self._step
             return state, self._outputs_of_loop()
         except BaseException as error:
             self._rescue_outputs(error)
@@ -411,10 +410,12 @@ class Loop:
 
     def _take_up_to(self, step: int, secs: float, left: int, state: Any, feed: Feed) -> Any:
         """Takes some of the steps that are left, up to where something is due; returns the newest state."""
-        call, calls_step = self._call, self._calls_step
+        call = self._call
         program, queue = call.program, call.queue
         assert program is not None and queue is not None
-        if calls_step or (self._job.is_shared and secs < math.inf):  # All have one clock, which goes on step by step.
+        if program.own is not None or (
+            self._job.is_shared and secs < math.inf
+        ):  # All have one clock, which goes on step by step.
             room = 1
         else:
             room = min(left, -(-(step - self._progress.steps) // self._updates))
@@ -494,7 +495,7 @@ class Loop:
     def _push(self, state: Any, num_steps: int) -> None:
         """Sends the outputs of the newest steps to the host, and takes in those that have arrived."""
         call = self._call
-        call.state, call.place = state, repr(self._step)
+        call.state, call.place = state, self._step
         if num_steps:
             assert call.queue is not None
             self._take(call.queue.push(num_steps, state))
@@ -571,7 +572,7 @@ class Loop:
         self._count_steps(undone=stretch.is_in_step)
         if not stretch.is_in_step:
             return
-        self._call.place = repr(self._step)
+        self._call.place = self._step
         if isinstance(error, Exception):
             self._call.failed_step = self._progress.steps + self._updates
         if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
@@ -675,7 +676,7 @@ class Call:
       silent_ends: where loops end, by step, among those that `run` takes now, and nobody is to hear of it.
       has_passed_end: whether the end of the last loop was passed, and nobody has heard of it.
       end: how far the training was at that end.
-      place: where an exception has come from, in words.
+      place: where an exception comes from: the step, or words.
       was_interrupted: whether a signal ended it amid a loop.
       data_ended: whether the data have.
       made_iterator: whether the iterator of the data was made in it.
@@ -691,7 +692,7 @@ class Call:
         self.consumed: int = consumed
         self.program: Program | None = None
         self.queue: OutputQueue | None = None
-        self.place: str = ""
+        self.place: Any = ""
         self.was_interrupted: bool = False
         self.data_ended: bool = False
         self.made_iterator: bool = False

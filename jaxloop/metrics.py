@@ -131,12 +131,6 @@ class LoopOutputs(dict[str, Any]):
                     outputs[name] = part
         return first, others
 
-    @property
-    def can_be_split(self) -> bool:
-        """Whether there is a number for each step under each name: no images, and no sum of `clu.metrics` states."""
-        lists = [value for value in self.values() if isinstance(value, list)]
-        return all(len(value) == len(self.num_examples) and _is_number(value[-1]) for value in lists if value)
-
     def encode(self) -> tuple[dict[str, Any], list[str]]:
         """What a checkpoint keeps, as JSON can hold it, and the names of the values of which it can't hold any."""
         values, left_out = {}, []

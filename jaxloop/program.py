@@ -66,6 +66,7 @@ class Program:
 
     Attributes:
       step: the step.
+      own: as given.
       observers: are called with each batch: before its step, or once the dispatch of several was begun.
     """
 
@@ -77,7 +78,8 @@ class Program:
         own: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = None,
     ):
         self.step: Step = step
-        self._evaluates, self._own = evaluates, own
+        self._evaluates = evaluates
+        self.own: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = own
         self._compiled, self._call = step.dispatcher(evaluates=evaluates)
         has_own = lambda name: checks.is_overridden(step, name, Step)
         self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
@@ -95,8 +97,8 @@ class Program:
         clock, draw, interrupt, deadline = stretch.clock, feed.drawer(), stretch.interrupt, stretch.deadline
         observers, add_outputs, add_number = self.observers, stretch.outputs.append, stretch.num_examples.append
         take_one, enter, leave = self._take_one, self._compiled.enter, self._compiled.leave
-        if self._own is not None:
-            take_one, enter, leave = self._own, _as_it_is, _as_it_is
+        if self.own is not None:
+            take_one, enter, leave = self.own, _as_it_is, _as_it_is
         before = came = clock()
         in_data, is_in_step, carry = 0.0, False, enter(stretch.state)
         try:

@@ -63,7 +63,7 @@ class Progress:
         self._offset = elapsed.time - self.secs()
         self.newest, self._newest_batch = elapsed.without_previous(), None
 
-    def begin_call(self) -> None:
+    def begin_loop(self) -> None:
         """Forgets which batch was the newest: what was before the next look is the last look."""
         self._newest_batch = None
 

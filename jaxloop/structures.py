@@ -42,9 +42,6 @@ class OfEachStructure:
     Args:
       compile: compiles it. Each call must return a new function, made of a new function.
 
-    Attributes:
-      newest: what was compiled for arguments such as those of the last call; None before the first.
-
     >>> double = OfEachStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
     ({'x': Array(2., dtype=float32, weak_type=True)}, [Array(2., dtype=float32, weak_type=True)])
@@ -53,11 +50,9 @@ class OfEachStructure:
     def __init__(self, compile: Callable[[], Any]):
         # A dictionary compares the whole hashes before it asks whether two structures are equal.
         self._of = functools.lru_cache(MOST_STRUCTURES)(lambda structure: compile())
-        self.newest: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        self.newest = compiled = self._of(jax.tree.structure(args))
-        return compiled(*args)
+        return self._of(jax.tree.structure(args))(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the function for arguments like these, which may be shapes."""
