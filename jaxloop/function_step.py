@@ -112,7 +112,7 @@ class CompiledFunction:
         self._least_arguments = len(needed)
         functools.update_wrapper(self, fn)
         self._fn, self._partitioner, self._train, self._donate = fn, partitioner, train, donate
-        self._steps: dict[Hashable, _PairStep] = {}
+        self._steps: dict[Hashable, _NamedStep] = {}
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
         self._returns_logs_alone = False
@@ -137,13 +137,13 @@ class CompiledFunction:
         for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
             if value is not None and self._most_arguments < place:
                 raise TypeError(f"{self!r} was given {name}, and its function takes no argument {place}. Add it there.")
-        step = self._step_for(statics)
+        step, given = self._step_for(statics, broadcasts), batch if broadcasts is None else (batch, broadcasts)
         found: Any
         if self._donate:
             checks.mark_taken(state, repr(self))
-            state, found = step(state, (batch, broadcasts))
+            state, found = step(state, given)
         else:
-            found = step.evaluate(state, (batch, broadcasts))
+            found = step.evaluate(state, given)
         self._num_calls += 1
         self._returns_logs_alone = found["outputs"] is None and "updates" not in (found["logs"] or {})
         if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
@@ -152,12 +152,12 @@ class CompiledFunction:
 
     def program(self) -> Program | None:
         """Returns what takes steps of it in a row, without broadcasts; None before the first call, and for others."""
-        step = self._steps.get((type(None), None)) if self._donate else None
+        step = self._steps.get((type(None), None, True)) if self._donate else None
         return None if step is None or self._is_on_cpu_mesh or not self._returns_logs_alone else Program(step)
 
-    def _step_for(self, statics: Hashable) -> "_PairStep":
+    def _step_for(self, statics: Hashable, broadcasts: Any) -> "_NamedStep":
         try:
-            key = (type(statics), statics)  # For True is 1.
+            key = (type(statics), statics, broadcasts is None)  # For True is 1.
             known = self._steps.get(key)
         except TypeError:
             raise TypeError(
@@ -173,16 +173,17 @@ class CompiledFunction:
                 self,
                 _MANY_STATICS,
             )
-        run = functools.partial(self._run, statics)
-        self._steps[key] = _PairStep(run, self._partitioner, train=self._train, name=repr(self))
+        kind = _NamedStep if broadcasts is None else _PairStep
+        run = functools.partial(self._run, statics, kind is _PairStep)
+        self._steps[key] = kind(run, self._partitioner, train=self._train, name=repr(self))
         return self._steps[key]
 
     # Traced ----------------------------------------------------------------------------------------
 
-    def _run(self, statics: Hashable, state: Any, pair: tuple[Any, Any]) -> tuple[Any, types.Output]:
-        batch, broadcasts = pair
-        given = 4 if statics is not None else 3 if broadcasts is not None else 2
-        arguments = (batch, broadcasts, statics)[: max(given, self._least_arguments) - 1]
+    def _run(self, statics: Hashable, is_pair: bool, state: Any, given: Any) -> tuple[Any, types.Output]:
+        batch, broadcasts = given if is_pair else (given, None)
+        number = 4 if statics is not None else 3 if broadcasts is not None else 2
+        arguments = (batch, broadcasts, statics)[: max(number, self._least_arguments) - 1]
         call = lambda state: outputs_logs_and_state(self._fn(state, *arguments), name_of(self._fn), state)
         outputs, logs, new_state = self._update_by_gradient(call, state) if self._train else call(state)
         found = {"outputs": outputs, "logs": logs}
@@ -218,8 +219,8 @@ class CompiledFunction:
         return outputs, logs, types.apply_gradients(new_state, grads)
 
 
-class _PairStep(FunctionStep):
-    """Its batch is a pair: the batch itself, which is split over the devices, and what all of them get."""
+class _NamedStep(FunctionStep):
+    """A step with the name of its function."""
 
     def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, name: str):
         super().__init__(fn, partitioner, train=train)
@@ -228,13 +229,13 @@ class _PairStep(FunctionStep):
     def __repr__(self) -> str:
         return self._name
 
+
+class _PairStep(_NamedStep):
+    """Its batch is a pair: the batch itself, which is split over the devices, and what all of them get."""
+
     def preprocess_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
         return super().preprocess_batch(own), data.numpy_batch(broadcasts)
-
-    def look_at(self, batch: Any) -> int | None:
-        own, broadcasts = batch
-        return super().look_at(own if broadcasts is None else batch)
 
     @property
     def places_batches(self) -> bool:

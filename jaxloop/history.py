@@ -72,7 +72,7 @@ class _Form:
     """What rows have in common whose logs have the same keys, and values of the same types, in the same order.
 
     Attributes:
-      paths: of the values, each with whether it comes from the devices.
+      paths: of the values.
 
     Raises:
       TypeError: a value is no scalar, or a key no string.
@@ -80,7 +80,8 @@ class _Form:
     """
 
     def __init__(self, logs: Mapping[str, Any]):
-        self.paths: dict[str, bool] = {}
+        self.paths: list[str] = []
+        self._from_devices: list[tuple[str, int]] = []  # The paths and places of those that come from there.
         self._keys = self._checked(logs, "")
 
     def _checked(self, logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -100,20 +101,27 @@ class _Form:
                     f"The logs have a value under {path!r}, and that name is asked of elapsed. Leave it out, or give "
                     f"it another key, such as 'my_{printable(path)}'."
                 )
-            self.paths[path] = isinstance(value, jax.Array)
-            keys[key] = _check_on_device(value, path) if self.paths[path] else None
+            if isinstance(value, jax.Array):
+                _check_on_device(value, path)
+                self._from_devices.append((path, len(self.paths)))
+            self.paths.append(path)
+            keys[key] = None
         return keys
 
-    def values_of(self, logs: Mapping[str, Any]) -> list[Any]:
-        """The values of logs of this form: Python's own, but for those on devices."""
+    def checked(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values of logs of this form, as Python's own but for those on devices."""
         return [
-            value if type(value) in _PLAIN else _alive(value, path) if self.paths[path] else _plain(value, path)
-            for path, value in zip(self.paths, _values(logs), strict=True)
+            value
+            if type(value) in _PLAIN
+            else _alive(value, path)
+            if isinstance(value, jax.Array)
+            else _plain(value, path)
+            for path, value in zip(self.paths, values, strict=True)
         ]
 
-    def on_device(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Those of the values that come from the devices, by path."""
-        return {path: value for (path, is_there), value in zip(self.paths.items(), values, strict=True) if is_there}
+    def on_device(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Returns those of the values that come from the devices, by path."""
+        return {path: values[place] for path, place in self._from_devices}
 
     def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
         """The logs with these values."""
@@ -124,27 +132,25 @@ def _filled(keys: Mapping[str, Any], values: Iterator[Any]) -> dict[str, Any]:
     return {key: next(values) if inner is None else _filled(inner, values) for key, inner in keys.items()}
 
 
-def _form_key(logs: Any) -> Any:
-    """Equal for logs of one form."""
+def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
+    """Returns what is equal for logs of one form, and the values in their order."""
     if not isinstance(logs, Mapping):
         raise TypeError(
             f"The logs of a history are a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
         )
-    return tuple([(key, type(value) if type(value) in _PLAIN else _kind(value)) for key, value in logs.items()])
-
-
-def _kind(value: Any) -> Any:
-    return _form_key(value) if isinstance(value, Mapping) else (type(value), getattr(value, "aval", None))
-
-
-def _values(logs: Mapping[str, Any]) -> list[Any]:
-    values = []
-    for value in logs.values():
-        if isinstance(value, Mapping):
-            values += _values(value)
-        else:
+    key, values = [], []
+    for name, value in logs.items():
+        kind = type(value)
+        if kind in _PLAIN:
             values.append(value)
-    return values
+        elif isinstance(value, Mapping):
+            kind, inner = _key_and_values(value)
+            values += inner
+        else:
+            kind = kind, getattr(value, "aval", None)
+            values.append(value)
+        key += name, kind
+    return tuple(key), values
 
 
 @final
@@ -226,8 +232,7 @@ class History:
             called.
         """
         _check_elapsed("commit", elapsed)
-        form = self._form_of(logs)
-        values = form.values_of(logs)
+        form, values = self._read(logs)
         self._check_file()
         self._add(_numbers_of(elapsed), form, values)
         if on_device := form.on_device(values):
@@ -312,7 +317,7 @@ class History:
         if self._path is not None and (checksum is not None or self._path.exists()):
             self._in_file = _Checksum.of(self._path, size)
             is_intact = checksum is None or self._in_file.to_dict() == checksum
-            reader = _Reader(self._path, self._form_of, size if is_intact else None, is_lenient=not is_intact)
+            reader = _Reader(self._path, self._read, size if is_intact else None, is_lenient=not is_intact)
             rows = reader.rows()
         else:
             rows = [(self._elapsed[n], self._forms[n], self._values_at(n)) for n in range(len(self))]
@@ -498,7 +503,7 @@ class History:
           ValueError: a line is broken; the error gives its number.
         """
         history = cls()
-        for row in _Reader(_absolute(path), history._form_of).rows():
+        for row in _Reader(_absolute(path), history._read).rows():
             history._add(*row)
         return history
 
@@ -579,13 +584,13 @@ class History:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._may_append = True
 
-    def _form_of(self, logs: Mapping[str, Any]) -> _Form:
-        """The form of logs; raises what `_Form` does."""
-        key = _form_key(logs)
+    def _read(self, logs: Mapping[str, Any]) -> tuple[_Form, list[Any]]:
+        """Returns the form of logs, and their values; raises what `_Form` does."""
+        key, values = _key_and_values(logs)
         form = self._known_forms.get(key)
         if form is None:
             form = self._known_forms[key] = _Form(logs)
-        return form
+        return form, form.checked(values)
 
     def _add(self, elapsed: tuple[Any, ...], form: _Form, values: Sequence[Any]) -> None:
         """Appends a row, given the numbers of its elapsed."""
@@ -845,12 +850,12 @@ class _Reader:
     def __init__(
         self,
         path: epath.Path,
-        form_of: Callable[[Mapping[str, Any]], _Form],
+        read: Callable[[Mapping[str, Any]], tuple[_Form, list[Any]]],
         size: int | None = None,
         *,
         is_lenient: bool = False,
     ):
-        self._path, self._form_of, self._size, self._is_lenient = path, form_of, size, is_lenient
+        self._path, self._read, self._size, self._is_lenient = path, read, size, is_lenient
         self.is_in_order = True
         self.broken_lines: list[str] = []
 
@@ -920,8 +925,7 @@ class _Reader:
         numbers = _numbers_of(Elapsed(**elapsed))
         if not all([type(value) in (int, float) for value in numbers[:-1]]) or numbers[-1] is not False:
             raise ValueError(f"elapsed has {elapsed}, which are not all numbers")
-        form = self._form_of(logs)
-        return operator.index(fields.get("row", place)), (numbers, form, form.values_of(logs))
+        return operator.index(fields.get("row", place)), (numbers, *self._read(logs))
 
 
 def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:

@@ -85,7 +85,7 @@ class Program:
         self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
         self._reads_state = step.begin_reads_state
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
-        self._has_hooks = self._counts or step.places_batches
+        self._places = evaluates or step.places_batches or has_own("place")
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
 
     def take(self, stretch: Stretch, feed: Feed, room: int) -> None:
@@ -128,7 +128,7 @@ class Program:
         """Takes one step."""
         carry, batch, num_examples = self._prepare(carry, batch)
         try:
-            placed = self.step.place(batch, evaluates=self._evaluates) if self._has_hooks else batch
+            placed = self.step.place(batch, evaluates=self._evaluates) if self._places else batch
             carry, outputs = self._call(carry, placed)
         except Exception as error:
             self.step.explain(error, batch)

@@ -367,16 +367,18 @@ class _Plan:
         """Takes up to `room` steps, and then makes the rows of what they have reported; returns whether data ended."""
         clock, seen = counting.stopwatch.clock, list[tuple[int, float]]()
 
-        def observe(pair: tuple[Any, None]) -> None:
-            loop_state.batch = pair[0]
-            seen.append((counting.num_examples(pair[0]), clock()))
+        def observe(batch: Any) -> None:
+            loop_state.batch = batch
+            seen.append((counting.num_examples(batch), clock()))
 
         program.observers = [observe]
-        pairs, error = Feed(counting.iterator, lambda feed: (next(feed), None)), None
+        feed, error = counting.iterator, None
+        assert isinstance(feed, Feed)
+        feed.begin(None)
         stretch = Stretch(program.step.prepare_state(loop_state.state), [], [], clock, interruptible)
         checks.mark_taken(loop_state.state, "jf.loop")
         try:
-            program.take(stretch, pairs, room)
+            program.take(stretch, feed, room)
         except BaseException as raised:
             error = raised
         counting.stopwatch.move(stretch.secs_in_data, "data")
@@ -389,9 +391,9 @@ class _Plan:
             loop_state.elapsed = counting.count(*seen[-1])
             self._each_step.callbacks[0].add_note(error, loop_state)
             raise error
-        if pairs.has_ended or error is not None:
+        if feed.has_ended or error is not None:
             counting.end_by(error or StopIteration())
-        return pairs.has_ended
+        return feed.has_ended
 
 
 def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[Any]) -> None:
