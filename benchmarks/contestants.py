@@ -33,10 +33,23 @@ class Absent(Exception):
 
 
 class Trained(NamedTuple):
-    """What `train` returns."""
+    """What `train` returns: seconds a step, of CPU time too (of all threads of the process), and the parameters."""
 
     secs_per_step: float
+    cpu_secs_per_step: float
     params: Any
+
+
+class Watch:
+    """Counts the time from when it is made."""
+
+    def __init__(self):
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def trained(self, num_steps: int, params: Any) -> Trained:
+        """What so many steps took up to now, of which these parameters came."""
+        seconds, cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        return Trained(seconds / num_steps, cpu_seconds / num_steps, params)
 
 
 Train = Callable[[int], Trained]
@@ -68,11 +81,11 @@ def hand_written_loop(workload: Workload) -> Train:
 
     def train(num_steps):
         state, batches = flax_state(workload), workload.batches()
-        start = time.perf_counter()
+        watch = Watch()
         for batch in itertools.islice(batches, num_steps):
             state, outputs = step(state, place(batch))
         jax.block_until_ready((state, outputs))
-        return Trained((time.perf_counter() - start) / num_steps, state.params)
+        return watch.trained(num_steps, state.params)
 
     return train
 
@@ -83,13 +96,13 @@ def hand_written_loop_that_keeps_losses(workload: Workload) -> Train:
 
     def train(num_steps):
         state, batches, losses = flax_state(workload), workload.batches(), []
-        start = time.perf_counter()
+        watch = Watch()
         for batch in itertools.islice(batches, num_steps):
             state, outputs = step(state, batch)
             losses.append(outputs["loss"])
         losses = jax.device_get(losses)
         jax.block_until_ready(state)
-        return Trained((time.perf_counter() - start) / num_steps, state.params)
+        return watch.trained(num_steps, state.params)
 
     return train
 
@@ -103,7 +116,8 @@ def hand_written_loop_with_all(workload: Workload) -> Train:
     def train(num_steps):
         state, batches, losses, history, bar = flax_state(workload), workload.batches(), [], [], Terminal()
         with tempfile.TemporaryDirectory() as workdir, tensorboardX.SummaryWriter(workdir) as writer:
-            start = last = time.perf_counter()
+            watch, start = Watch(), time.perf_counter()
+            last = start
             for number, batch in enumerate(itertools.islice(batches, num_steps), start=1):
                 state, outputs = step(state, batch)
                 losses.append(outputs["loss"])
@@ -116,8 +130,8 @@ def hand_written_loop_with_all(workload: Workload) -> Train:
                     writer.add_scalar("steps_per_sec", speed, number)
                     history.append((number, now - start, loss))
             jax.block_until_ready(state)
-            seconds = time.perf_counter() - start
-        return Trained(seconds / num_steps, state.params)
+            trained = watch.trained(num_steps, state.params)
+        return trained
 
     return train
 
@@ -131,12 +145,12 @@ def hand_written_scan(workload: Workload) -> Train:
 
     def train(num_steps):
         state, batches = flax_state(workload), workload.batches()
-        start = time.perf_counter()
+        watch = Watch()
         for _ in range(num_steps // SCAN_LENGTH):
             group = list(itertools.islice(batches, SCAN_LENGTH))
             state, outputs = steps(state, place(jax.tree.map(lambda *leaves: np.stack(leaves), *group)))
         jax.block_until_ready((state, outputs))
-        return Trained((time.perf_counter() - start) / num_steps, state.params)
+        return watch.trained(num_steps, state.params)
 
     return train
 
@@ -172,7 +186,7 @@ def clu_style_loop(workload: Workload) -> Train:
 
     def train(num_steps):
         state, batches = flax_state(workload), workload.batches()
-        start = time.perf_counter()
+        watch = Watch()
         train_metrics = None
         for number, batch in enumerate(itertools.islice(batches, num_steps), start=1):
             state, update = step(state, batch)
@@ -181,7 +195,7 @@ def clu_style_loop(workload: Workload) -> Train:
                 train_metrics.compute()
                 train_metrics = None
         jax.block_until_ready(state)
-        return Trained((time.perf_counter() - start) / num_steps, state.params)
+        return watch.trained(num_steps, state.params)
 
     return train
 
@@ -230,10 +244,10 @@ def train_loop(layout: Callable[[Any], jaxloop.Partitioner] | None = None, **opt
 
         def train(num_steps):
             state, batches = new_state(workload, step), workload.batches()
-            start = time.perf_counter()
+            watch = Watch()
             state, _ = loop(state, batches, num_steps)
             jax.block_until_ready(state)
-            return Trained((time.perf_counter() - start) / num_steps, state.params)
+            return watch.trained(num_steps, state.params)
 
         return train
 
@@ -250,12 +264,12 @@ def train_loop_with_all(workload: Workload) -> Train:
             writer = jaxloop.default_writer(workdir)
             actions = [jaxloop.ProgressAction(stream=Terminal()), jaxloop.SummaryAction(writer, when)]
             outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=actions), log_interval=when)
-            start = time.perf_counter()
+            watch = Watch()
             state, _ = outer_loop(state, batches, num_steps, log_train_total_steps=False)
             jax.block_until_ready(state)
-            seconds = time.perf_counter() - start
+            trained = watch.trained(num_steps, state.params)
             writer.close()
-        return Trained(seconds / num_steps, state.params)
+        return trained
 
     return train
 
@@ -271,10 +285,10 @@ def functional_loop(workload: Workload) -> Train:
 
     def train(num_steps):
         state, batches = flax_state(workload), workload.batches()
-        start = time.perf_counter()
+        watch = Watch()
         state, _, _ = jf.loop(state, batches, {jf.every(1): [step]}, stop=num_steps)
         jax.block_until_ready(state)
-        return Trained((time.perf_counter() - start) / num_steps, state.params)
+        return watch.trained(num_steps, state.params)
 
     return train
 
@@ -291,17 +305,17 @@ class PassesWithStart:
         self._batches = workload.batches()
         self._pass_length = num_steps // self.num_passes
         self._begun = 0
-        self._start = 0.0
+        self._watch = Watch()
 
     def __call__(self):
         self._begun += 1
         if self._begun == 2:
-            self._start = time.perf_counter()
+            self._watch = Watch()
         return itertools.islice(self._batches, self._pass_length)
 
-    def secs_per_step(self) -> float:
-        """From the start of the second pass to now."""
-        return (time.perf_counter() - self._start) / (self._pass_length * (self.num_passes - 1))
+    def trained(self, params: Any) -> Trained:
+        """What the steps took from the start of the second pass to now, of which these parameters came."""
+        return self._watch.trained(self._pass_length * (self.num_passes - 1), params)
 
 
 def fit(workload: Workload) -> Train:
@@ -318,6 +332,6 @@ def fit(workload: Workload) -> Train:
             progress=None,
         )
         jax.block_until_ready(state)
-        return Trained(passes.secs_per_step(), state.params)
+        return passes.trained(state.params)
 
     return train

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.contestants import Absent, Contestant, PassesWithStart, Trained
+from benchmarks.contestants import Absent, Contestant, PassesWithStart
 from benchmarks.workloads import CNN, MLP, Deep, Workload
 
 
@@ -43,7 +43,7 @@ def keras_fit(steps_per_execution: int) -> Contestant:
             )
             weights = [variable.value for variable in model.trainable_variables]
             jax.block_until_ready(weights)
-            return Trained(passes.secs_per_step(), _params(workload.first_params, weights))
+            return passes.trained(_params(workload.first_params, weights))
 
         return train
 

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 import jaxloop
 from benchmarks import workloads
-from benchmarks.contestants import WorkloadStep, new_state
+from benchmarks.contestants import Watch, WorkloadStep, new_state
 from benchmarks.lineup import DEFAULTS, REFERENCE
 from benchmarks.rounds import Comparison, take_turns
 from jaxloop import checkpoint
@@ -28,6 +28,7 @@ from jaxloop.function_step import FunctionStep
 BARE_SAVE, SAVE = "CheckpointManager.save of Orbax", "CheckpointAction.save"
 BARE_RESTORE, RESTORE = "CheckpointManager.restore of Orbax", "checkpoint.restore"
 BARE_IMPORT, IMPORT = "import jax, flax, optax, orbax.checkpoint", "import jaxloop"
+ONE_LOOP, SHORT_LOOPS = "one loop", "loops of 10 steps"
 SLOWER, PREFETCH = "the slower of the two alone", f"{DEFAULTS}, jaxloop.prefetch"
 
 
@@ -93,6 +94,26 @@ def loop_boundary(num_rounds: int = 20, num_steps: int = 8000) -> Comparison:
     pairs = zip(comparison.seconds["loops of 100 steps"], comparison.seconds["one loop"], strict=True)
     comparison.figures["us a boundary"] = 1e6 * statistics.median(one - other for one, other in pairs)
     return comparison
+
+
+def short_loops(num_rounds: int = 8, num_steps: int = 10_000) -> Comparison:
+    """As many steps in loops of ten, with nothing due at the ends of these, and in one loop."""
+    workload = workloads.workload("W0")
+    step = WorkloadStep(workload)
+
+    def run(loop_steps):
+        outer_loop, state = jaxloop.OuterLoop(jaxloop.TrainLoop(step), log_interval=10**9), new_state(workload, step)
+        watch = Watch()
+        jax.block_until_ready(
+            outer_loop(state, workload.batches(), num_steps, loop_steps, log_train_total_steps=False)[0]
+        )
+        return watch.trained(num_steps, None)
+
+    rounds = take_turns({ONE_LOOP: lambda: run(None), SHORT_LOOPS: lambda: run(10)}, num_rounds)
+    seconds = {name: [results[name].secs_per_step for results in rounds] for name in (ONE_LOOP, SHORT_LOOPS)}
+    cpu_seconds = {name: [results[name].cpu_secs_per_step for results in rounds] for name in (ONE_LOOP, SHORT_LOOPS)}
+    title = f"{num_steps:,} steps of W0 in loops of ten, and in one loop"
+    return Comparison("short loops", title, ONE_LOOP, seconds, cpu_seconds=cpu_seconds)
 
 
 # Checkpoints -----------------------------------------------------------------------------------------
@@ -280,6 +301,7 @@ def _run(command: list[str]) -> str:
 
 MOMENTS: dict[str, Callable[[], Comparison]] = {
     "loop boundary": loop_boundary,
+    "short loops": short_loops,
     "checkpoint of 26 MB": lambda: checkpoint_stall(26),
     "checkpoint of 200 MB": lambda: checkpoint_stall(200),
     "restoring 200 MB": restore,

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -55,14 +56,15 @@ def _ratio(spread: Spread) -> str:
     return f"{spread.median:.3f} ({spread.least:.3f} to {spread.greatest:.3f})"
 
 
-def rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """A heading, and for each contestant its name, its median time, and its ratio to the reference."""
-    table = [("", comparison.unit, "ratio (least to greatest)")]
-    for name in comparison.seconds:
-        time = _number(comparison.times(name).median * UNITS[comparison.unit])
-        is_reference = name == comparison.reference
-        table.append((name, time, "1" if is_reference else _ratio(Spread.of(comparison.ratios(name)))))
-    return table + [(name, "absent", "") for name in comparison.absent]
+def rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
+    """A heading, and for each contestant its name, its median time, its ratio to the reference, and its CPU time."""
+    table = [("", comparison.unit, "ratio (least to greatest)", "CPU" if comparison.cpu_seconds else "")]
+    for name, seconds in comparison.seconds.items():
+        shown = lambda values: _number(statistics.median(values) * UNITS[comparison.unit])
+        ratio = "1" if name == comparison.reference else _ratio(Spread.of(comparison.ratios(name)))
+        cpu = shown(comparison.cpu_seconds[name]) if comparison.cpu_seconds else ""
+        table.append((name, shown(seconds), ratio, cpu))
+    return table + [(name, "absent", "", "") for name in comparison.absent]
 
 
 def remarks(comparison: Comparison) -> list[str]:
@@ -74,14 +76,18 @@ def remarks(comparison: Comparison) -> list[str]:
 def text_table(comparison: Comparison) -> str:
     """For a terminal."""
     table = rows(comparison)
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    lines = [f"{name:<{widths[0]}}  {time:>{widths[1]}}  {ratio}".rstrip() for name, time, ratio in table]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines = [
+        f"{name:<{widths[0]}}  {time:>{widths[1]}}  {ratio:<{widths[2]}}  {cpu:>{widths[3]}}".rstrip()
+        for name, time, ratio, cpu in table
+    ]
     return "\n  ".join([f"{comparison.name}: {comparison.title}", *lines, *remarks(comparison)]) + "\n"
 
 
 def markdown_table(comparison: Comparison) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows(comparison)]
-    lines.insert(1, "|---|---:|---|")
+    columns = 4 if comparison.cpu_seconds else 3
+    lines = ["| " + " | ".join(row[:columns]) + " |" for row in rows(comparison)]
+    lines.insert(1, "|---|---:|---|" + "---:|" * (columns - 3))
     return "\n".join([f"### {comparison.name}: {comparison.title}", "", *lines, "", *_bullets(remarks(comparison))])
 
 
@@ -124,7 +130,9 @@ HOW = """\
 All contestants of a workload train the same model from the same parameters on the same 64 host batches, in turns; in \
 each round it is checked that they came to the same loss. Ratios are between times of the same round; shown are their \
 median, the least and the greatest. Times are medians over the rounds; what a loop does at its begin and its end is \
-part of them. A round that compiles comes first, and does not count. Each workload has a process of its own."""
+part of them. The last column is the CPU time of the process, of all its threads, the arithmetic of the step included: \
+it is steadier where others use the machine too. A round that compiles comes first, and does not count. Each workload \
+has a process of its own."""
 
 
 def markdown(

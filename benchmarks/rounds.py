@@ -41,6 +41,7 @@ class Comparison:
       absent: by contestant, why it did not take part.
       unit: of the times in tables, a key of `UNITS`.
       figures: what else was measured, by a name that says the unit.
+      cpu_seconds: as `seconds`, the CPU time of the process, with all of its threads; empty where it was not measured.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Comparison:
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
     unit: str = "us a step"
     figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def ratios(self, name: str, reference: str | None = None) -> list[float]:
         """The times of a contestant over those of the reference, or of another, in the same rounds."""
@@ -118,4 +120,5 @@ def compare(
     calls = {name: lambda train=train: train(num_steps) for name, train in trains.items()}
     rounds = take_turns(calls, num_rounds, check=check)
     seconds = {name: [results[name].secs_per_step for results in rounds] for name in trains}
-    return Comparison(workload.name, workload.title, reference, seconds, absent)
+    cpu_seconds = {name: [results[name].cpu_secs_per_step for results in rounds] for name in trains}
+    return Comparison(workload.name, workload.title, reference, seconds, absent, cpu_seconds=cpu_seconds)
