@@ -512,7 +512,7 @@ class ActionLoop(StatLoop):
         return self._agenda.next(now, others)
 
     def _before_drawing_ahead(self, now: Elapsed) -> None:
-        if any(slot.saves for slot in self._agenda.due(now)):
+        if any(slot.saves and slot.is_due(now, None) for slot in self._agenda.slots):
             self.source.mark()
 
     def _look(self, loops: int | None = None) -> Elapsed:
