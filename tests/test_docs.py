@@ -2,9 +2,13 @@
 
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
+from programs import traces
 from programs.launching import launch
 
 PAGES = sorted((pathlib.Path(__file__).parents[1] / "docs").glob("*.md"))
@@ -47,3 +51,11 @@ def test_files_and_flags_that_a_page_names_are_there(page):
         assert (root / path).exists(), path
     for module in re.findall(r"python -m (jaxloop[\w.]*)", page.read_text()):
         assert (root / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_the_calls_that_the_page_about_the_inside_lists_are_those_of_a_run(tmp_path):
+    page = shutil.copy(traces.PAGE, tmp_path)
+    # In a process of its own, where nothing is remembered of other runs.
+    subprocess.run([sys.executable, traces.__file__, "--write", page], check=True)
+    written = pathlib.Path(page).read_text()
+    assert written == traces.PAGE.read_text(), "Run `python tests/programs/traces.py --write`."

@@ -1,7 +1,7 @@
 """The calls of jaxloop's functions at one batch, at a save, and from a restart to the first batch; a line each.
 
-    python tests/programs/traces.py           # Prints them.
-    python tests/programs/traces.py --write   # Writes them into docs/inside.md; a test compares.
+python tests/programs/traces.py           # Prints them.
+python tests/programs/traces.py --write   # Writes them into docs/inside.md; a test compares.
 """
 
 import argparse
@@ -70,7 +70,9 @@ def _folded(calls: Sequence[tuple[int, str]]) -> list[str]:
         index = end
     lines = []
     for name, inner, number in groups:
-        lines += [f"{name} (x{number})" if number > 1 else name, *(f"  {line}" for line in inner)]
+        # How many files Orbax writes, say, differs from run to run.
+        times = "" if number == 1 else f" (x{number})" if number < 4 else " (x4 or more)"
+        lines += [name + times, *(f"  {line}" for line in inner)]
     return lines
 
 
@@ -147,7 +149,7 @@ def written_into(page: str, lines_by_name: dict[str, list[str]]) -> str:
     for name, lines in lines_by_name.items():
         block = "\n".join([f"<!-- trace: {name} -->", "", "```text", *lines, "```"])
         page, number = re.subn(
-            rf"<!-- trace: {name} -->\n\n```text\n.*?\n```", lambda _, block=block: block, page, flags=re.DOTALL
+            rf"<!-- trace: {name} -->\n\n```text\n.*?```", lambda _, block=block: block, page, flags=re.DOTALL
         )
         assert number == 1, f"The page has no place for the trace {name}."
     return page
@@ -155,9 +157,10 @@ def written_into(page: str, lines_by_name: dict[str, list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="writes them into docs/inside.md")
-    if parser.parse_args().write:
-        PAGE.write_text(written_into(PAGE.read_text(), traces()))
+    parser.add_argument("--write", metavar="PAGE", type=pathlib.Path, nargs="?", const=PAGE, help="writes them there")
+    page = parser.parse_args().write
+    if page is not None:
+        page.write_text(written_into(page.read_text(), traces()))
         return
     for name, lines in traces().items():
         print(f"{name}\n  " + "\n  ".join(lines))
