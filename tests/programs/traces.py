@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jaxloop
-from jaxloop import examples, every
+from jaxloop import every, examples
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "inside.md"
 _PACKAGE = str(pathlib.Path(jaxloop.__file__).parent)
