@@ -230,8 +230,9 @@ class ActionLoop(StatLoop):
         if self._began is None and not self.steps_before:
             self._ledger.begin_loop()
         self._stop_asked = self._is_ending = False
-        if not self._trains:  # Each call sees the same step again.
-            for slot in self._agenda.slots:
+        for slot in self._agenda.slots:
+            slot.is_left = False
+            if not self._trains:  # Each call sees the same step again.
                 slot.called_at = None
 
     def _begin_loop(self) -> None:
@@ -297,6 +298,8 @@ class ActionLoop(StatLoop):
         number = super()._count_steps(undone=undone)
         if self._call.silent_ends:
             self._pass_silent_ends()
+        if self._call.num_examples and self._began is None:  # Another loop has begun without a halt.
+            self._is_inside, self._began = True, False
         return number
 
     def _end_by(self, error: BaseException, stretch: Stretch) -> None:
@@ -322,8 +325,7 @@ class ActionLoop(StatLoop):
                 progress.newest = self._now(progress.loops + passed)
             self._count_loops(passed, are_heard=False)
             call.silent_ends = ends[passed:]
-        if len(call.num_examples):
-            self._is_inside, self._began = True, False
+            self._statistics.begin_loop()
 
     def _end_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
         if self._call.end is not None:
@@ -336,10 +338,11 @@ class ActionLoop(StatLoop):
         self._call.state, run = state, self.run_info
         if self._is_inside or self._is_broken_off() or run is None or run.end_data is None or self._interrupt.requested:
             return state, outputs
-        stops, now = self._job.any_stops(outputs.asks_to_stop), self._progress.newest
-        if self._call.data_ended and not stops:
+        self._stop_asked = self._job.any_stops(outputs.asks_to_stop)  # A checkpoint of this moment has to know it.
+        if self._call.data_ended and not self._stop_asked:
             run.end_data()
-        if not self._follow(self._due(now, at_end=True), state, now, at_end=True) or stops:
+        now = self._progress.newest
+        if not self._follow(self._due(now, at_end=True), state, now, at_end=True):
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
@@ -403,7 +406,7 @@ class ActionLoop(StatLoop):
         self._stop_asked &= is_last  # What has asked for the end is known to a checkpoint of the last step.
         is_last |= self._now(self._progress.loops).is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
-        self._call.consumed = self.source.count - self.batches_ahead(self.source)
+        self._call.consumed = self.source.count - self._feed.num_ahead
         due = [slot for slot in self._due(now, at_end=at_end) if saves or not slot.saves]
         self._call_due(due, state, now, comes_last=False)
         self._evaluate(state, now, at_end)
@@ -422,7 +425,7 @@ class ActionLoop(StatLoop):
         """Evaluates after the actions of a moment, and calls what comes last; returns whether the run goes on."""
         self._evaluate(state, now, at_end)
         if not self._interrupt.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
-            self._call_due(due, state, now, comes_last=True, newest=newest)
+            self._call_due(due, state, now, comes_last=True, newest=newest, ends_run=self.run_info is not None)
         return not (self._stop_asked or self._interrupt.requested)
 
     def _evaluate(self, state: Any, now: Elapsed, at_end: bool) -> None:
@@ -436,7 +439,8 @@ class ActionLoop(StatLoop):
         if reads or any(slot.saves for slot in due):
             self._fetch(keep_sums=not reads)
             if not self._ledger.loop:
-                metrics.wait(state)
+                with self.stopwatch.counting("device"):
+                    metrics.wait(state)
         queue = self._call.queue
         newest = lambda: (queue and queue.newest_scalars()) or metrics.newest_scalars(self._ledger.loop)
         self._call_due(due, state, now, comes_last=False, newest=newest)
@@ -450,8 +454,13 @@ class ActionLoop(StatLoop):
         *,
         comes_last: bool,
         newest: Callable[[], dict[str, Any]] | None = None,
+        ends_run: bool = False,
     ) -> None:
-        """Calls those of the due actions that come last, or those that don't; what saves is called after the others."""
+        """Calls those of the due actions that come last, or those that don't; what saves is called after the others.
+
+        With `ends_run`, where one of them has asked for the end of the run, what saves is left to the last moment of
+        the run, which follows at this step: the checkpoint is to have the last row and the last evaluation in it.
+        """
         if not comes_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
             self._ledger.read()
         called = [slot for slot in due if slot.action.comes_last == comes_last]
@@ -462,7 +471,8 @@ class ActionLoop(StatLoop):
             self._stop_asked = self._job.any_stops(self._stop_asked)
         # A checkpoint is of the run after all else, also of what early stopping remembers.
         for slot in called:
-            if slot.saves:
+            slot.is_left = slot.saves and ends_run and self._stop_asked
+            if slot.saves and not slot.is_left:
                 self._call_action(slot, state, now, newest)
         self._agenda.trim(self._ledger)
 
@@ -484,7 +494,7 @@ class ActionLoop(StatLoop):
                 snapshot=run.snapshot,
             )
         slot.called_at, slot.spent_before, slot.cursor = now.steps, spent, self._ledger.position
-        if outputs.get(types.STOP_LOOP):
+        if outputs.asks_to_stop:
             self._stop_asked = True
 
     @contextlib.contextmanager

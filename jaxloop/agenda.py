@@ -18,6 +18,7 @@ class Slot:
 
     Attributes:
       called_at: the step after which it was called last.
+      is_left: whether it was due at this step, and was left to the last moment of the run.
       spent_before: what the loop had spent then.
       cursor: up to which position in the ledger it has seen the outputs.
     """
@@ -30,12 +31,13 @@ class Slot:
         self.reads_outputs: bool = self.action.uses_outputs and self.action.waits_for_outputs
         self.saves: bool = self.action.time_goes_to == "checkpoints"
         self.called_at: int | None = None
+        self.is_left: bool = False
         self.spent_before: timing.Spent = timing.Spent()
         self.cursor: int = cursor
 
     def forget(self, spent: timing.Spent) -> None:
         """Begins anew."""
-        self.cursor, self.called_at, self.spent_before = 0, None, spent
+        self.cursor, self.called_at, self.spent_before, self.is_left = 0, None, spent, False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the action remembers, as JSON can hold it."""
@@ -48,6 +50,8 @@ class Slot:
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
         """Returns whether it is called now, at the end of the loop of this number; None inside a loop."""
+        if self.is_left:
+            return True
         if loop is None and not self.is_scheduled:
             return False
         return self.called_at != now.steps and self.actions.is_due(self.index, loop or 0, now)

@@ -208,6 +208,9 @@ class _StackedNone:
 
     length: int
 
+    def __len__(self) -> int:
+        return self.length
+
 
 def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
     """Scans over batches that were made one by `stacked`."""

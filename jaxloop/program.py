@@ -87,6 +87,7 @@ class Program:
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
         self._places = evaluates or step.places_batches or has_own("place")
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
+        self._has_failed = False  # Whether a dispatch of several steps has.
 
     def take(self, stretch: Stretch, feed: Feed, room: int) -> None:
         """Takes up to `room` steps, with nothing between them but to draw a batch.
@@ -160,6 +161,8 @@ class Program:
         Raises:
           FusingError: the step is one that can't be.
         """
+        if self._has_failed:
+            return False
         before = stretch.before = stretch.clock()
         batches = feed.take(size)
         stretch.secs_in_data = stretch.clock() - before
@@ -168,10 +171,16 @@ class Program:
             stretch.is_in_step = True
             try:
                 taken = self.dispatch_group(stretch.state, batches)
-            except Exception as error:
-                if isinstance(error, FusingError) or not checks.is_alive(stretch.state):
+            except BaseException as error:
+                is_final = isinstance(error, FusingError) or not checks.is_alive(stretch.state)
+                if is_final or not isinstance(error, Exception):
+                    feed.put_back(batches[1:])  # The first is the one whose step is not done.
                     raise
                 # Taken one by one, the step that fails does so with all that belongs to it.
+                self._has_failed = True
+                logging.warning(
+                    "%r: %d steps in one dispatch have failed, and are taken one by one: %r", self.step, size, error
+                )
             stretch.is_in_step = False
         if taken is None:
             feed.put_back(batches)

@@ -1343,3 +1343,22 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_resumed_from(tmp_pat
     (tmp_path / "10").rename(tmp_path / "110")
     with pytest.raises(ValueError, match="checkpoint 110 in .* was saved after step 10.*Rename it to 10, or remove"):
         jf.loop(jnp.int32(0), BATCHES, tasks(), stop=15)
+
+
+def test_a_loop_that_was_stopped_and_is_run_again_has_all_of_its_rows(tmp_path):
+    def stop(state, batch, elapsed, loop_state):
+        loop_state.stop_iteration = elapsed.steps == 15
+
+    def run():
+        count, measure = lambda state: ({"count": state}, state + 1), lambda state: {"eval": {"state": state}}
+        tasks = {
+            jf.every(1): [count],
+            jf.every(5): [stop, jf.checkpoint(tmp_path, resume=True)],
+            jf.every(10) | jf.last(): [measure],
+        }
+        state, history, elapsed = jf.loop(0, [None] * 100, tasks, stop=60)
+        return state, elapsed.steps, [(row.elapsed.steps, row.logs) for row in history.rows]
+
+    first = run()
+    assert first[:2] == (15, 15) and first[2][-1] == (15, {"count": 14, "eval": {"state": 15}})
+    assert run() == first

@@ -369,3 +369,55 @@ def test_fit_takes_it_too():
     assert int(other.step) == 80
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one.params, other.params)
     assert [row.elapsed.steps for row in one_history.rows] == [row.elapsed.steps for row in other_history.rows]
+
+
+class ChangesState(FusableStep):
+    def begin(self, state, batch):
+        state, batch = super().begin(state, batch)
+        return (state.replace(params=jax.tree.map(jnp.copy, state.params)) if self.changes(batch) else state), batch
+
+    def changes(self, batch):
+        return bool((batch["x"] == 2 * batch_of(20)["x"]).all())
+
+
+def test_a_step_that_can_not_be_fused_after_all_loses_no_batch(tmp_path):
+    def run(at_once):
+        step = make_step(cls=ChangesState)
+        loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(tmp_path)], steps_per_dispatch=at_once)
+        outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
+        return outer_loop(step.initialize_model([1, 3]), jaxloop.from_index(batch_of), 40)[0]
+
+    with pytest.raises(program.FusingError, match="begin returned another state"):
+        run(at_once=8)
+    resumed = run(at_once=1)
+    whole = train(1, map(batch_of, range(40)), step=make_step(cls=ChangesState))[0]
+    np.testing.assert_array_equal(resumed.params["kernel"], whole.params["kernel"])
+
+
+def test_a_dispatch_that_fails_where_single_steps_do_not_is_told_once(warnings_logged, monkeypatch):
+    def fails(self, state, batches):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(program.Program, "dispatch_group", fails)
+    state, *_ = train(8, map(batch_of, range(128)), interval=every(steps=64))
+    assert int(state.step) == 128
+    (told,) = warnings_logged()
+    assert "8 steps in one dispatch have failed, and are taken one by one: RuntimeError('RESOURCE_EXHAUSTED')" in told
+
+
+class Counting(jaxloop.Step):
+    begun = 0
+
+    def begin(self, state, batch):
+        self.begun += 1
+        return state, batch
+
+    def run(self, state, batch):
+        return state.replace(step=state.step + 1), {"step": state.step}
+
+
+def test_steps_without_data_are_fused_though_their_numbers_are_looked_at():
+    step = make_step(cls=Counting)
+    loop = jaxloop.TrainLoop(step, steps_per_dispatch=8, nan_policy="raise")
+    loop(step.initialize_model([1, 3]), None, 32)
+    assert step.begun == 32  # Each once: no group was tried in vain.

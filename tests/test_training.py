@@ -388,3 +388,84 @@ def test_a_loop_that_is_gone_on_with_returns_what_it_has_reported_since(tmp_path
         else:
             _, outputs = outer_loop(STATE, data, None, 6)
             assert len(outputs["loss"]) == len(outputs.num_examples) == 4
+
+
+# What a run must not lose ----------------------------------------------------------------------------
+
+
+def rows(outer_loop):
+    return [(row.elapsed.steps, row.logs) for row in outer_loop.history.rows]
+
+
+def experiment(directory, *actions, save=1, log_interval=1, loop_class=jaxloop.TrainLoop, **options):
+    train_loop = loop_class(
+        STEP, end_actions=[*actions, jaxloop.CheckpointAction(directory, save, keep=None)], **options
+    )
+    return jaxloop.OuterLoop(
+        train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(directory), log_interval=log_interval
+    )
+
+
+DATA = jaxloop.from_index(lambda number: BATCHES[number % 100])
+AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], schedule=last())]
+
+
+@pytest.mark.parametrize("resumed_at", [10, 20, 30, 50])
+def test_steps_after_an_end_of_which_nobody_heard_are_in_the_row_of_a_resumed_run(resumed_at, tmp_path):
+    # Each fourth end of a loop is that of a chunk of steps too.
+    options = {"save": every(steps=10), "log_interval": every(steps=40), "max_steps_in_flight": 8}
+    whole = experiment(tmp_path / "whole", **options)
+    whole(STATE, DATA, 80, 4, AT_THE_END)
+    experiment(tmp_path / "resumed", **options)(STATE, DATA, resumed_at, 4, AT_THE_END)
+    resumed = experiment(tmp_path / "resumed", **options)
+    resumed(STATE, DATA, 80, 4, AT_THE_END)
+    trained = [[row for row in rows(each) if "train" in row[1]] for each in (whole, resumed)]
+    assert [step for step, _ in trained[0]] == [40, 80] and trained[0] == [
+        row for row in trained[1] if row[0] % 40 == 0
+    ]
+
+
+class StopsAtItsEnd(jaxloop.TrainLoop):
+    def end(self, state, outputs):
+        state, outputs = super().end(state, outputs)
+        return state, {**outputs, jaxloop.STOP_LOOP: self.step_num == 20}
+
+
+@pytest.mark.parametrize("save", [1, every(steps=5), every(steps=5) | last()], ids=repr)
+@pytest.mark.parametrize(("by", "at"), [("an action", 15), ("an action", 20), ("the hook", 20)])
+def test_a_run_that_was_stopped_and_is_started_again_has_all_of_its_rows(by, at, save, tmp_path):
+    def run():
+        loop_class = StopsAtItsEnd if by == "the hook" else jaxloop.TrainLoop
+        stops = Calls(stop_at(at if by == "an action" else None), every(steps=5), comes_last=True)
+        outer_loop = experiment(tmp_path, stops, save=save, loop_class=loop_class)
+        state, _ = outer_loop(STATE, DATA, 100, 10, AT_THE_END)
+        return int(state.step), rows(outer_loop)
+
+    first = run()
+    assert first[0] == at and [step for step, logs in first[1] if "eval" in logs] == [at]
+    assert run() == first
+
+
+class Wrapping(jaxloop.TrainLoop):
+    def begin(self, state, dataset):
+        state, iterator = super().begin(state, dataset)
+        return state, map(lambda batch: batch, iterator)
+
+
+def test_a_stopped_run_keeps_its_place_in_data_that_a_hook_has_wrapped(tmp_path):
+    stops = Calls(stop_at(15), every(steps=5))
+    experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
+    assert checkpoint.run(tmp_path, 15)["positions"][0]["data"]["count"] == 15
+
+
+class SaysNo(type(STEP)):
+    def run(self, state, batch):
+        state, outputs = super().run(state, batch)
+        return state, {**outputs, jaxloop.STOP_LOOP: False}
+
+
+def test_who_says_at_each_step_that_the_run_goes_on_does_not_end_it():
+    step, called = SaysNo(STEP.base_prng, STEP.model, STEP.optimizer, train=True), []
+    action = Calls(lambda step_num, outputs: called.append(step_num), every(steps=5))
+    state, _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))(STATE, BATCHES, 20, 10)
+    assert int(state.step) == 20 and called == [5, 10, 15, 20]

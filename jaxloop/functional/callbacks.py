@@ -243,7 +243,7 @@ class ActionCallback(CallbackOf):
             outputs, history = metrics.LoopOutputs(), None
         context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": loop_state.snapshot}
         action(loop_state.state, outputs, step_num=now.steps, elapsed=now, **context)
-        if outputs.get(types.STOP_LOOP):
+        if outputs.asks_to_stop:
             loop_state.stop_iteration = True
 
     def _outputs(self, loop_state: LoopState) -> metrics.LoopOutputs:

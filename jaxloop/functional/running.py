@@ -295,6 +295,8 @@ class _Due:
 
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
         for callback in self.callbacks:
+            if callback.saves and loop_state.stop_iteration and not loop_state.elapsed.is_last:
+                continue  # It is called at the end, which follows at this step, with what is reported there.
             try:
                 if callback.time_goes_to == "rest":  # As it does already.
                     callback(loop_state)

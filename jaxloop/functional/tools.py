@@ -9,7 +9,7 @@ from absl import logging
 from etils import epath
 
 from jaxloop import checkpoint as checkpoints
-from jaxloop import checks, interrupt, metrics, partition, types
+from jaxloop import checks, interrupt, metrics, partition
 from jaxloop.actions.action import Action
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.actions.early_stopping_action import EarlyStoppingAction
@@ -131,7 +131,7 @@ class EarlyStoppingTool(Tool):
 
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any]) -> bool:
         """Whether to stop. Then `finish(state)` gives the best state, with `restore_best`."""
-        return bool(self._call_action(elapsed, state, logs).get(types.STOP_LOOP, False))
+        return self._call_action(elapsed, state, logs).asks_to_stop
 
 
 def early_stopping(
