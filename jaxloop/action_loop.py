@@ -226,7 +226,7 @@ class ActionLoop(StatLoop):
         if self._is_inside:  # An exception ended the last call: this is another loop.
             self.steps_before, self._began = 0, None
             if self._trains:
-                self._ledger.read()
+                self._ledger.end_part()
         if self._began is None and not self.steps_before:
             self._ledger.begin_loop()
         self._stop_asked = self._is_ending = False
@@ -462,7 +462,7 @@ class ActionLoop(StatLoop):
         the run, which follows at this step: the checkpoint is to have the last row and the last evaluation in it.
         """
         if not comes_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
-            self._ledger.read()
+            self._ledger.end_part()
         called = [slot for slot in due if slot.action.comes_last == comes_last]
         for slot in called:
             if not slot.saves:

@@ -72,9 +72,9 @@ class Slot:
         series = self.reads(ledger)
         if series is not None:
             return series.since(self.cursor)
-        if newest is not None:
-            return metrics.LoopOutputs(newest() if self.action.uses_outputs else None)
-        return metrics.LoopOutputs(metrics.newest_scalars(ledger.ended)) if self.action.uses_outputs else ledger.ended
+        if not self.action.uses_outputs:
+            return metrics.LoopOutputs()
+        return metrics.LoopOutputs(metrics.newest_scalars(ledger.ended) if newest is None else newest())
 
 
 @final

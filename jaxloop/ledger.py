@@ -85,13 +85,13 @@ class Ledger:
         self._ended = LoopOutputs()  # Of the loops that have ended last.
         self._last_steps = 0  # Of the last one of them.
         self._unread = LoopOutputs()
-        self._passed: collections.deque[_Passed] = collections.deque()
+        self._passed: _Passed | None = None  # Ended loops, of which not all outputs are here.
         self._arrived = 0  # Steps of the loop whose outputs are being taken.
 
     def begin_loop(self) -> None:
         """Drops what a loop under way has reported: another one begins."""
         self.loop, self.weights, self.sums, self._unread = LoopOutputs(), [], {}, LoopOutputs()
-        self._passed, self._arrived = collections.deque(), 0
+        self._passed, self._arrived = None, 0
 
     def take(
         self,
@@ -111,14 +111,15 @@ class Ledger:
         """
         blocks = collections.deque(arrived.blocks)
         while True:
-            if self._passed and self._arrived == len(self._passed[0].weights):
-                self._end_passed(self._passed.popleft(), keeps_parts, keeps_loops)
+            left = None if self._passed is None else len(self._passed.weights) - self._arrived
+            if self._passed is not None and left == 0:
+                self._end_passed(self._passed, keeps_parts, keeps_loops)
                 continue
             if not blocks:
                 return
             block = blocks.popleft()
-            if self._passed and self._arrived + block[1] > len(self._passed[0].weights):
-                block, rest = split_block(block, len(self._passed[0].weights) - self._arrived)
+            if left is not None and block[1] > left:
+                block, rest = split_block(block, left)
                 blocks.appendleft(rest)
             steps, self._arrived = Arrived([block]), self._arrived + block[1]
             if keeps_parts:
@@ -137,7 +138,8 @@ class Ledger:
             self.parts.add(passed.position, self._unread)
         if keeps_loops:
             self.loops.add(passed.position, self._ended.copy())
-        self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
+        self._unread, self.loop = LoopOutputs(None, later), LoopOutputs()
+        self._passed, self._arrived = None, 0
 
     def count(self, weights: Sequence[int]) -> None:
         """Counts steps, each of which stands for as many examples."""
@@ -145,8 +147,8 @@ class Ledger:
         self.weights += weights
         self._unread.num_examples += weights
 
-    def read(self) -> None:
-        """Ends the part since the last reading, and its sums. All outputs must be here."""
+    def end_part(self) -> None:
+        """Ends the part since the last reading, and its sums: it can be read now. All outputs must be here."""
         _merge_into(self.loop, self.sums)
         _merge_into(self._unread, self.sums)
         self.parts.add(self.position, self._unread)
@@ -174,15 +176,14 @@ class Ledger:
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
         last_steps = len(weights) if last_steps is None else last_steps
-        if self._passed:
-            before = self._passed.pop()
-            weights, unread = before.weights + weights, before.unread_weights + unread
-        self._passed.append(_Passed(position, last_steps, weights, unread))
+        if self._passed is not None:
+            weights, unread = self._passed.weights + weights, self._passed.unread_weights + unread
+        self._passed = _Passed(position, last_steps, weights, unread)
 
     def end_loop(self, outputs: LoopOutputs) -> None:
         """Ends the loop, and the part since the last reading, with what `end` has made of the outputs."""
         self._unread.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
-        self.read()
+        self.end_part()
         self._ended, self._last_steps = outputs, len(outputs.num_examples)
         self.loops.add(self.position, outputs.copy())  # The caller has those, and a series joins its parts.
         self.begin_loop()

@@ -339,7 +339,10 @@ class Loop:
     # The steps of a loop -----------------------------------------------------------------------------
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Repeats the step; returns the newest state and the outputs of all steps."""
+        """Repeats the step; returns the newest state and the outputs of all steps.
+
+        Of a loop of whose end nobody is to hear there are none; and loops before the last one may have ended inside.
+        """
         call = self._call
         num_batches = None if num_steps is None else num_steps // self._updates
         feed = self._begin_drawing(dataset, num_batches)
