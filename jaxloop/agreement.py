@@ -106,30 +106,6 @@ def _error_for(failed: np.ndarray) -> ProcessError:
 _VOTES = "asks whether the run goes on"
 
 
-def any_stops(stops: bool, requests: interrupt.Interruptible | None = None) -> bool:
-    """Whether one of the processes wants to stop here; all ask at the same place.
-
-    Args:
-      stops: whether this one does.
-      requests: which signals have come here; it is told what all know now.
-
-    Raises:
-      ProcessError: another process has failed here.
-    """
-    signum = 0 if requests is None else requests.outermost.unconfirmed or 0
-    told = _tell(_VOTES, _WELL, int(stops), signum).read()
-    if np.any(told[:, 0] == _FAILED):
-        raise _error_for(told[:, 0] == _FAILED)
-    if requests is not None and told[:, 2].any():
-        requests.outermost.confirm(int(told[:, 2].max()))
-    return bool(told[:, 1].any())
-
-
-def first_says(value: bool) -> bool:
-    """What the first process says; all ask at the same place."""
-    return bool(_tell("asks what the first process says", int(value)).read()[0, 0])
-
-
 def tell_failure(error: BaseException) -> None:
     """Tells the others, where they ask `any_stops`, that this process has failed there."""
     with contextlib.suppress(Exception):  # The error at hand is the one to be told.
@@ -185,16 +161,20 @@ class Job:
 
     Args:
       is_shared: whether there are several.
-      requests: which signals have come here; it is told what all know. None to ask nobody.
+      requests: which signals have come here; it is told what all know. None for one of its own.
+
+    Attributes:
+      is_shared: whether there are several.
+      requests: which signals have come here.
 
     >>> job = Job(False)
-    >>> job.any_stops(True), job.first_sees([1, 2]), job.is_first
-    (True, [1, 2], True)
+    >>> job.any_stops(True), job.gather([1, 2]), job.is_first
+    (True, [[1, 2]], True)
     """
 
     def __init__(self, is_shared: bool, requests: interrupt.Interruptible | None = None):
-        self.is_shared = is_shared
-        self._requests = requests
+        self.is_shared: bool = is_shared
+        self.requests: interrupt.Interruptible = requests or interrupt.Interruptible(defers=is_shared)
 
     @property
     def is_first(self) -> bool:
@@ -202,16 +182,27 @@ class Job:
         return not self.is_shared or distributed.is_first_process()
 
     def any_stops(self, stops: bool = False) -> bool:
-        """See `any_stops`; asked without an argument, to hear of signals that have come to others."""
-        return any_stops(stops, self._requests) if self.is_shared else stops
+        """Returns whether one of the processes wants to stop here; without an argument, hears of signals of others.
+
+        Raises:
+          ProcessError: another process has failed here.
+        """
+        if not self.is_shared:
+            return stops
+        told = _tell(_VOTES, _WELL, int(stops), self.requests.outermost.unconfirmed or 0).read()
+        if np.any(told[:, 0] == _FAILED):
+            raise _error_for(told[:, 0] == _FAILED)
+        if told[:, 2].any():
+            self.requests.outermost.confirm(int(told[:, 2].max()))
+        return bool(told[:, 1].any())
 
     def first_says(self, value: bool) -> bool:
-        """What the first process says."""
-        return first_says(value) if self.is_shared else value
+        """Returns what the first process says."""
+        return bool(_tell("asks what the first process says", int(value)).read()[0, 0]) if self.is_shared else value
 
-    def first_sees(self, value: Any) -> Any:
-        """What the first process sees, such as in a directory; of what JSON can hold."""
-        return json.loads(gather_texts(json.dumps(value))[0]) if self.is_shared else value
+    def gather(self, value: Any) -> list[Any]:
+        """Returns what all have, such as what each sees in a directory, in their order; of what JSON can hold."""
+        return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
         """Whether all have stopped for this error, at the same step."""
