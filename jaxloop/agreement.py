@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -212,15 +212,6 @@ class Job:
         """See `check_same`."""
         if self.is_shared:
             check_same(what, lines())
-
-    @contextlib.contextmanager
-    def first_goes_ahead(self, where: str) -> Iterator[None]:
-        """Opens a context in which the first process is done before the others begin."""
-        if not self.is_first:
-            wait_for_all(where)
-        yield
-        if self.is_shared and self.is_first:
-            wait_for_all(where)
 
 
 @final

@@ -1,7 +1,7 @@
 """A loop that evaluates."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from absl import logging
@@ -86,12 +86,9 @@ class EvalLoop(ActionLoop):
                 "return_state_from_step=True has no place in an EvalLoop, which can't change the state. Use a "
                 "TrainLoop or an ActionLoop for steps that do."
             )
+        self._is_bounded = num_steps is not None
         _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
         return state, outputs
-
-    def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
-        self._is_bounded = num_steps is not None
-        return super().run(state, dataset, num_steps)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Part of an evaluation is none: no action shall take its means for those of the dataset.

@@ -329,11 +329,10 @@ class OuterLoop:
             parts = {each.spec.name: each.loop for each in evaluations.items}
             keys = train_loop.step.base_prng
             whole = WholeRun(train_loop, parts, sources, self._history, keys, self._job, self._passes)
-            source_of, savers = self._source_of, self._savers
             training = Training(
-                train_loop, spec, evaluations, whole, self._checkpoint_spec, source_of, self._job, savers
+                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers
             )
-            run.snapshot, run.can_resume = whole.snapshot, bool(savers)
+            run.snapshot, run.can_resume = whole.snapshot, bool(self._savers)
             run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
         for loop in self._loops:
             loop.detach_all()

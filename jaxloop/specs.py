@@ -149,16 +149,11 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
     """
-    specs: list[EvalSpec] = []
-    for spec in eval_specs or ():
-        if isinstance(spec, EvalSpec) and spec.name == "eval" and "eval" in _names(specs):
-            spec = dataclasses.replace(spec, name=f"eval_{len(specs) + 1}")
-        specs.append(spec)
+    specs = list(eval_specs or ())
+    unnamed = [index for index, spec in enumerate(specs) if isinstance(spec, EvalSpec) and spec.name == "eval"]
+    for index in unnamed[1:]:
+        specs[index] = dataclasses.replace(specs[index], name=f"eval_{index + 1}")
     return tuple(specs)
-
-
-def _names(specs: Sequence[EvalSpec]) -> list[str]:
-    return [spec.name for spec in specs if isinstance(spec, EvalSpec)]
 
 
 @final
@@ -221,7 +216,8 @@ class RunSpec:
             yield ValueError(f'on_exhausted must be "stop" or "raise", got {self.on_exhausted!r}.')
 
     def _errors_of_evaluations(self, num_eval_loops: int) -> Iterator[Exception]:
-        specs, names = self.eval_specs, _names(self.eval_specs)
+        specs = self.eval_specs
+        names = [spec.name for spec in specs if isinstance(spec, EvalSpec)]
         if len(specs) != num_eval_loops:
             yield ValueError(
                 f"OuterLoop has {num_eval_loops} eval_loops and was called with {len(specs)} eval_specs. "

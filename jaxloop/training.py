@@ -29,7 +29,6 @@ class Training:
       run: what checkpoints keep of it beside the state.
       checkpoint_spec: where to resume from; None to begin with the state as it is.
       source_of: returns what counts the batches of a dataset.
-      job: the processes that train together.
       savers: the actions that save it.
       has_begun: whether it has come to its first step.
       newest: the newest state and its step; None while the train loop runs, which knows better.
@@ -42,7 +41,6 @@ class Training:
     run: WholeRun
     checkpoint_spec: CheckpointSpec | None
     source_of: Callable[[Any], PositionedIterator]
-    job: agreement.Job
     savers: Sequence[CheckpointAction]
     has_begun: bool = False
     newest: tuple[Any, int] | None = None
@@ -110,7 +108,7 @@ class Training:
         if state is None and self.savers:
             logging.error("The state of step %d is not saved: %s", step_num, self.loop.rescue_problem)
         # To save takes all processes; and who ends the program at once does not wait for it.
-        if state is not None and self.job.knows(error) and isinstance(error, Exception | SystemExit):
+        if state is not None and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state, step_num)
 
     def close(self) -> None:
@@ -137,7 +135,7 @@ class Training:
             self.newest = (state, loop.step_num)
             if loop.progress.loops_run > loops_run or loop.loop_count > loop_count:
                 outputs = found
-            if self.job.requests.requested:
+            if self.run.job.requests.requested:
                 if loop.was_interrupted and not self.savers:  # The loop under way has not come to its end.
                     loop.loop_count -= 1
                 self._end_by_signal(state, loop.step_num)
@@ -159,7 +157,7 @@ class Training:
         return 0 if only_ends else self.spec.steps_of_next_loop(step_num)
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
-        saves, signal_name = ", and being saved" if self.savers else "", self.job.requests.signal_name
+        saves, signal_name = ", and being saved" if self.savers else "", self.run.job.requests.signal_name
         logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
         for error in self.save_now(state, step_num):
             raise error
@@ -171,16 +169,18 @@ class Training:
         own. After the last pass it does so for a run that is resumed for more of them.
         """
         run, spec, self.pass_has_ended = self.run, self.spec, True
-        if self.job.any_stops(run.source is not None and run.source.count == 0):
+        if self.run.job.any_stops(run.source is not None and run.source.count == 0):
             raise checks.empty_dataset(spec.train_dataset)
         if spec.epochs is None:
             return
         run.passes += 1
-        if run.source is not None and not spec.has_iterator:
-            run.source.close()
-            self.loop.forget_batches()
-        run.source = None
-        if not spec.has_iterator and (run.passes < spec.epochs or self.savers):
+        ended, run.source = run.source, None
+        if spec.has_iterator:
+            return
+        if ended is not None:
+            ended.close()
+        self.loop.forget_batches()
+        if run.passes < spec.epochs or self.savers:
             run.source = self.source_of(spec.data)
 
     def _is_last_pass(self, number: int) -> bool:
@@ -250,19 +250,20 @@ class Training:
 
     def _saved_steps(self, spec: CheckpointSpec) -> list[int]:
         """Returns the steps that are saved, the same in all processes."""
+        job = self.run.job
         checkpoint.clear_leftovers(spec.checkpoint_dir)
-        if self.job.is_shared:
-            if self.job.is_first:
+        if job.is_shared:
+            if job.is_first:
                 checkpoint.move_damaged_aside(spec.checkpoint_dir)
             agreement.wait_for_all("before restoring")
         saved = checkpoint.all_steps(spec.checkpoint_dir)
         found = f"The list of checkpoints in {spec.checkpoint_dir}, which must be a directory that all share,"
-        self.job.check_same(found, lambda: list(map(str, saved)))
+        job.check_same(found, lambda: list(map(str, saved)))
         return saved
 
     def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[int]) -> tuple[Any, Resumed | None]:
         """Restores the newest checkpoint that is whole; the state as it is where it is past that one."""
-        step_num, resumed = step_num_of(state), None
+        step_num, resumed, job = step_num_of(state), None, self.run.job
         if not saved:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
         elif saved[-1] < step_num:
@@ -270,7 +271,7 @@ class Training:
         else:
             given = checks.adopt(state)
             restored = checkpoint.open_newest(
-                spec.checkpoint_dir, given, transforms=spec.transforms, moves_aside=not self.job.is_shared, steps=saved
+                spec.checkpoint_dir, given, transforms=spec.transforms, moves_aside=not job.is_shared, steps=saved
             )
             assert restored is not None
             opened, state = restored

@@ -82,39 +82,33 @@ class Part(Protocol):
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class WholeRun:
     """What there is to a run beside its train state: loops, actions, positions in the data, the history.
 
-    Args:
+    Attributes:
       main: the part that trains.
       others: other parts by name.
       eval_sources: what evaluations draw from, where they go on from one to the next.
       history: what was measured.
       keys: the PRNG keys, which a later run must have too.
-      job: the processes that train together, each with data of its own; None for one alone.
+      job: the processes that train together, each with data of its own.
       passes: how many passes over the train data have ended.
-
-    Attributes:
       source: the pass over the train data under way; None between two.
-      passes: how many passes over the train data have ended.
     """
 
-    def __init__(
-        self,
-        main: Part,
-        others: Mapping[str, Part],
-        eval_sources: Mapping[str, PositionedIterator],
-        history: History,
-        keys: Any = None,
-        job: agreement.Job | None = None,
-        passes: int = 0,
-    ):
-        self._main, self._parts = main, {"train": main, **others}
-        self._eval_sources, self._history = eval_sources, history
-        self._keys = encoding.encode_keys(keys)
-        self._job = job or agreement.Job(False)
-        self.source: PositionedIterator | None = None
-        self.passes: int = passes
+    main: Part
+    others: Mapping[str, Part]
+    eval_sources: Mapping[str, PositionedIterator]
+    history: History
+    keys: Any = None
+    job: agreement.Job = dataclasses.field(default_factory=lambda: agreement.Job(False))
+    passes: int = 0
+    source: PositionedIterator | None = None
+
+    def __post_init__(self) -> None:
+        self._keys = encoding.encode_keys(self.keys)
+        self._parts = {"train": self.main, **self.others}
 
     # What `snapshot` writes, `load` reads, in the same order ---------------------------------------------
 
@@ -124,15 +118,12 @@ class WholeRun:
         Args:
           was_broken_off: whether this step may lack some of what belongs to it.
         """
-        self._history.flush()  # The rows up to here are part of it.
+        self.history.flush()  # The rows up to here are part of it.
         states, trees = {}, {}
         for name, part in self._parts.items():
             states[name], kept = part.state_dict()
             trees.update({f"{name}.{key}": state for key, state in kept.items()})
-        main, kept_states = states["train"], sorted(trees)
-        positions, arrays = self._positions()
-        if arrays:
-            trees[_POSITION_ARRAYS] = arrays
+        main, (positions, arrays) = states["train"], self._positions()
         return {
             "metadata": {
                 "elapsed": main["elapsed"],
@@ -144,15 +135,15 @@ class WholeRun:
                 "jaxloop": checkpoint.own_version(),
                 "keys": self._keys,
                 "parts": states,
-                "kept_states": kept_states,
-                "positions": positions,
+                "kept_states": sorted(trees),
                 "data_sizes": {name: array.size for name, array in arrays.items()},
+                "positions": positions,
                 # Of rows in memory a later process has none.
-                "history_rows": None if self._history.path is None else len(self._history),
-                "history_file": self._history.checksum(),
+                "history_rows": None if self.history.path is None else len(self.history),
+                "history_file": self.history.checksum(),
                 "passes": self.passes,
             },
-            "trees": trees,
+            "trees": {**trees, _POSITION_ARRAYS: arrays},
         }
 
     def load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
@@ -177,10 +168,11 @@ class WholeRun:
                 was_broken_off=metadata.get("was_broken_off", False),
             )
             if not run:
-                self._go_on_without(resumed, opened)
+                self._load_nothing(opened, resumed)
                 return resumed
             self._check_is_this_run(run, opened, resumed.elapsed)
-            trees = opened.trees(dict.fromkeys(run["kept_states"], state))
+            arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
+            trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _POSITION_ARRAYS: arrays})
             for name, part in self._parts.items():
                 if name in run["parts"]:
                     prefix = f"{name}."
@@ -190,7 +182,7 @@ class WholeRun:
                     warning = "The checkpoint of step %d has no evaluation named %r: it begins anew."
                     logging.warning(warning, opened.step, name)
                     part.resume(resumed.elapsed)
-            position, is_own = self._load_positions(run, opened)
+            position, is_own = self._load_positions(run["positions"], trees[_POSITION_ARRAYS])
             self.resume_history(opened.step, run["history_rows"], run["history_file"])
             self.passes = run["passes"]
             return dataclasses.replace(
@@ -205,40 +197,37 @@ class WholeRun:
         """Returns the positions in the data of each process, and the long byte strings of one alone, as arrays."""
         arrays: dict[str, np.ndarray] = {}
         own = {
-            "data": _position_of(self.source, self._main.batches_consumed, None if self._job.is_shared else arrays),
+            "data": _position_of(self.source, self.main.batches_consumed, None if self.job.is_shared else arrays),
             "eval_data": {
                 name: _position_of(source, source.count - self._parts[name].batches_ahead(source))
-                for name, source in self._eval_sources.items()
+                for name, source in self.eval_sources.items()
             },
         }
-        return self._job.gather(own), arrays
+        return self.job.gather(own), arrays
 
     def _load_positions(
-        self, run: Mapping[str, Any], opened: checkpoint.Checkpoint
+        self, positions: Sequence[Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[DatasetPosition | None, bool]:
         """Has the evaluations go on in their data; returns the position in the train data, and whether it is our own.
 
         It is that of the first process where there were more processes, or fewer.
         """
-        place, count = (jax.process_index(), jax.process_count()) if self._job.is_shared else (0, 1)
-        is_own = len(run["positions"]) == count
-        positions = run["positions"][place if is_own else 0]
-        arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
-        if arrays:
-            arrays = opened.trees({_POSITION_ARRAYS: arrays})[_POSITION_ARRAYS]
-        for name, source in self._eval_sources.items():
-            if position := positions["eval_data"].get(name):
+        place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
+        is_own = len(positions) == count
+        own = positions[place if is_own else 0]
+        for name, source in self.eval_sources.items():
+            if position := own["eval_data"].get(name):
                 try:
                     go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
                 except PositionUnknownError as error:
                     if is_own:
                         raise
                     logging.warning("%s The evaluation %r goes on with what it gives now.", error, name)
-        return positions["data"] and DatasetPosition.from_dict(positions["data"], arrays), is_own
+        return own["data"] and DatasetPosition.from_dict(own["data"], arrays), is_own
 
     # --------------------------------------------------------------------------------------------------
 
-    def _go_on_without(self, resumed: Resumed, opened: checkpoint.Checkpoint) -> None:
+    def _load_nothing(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
         """Has all parts go on from a train state alone."""
         logging.warning(
             "The checkpoint of step %d in %s holds a train state alone, as an Orbax CheckpointManager saves it: "
@@ -248,7 +237,7 @@ class WholeRun:
         )
         for part in self._parts.values():
             part.resume(resumed.elapsed)
-        self._main.steps_before = resumed.steps_in_loop
+        self.main.steps_before = resumed.steps_in_loop
         self.resume_history(opened.step)
         self.passes = resumed.elapsed.loops
 
@@ -266,14 +255,17 @@ class WholeRun:
 
     def measured_at(self, step: int) -> set[str]:
         """Returns the names of what the history has measured at a step."""
-        return {name for row in self._history.rows if row.elapsed.steps == step for name in row.logs}
+        return {name for row in self.history.rows if row.elapsed.steps == step for name in row.logs}
 
     def resume_history(
         self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
     ) -> None:
         """Does `History.resume`; of several processes the first does so, which writes the file, before the others."""
-        with self._job.first_goes_ahead("the history"):
-            self._history.resume(steps, num_rows, checksum=checksum)
+        if not self.job.is_first:
+            agreement.wait_for_all("the history")
+        self.history.resume(steps, num_rows, checksum=checksum)
+        if self.job.is_shared and self.job.is_first:
+            agreement.wait_for_all("the history")
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
