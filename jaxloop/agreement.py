@@ -35,7 +35,7 @@ _SIZE = _HEAD + 2 * _MOST_BATCHES
 
 
 def is_known_to_all(error: BaseException) -> bool:
-    """Whether all processes know of an error, and have stopped at the same step."""
+    """Returns whether all processes know of an error, and have stopped at the same step."""
     return getattr(error, "_jaxloop_is_known_to_all", False)
 
 
@@ -46,12 +46,12 @@ def known_to_all(error: Any) -> Any:
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-    """Whether the devices of a mesh are those of several processes."""
+    """Returns whether the devices of a mesh are those of several processes."""
     return mesh is not None and mesh.is_multi_process
 
 
 class _Answers:
-    """What all have said to one message; to be read when it is needed."""
+    """The answers of all to one message; read them when they are needed."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
@@ -80,7 +80,7 @@ def _without_addresses(text: str) -> str:
 
 @functools.cache
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """Where a message is, a row in each process; and what gives all rows to all."""
+    """Returns the layout of a message, a row in each process, and the function that gives all rows to all."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
     gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -178,7 +178,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes what there is but once."""
+        """True in the process that writes what is written once."""
         return not self.is_shared or distributed.is_first_process()
 
     def any_stops(self, stops: bool = False) -> bool:
@@ -205,7 +205,7 @@ class Job:
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Whether all have stopped for this error, at the same step."""
+        """Returns whether all have stopped for this error, at the same step."""
         return not self.is_shared or is_known_to_all(error)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
@@ -265,7 +265,7 @@ class JointDraw:
 
     @property
     def held(self) -> int:
-        """How many batches of this process were drawn, and not handed out."""
+        """The number of batches of this process that were drawn, and not handed out."""
         return len(self._own) + len(self._agreed) + sum(len(batches) for _, batches, _ in self._told)
 
     def begin(self, limit: int | None, ahead: int) -> None:
@@ -278,7 +278,7 @@ class JointDraw:
 
     @property
     def next_examples(self) -> int:
-        """Of the first batch that was handed out and not counted: its examples in all processes."""
+        """The examples in all processes of the first batch that was handed out and not counted."""
         return self._handed_out[0][0]
 
     def __call__(self) -> types.Batch:
@@ -298,7 +298,7 @@ class JointDraw:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Of the batches handed out first: their examples in all processes, and the seconds of training then."""
+        """Returns, of the batches handed out first, the examples in all processes, and the seconds of training then."""
         return [self._handed_out.popleft() for _ in range(number)]
 
     def _send(self) -> None:
@@ -368,14 +368,14 @@ class JointDraw:
                 self._error = None
 
     def _end_of_all(self, failed: np.ndarray) -> Exception | SystemExit:
-        """What ends the series in this process, where these have failed; where none has, it is the end of the data."""
+        """Returns the error that ends the series here, where these have failed; where none has, the end of the data."""
         if not failed.any():
             return StopIteration()
         own = self._error if failed[jax.process_index()] else None
         return _error_for(failed) if own is None else known_to_all(own)
 
     def _why_not(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
-        """Why batches of different sizes can't be made one; None where they can."""
+        """Returns the reason why batches of different sizes can't be made one; None where they can."""
         what = f"The processes have batches of {', '.join(map(str, sizes))} rows for one step"
         if self._fill_to is None:
             return ValueError(

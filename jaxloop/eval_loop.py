@@ -67,7 +67,7 @@ class EvalLoop(ActionLoop):
 
     @property
     def said_of_training(self) -> str:
-        """What there is to say of a step with train=True in an evaluation."""
+        """The warning for a step with train=True in an evaluation."""
         return (
             f"{self.step!r}, a step with train=True: a model with dropout or batch statistics would be evaluated in "
             "training mode. Give the eval loop a step of its own, with train=False."
@@ -80,7 +80,7 @@ class EvalLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """As `Loop.__call__`, with the state left as it is. It is not donated."""
+        """Does `Loop.__call__`, with the state left as it is. It is not donated."""
         if return_state_from_step:
             raise ValueError(
                 "return_state_from_step=True has no place in an EvalLoop, which can't change the state. Use a "

@@ -117,7 +117,7 @@ class OuterLoop:
 
     @property
     def history(self) -> History:
-        """What was measured: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation so named.
+        """The measured values: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation so named.
 
         Statistics such as the steps per second are left out: a run done again has the same history.
         """
@@ -125,7 +125,7 @@ class OuterLoop:
 
     @property
     def spent(self) -> Spent:
-        """What the last call spent its time on; as a text, one sentence."""
+        """The time that the last call spent, and on what; as a text, one sentence."""
         return self._spent
 
     @property
@@ -352,7 +352,7 @@ class OuterLoop:
         return evaluations.once(state, step_num)
 
     def _source_of(self, dataset: Any) -> PositionedIterator:
-        """What counts the batches of a dataset; of an iterator always the same, for none to be lost between calls."""
+        """Returns what counts the batches of a dataset; for an iterator always the same, so no call loses one."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._sources:

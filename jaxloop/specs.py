@@ -1,4 +1,4 @@
-"""What an experiment is told: how long to train, on what to evaluate and when, where its checkpoints are."""
+"""The arguments of an experiment: how long to train, on what to evaluate and when, where its checkpoints are."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """Where an experiment is when it asks whether to evaluate.
+    """The progress of an experiment when it asks whether to evaluate.
 
     Attributes:
       is_continuous_eval: whether checkpoints are evaluated as they appear, without a train loop.
@@ -34,7 +34,7 @@ class EvalContext:
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """On what an eval loop evaluates, and when.
+    """The data that an eval loop evaluates on, and when it does.
 
     >>> import numpy as np
     >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
@@ -86,7 +86,7 @@ class EvalSpec:
 
     @property
     def when(self) -> str:
-        """What says when it is evaluated, in words."""
+        """The argument that says when it is evaluated, in words."""
         if self.schedule is not None:
             return f"schedule={self.schedule!r}"
         is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
@@ -110,7 +110,7 @@ class EvalSpec:
 @final
 @dataclasses.dataclass(frozen=True)
 class CheckpointSpec:
-    """Where an experiment's checkpoints are.
+    """The checkpoints of an experiment.
 
     With a train loop the experiment resumes from the newest one. (A `CheckpointAction` of the train loop writes them.)
     Without, each checkpoint is evaluated as it appears.
@@ -235,22 +235,22 @@ class RunSpec:
 
     @property
     def has_iterator(self) -> bool:
-        """Whether the train data end once and for all."""
+        """True if the train data end once and for all."""
         return hasattr(self.train_dataset, "__next__")
 
     @property
     def end(self) -> Any:
-        """To where the training goes, as far as is known before."""
+        """The end of the training, as far as it is known before."""
         end = self.stop if self.total_steps is None else self.total_steps
         return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
-        """Whether a loop ends after this step in any case."""
+        """Returns whether a loop ends after this step in any case."""
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
-        """To the next multiple of `loop_steps`, but not past the total; None for as long as there is data.
+        """Returns the steps to the next multiple of `loop_steps`, or to the total; None for as long as there is data.
 
         >>> spec = RunSpec(total_steps=25, loop_steps=10)
         >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)

@@ -24,7 +24,7 @@ _POSITION_ARRAYS = "data"
 @final
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """How far a run was when its checkpoint was saved.
+    """The progress of a run when its checkpoint was saved.
 
     Attributes:
       elapsed: after the last completed step; `previous` is the one before.
@@ -46,7 +46,7 @@ class Resumed:
 
     @property
     def is_between_passes(self) -> bool:
-        """Whether it was between two passes over the train data."""
+        """True if it was between two passes over the train data."""
         return self.knows_position and self.position is None
 
 
@@ -63,7 +63,7 @@ class Part(Protocol):
 
     @property
     def batches_consumed(self) -> int:
-        """How many batches the source had given when the last whole step was done."""
+        """The number of batches that the source had given when the last whole step was done."""
         ...
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -84,7 +84,7 @@ class Part(Protocol):
 @final
 @dataclasses.dataclass(eq=False)
 class WholeRun:
-    """What there is to a run beside its train state: loops, actions, positions in the data, the history.
+    """All of a run but its train state: loops, actions, positions in the data, the history.
 
     Attributes:
       main: the part that trains.
@@ -279,7 +279,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """How far the run was at the checkpoint of a step, as far as that says so; `previous` is a step earlier."""
+    """Returns the progress of the run at the checkpoint of a step; `previous` is a step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
