@@ -274,11 +274,16 @@ class OuterLoop:
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
         as_count = lambda value: value if isinstance(value, int) and value > 0 else None
-        evaluations = zip(self._eval_loops, specs, strict=False)
+        names = [each.name for each in specs if isinstance(each, EvalSpec)]
+        evaluations = [
+            (each.name if names.count(each.name) == 1 else f"{each.name} {number}", loop, each)
+            for number, (loop, each) in enumerate(zip(self._eval_loops, specs, strict=False), start=1)
+            if isinstance(each, EvalSpec)
+        ]
         experiment = preflight.Experiment(
             state,
             self._train_loop,
-            [(each.name, loop, each) for loop, each in evaluations if isinstance(each, EvalSpec)],
+            evaluations,
             self._checkpoint_spec,
             self._workdir,
             self._log_interval,
