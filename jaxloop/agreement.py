@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -35,7 +35,7 @@ _SIZE = _HEAD + 2 * _MOST_BATCHES
 
 
 def is_known_to_all(error: BaseException) -> bool:
-    """Whether all processes know of an error, and have stopped at the same step."""
+    """Returns whether all processes know of an error, and have stopped at the same step."""
     return getattr(error, "_jaxloop_is_known_to_all", False)
 
 
@@ -46,12 +46,12 @@ def known_to_all(error: Any) -> Any:
 
 
 def is_shared(mesh: Mesh | None) -> bool:
-    """Whether the devices of a mesh are those of several processes."""
+    """Returns whether the devices of a mesh are those of several processes."""
     return mesh is not None and mesh.is_multi_process
 
 
 class _Answers:
-    """What all have said to one message; to be read when it is needed."""
+    """The answers of all to one message; read them when they are needed."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
@@ -80,7 +80,7 @@ def _without_addresses(text: str) -> str:
 
 @functools.cache
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """Where a message is, a row in each process; and what gives all rows to all."""
+    """Returns the layout of a message, a row in each process, and the function that gives all rows to all."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
     gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -104,30 +104,6 @@ def _error_for(failed: np.ndarray) -> ProcessError:
 
 
 _VOTES = "asks whether the run goes on"
-
-
-def any_stops(stops: bool, requests: interrupt.Interruptible | None = None) -> bool:
-    """Whether one of the processes wants to stop here; all ask at the same place.
-
-    Args:
-      stops: whether this one does.
-      requests: which signals have come here; it is told what all know now.
-
-    Raises:
-      ProcessError: another process has failed here.
-    """
-    signum = 0 if requests is None else requests.outermost.unconfirmed or 0
-    told = _tell(_VOTES, _WELL, int(stops), signum).read()
-    if np.any(told[:, 0] == _FAILED):
-        raise _error_for(told[:, 0] == _FAILED)
-    if requests is not None and told[:, 2].any():
-        requests.outermost.confirm(int(told[:, 2].max()))
-    return bool(told[:, 1].any())
-
-
-def first_says(value: bool) -> bool:
-    """What the first process says; all ask at the same place."""
-    return bool(_tell("asks what the first process says", int(value)).read()[0, 0])
 
 
 def tell_failure(error: BaseException) -> None:
@@ -185,51 +161,57 @@ class Job:
 
     Args:
       is_shared: whether there are several.
-      requests: which signals have come here; it is told what all know. None to ask nobody.
+      requests: which signals have come here; it is told what all know. None for one of its own.
+
+    Attributes:
+      is_shared: whether there are several.
+      requests: which signals have come here.
 
     >>> job = Job(False)
-    >>> job.any_stops(True), job.first_sees([1, 2]), job.is_first
-    (True, [1, 2], True)
+    >>> job.any_stops(True), job.gather([1, 2]), job.is_first
+    (True, [[1, 2]], True)
     """
 
     def __init__(self, is_shared: bool, requests: interrupt.Interruptible | None = None):
-        self.is_shared = is_shared
-        self._requests = requests
+        self.is_shared: bool = is_shared
+        self.requests: interrupt.Interruptible = requests or interrupt.Interruptible(defers=is_shared)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes what there is but once."""
+        """True in the process that writes what is written once."""
         return not self.is_shared or distributed.is_first_process()
 
     def any_stops(self, stops: bool = False) -> bool:
-        """See `any_stops`; asked without an argument, to hear of signals that have come to others."""
-        return any_stops(stops, self._requests) if self.is_shared else stops
+        """Returns whether one of the processes wants to stop here; without an argument, hears of signals of others.
+
+        Raises:
+          ProcessError: another process has failed here.
+        """
+        if not self.is_shared:
+            return stops
+        told = _tell(_VOTES, _WELL, int(stops), self.requests.outermost.unconfirmed or 0).read()
+        if np.any(told[:, 0] == _FAILED):
+            raise _error_for(told[:, 0] == _FAILED)
+        if told[:, 2].any():
+            self.requests.outermost.confirm(int(told[:, 2].max()))
+        return bool(told[:, 1].any())
 
     def first_says(self, value: bool) -> bool:
-        """What the first process says."""
-        return first_says(value) if self.is_shared else value
+        """Returns what the first process says."""
+        return bool(_tell("asks what the first process says", int(value)).read()[0, 0]) if self.is_shared else value
 
-    def first_sees(self, value: Any) -> Any:
-        """What the first process sees, such as in a directory; of what JSON can hold."""
-        return json.loads(gather_texts(json.dumps(value))[0]) if self.is_shared else value
+    def gather(self, value: Any) -> list[Any]:
+        """Returns what all have, such as what each sees in a directory, in their order; of what JSON can hold."""
+        return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Whether all have stopped for this error, at the same step."""
+        """Returns whether all have stopped for this error, at the same step."""
         return not self.is_shared or is_known_to_all(error)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
         """See `check_same`."""
         if self.is_shared:
             check_same(what, lines())
-
-    @contextlib.contextmanager
-    def first_goes_ahead(self, where: str) -> Iterator[None]:
-        """Opens a context in which the first process is done before the others begin."""
-        if not self.is_first:
-            wait_for_all(where)
-        yield
-        if self.is_shared and self.is_first:
-            wait_for_all(where)
 
 
 @final
@@ -283,7 +265,7 @@ class JointDraw:
 
     @property
     def held(self) -> int:
-        """How many batches of this process were drawn, and not handed out."""
+        """The number of batches of this process that were drawn, and not handed out."""
         return len(self._own) + len(self._agreed) + sum(len(batches) for _, batches, _ in self._told)
 
     def begin(self, limit: int | None, ahead: int) -> None:
@@ -296,7 +278,7 @@ class JointDraw:
 
     @property
     def next_examples(self) -> int:
-        """Of the first batch that was handed out and not counted: its examples in all processes."""
+        """The examples in all processes of the first batch that was handed out and not counted."""
         return self._handed_out[0][0]
 
     def __call__(self) -> types.Batch:
@@ -316,7 +298,7 @@ class JointDraw:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Of the batches handed out first: their examples in all processes, and the seconds of training then."""
+        """Returns, of the batches handed out first, the examples in all processes, and the seconds of training then."""
         return [self._handed_out.popleft() for _ in range(number)]
 
     def _send(self) -> None:
@@ -386,14 +368,14 @@ class JointDraw:
                 self._error = None
 
     def _end_of_all(self, failed: np.ndarray) -> Exception | SystemExit:
-        """What ends the series in this process, where these have failed; where none has, it is the end of the data."""
+        """Returns the error that ends the series here, where these have failed; where none has, the end of the data."""
         if not failed.any():
             return StopIteration()
         own = self._error if failed[jax.process_index()] else None
         return _error_for(failed) if own is None else known_to_all(own)
 
     def _why_not(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
-        """Why batches of different sizes can't be made one; None where they can."""
+        """Returns the reason why batches of different sizes can't be made one; None where they can."""
         what = f"The processes have batches of {', '.join(map(str, sizes))} rows for one step"
         if self._fill_to is None:
             return ValueError(

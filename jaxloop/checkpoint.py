@@ -103,7 +103,8 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
     return Checkpoint.at(directory, step, METADATA_FILE).metadata()
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Returns the version of jaxloop that saves here."""
     import jaxloop
 
     return jaxloop.__version__
@@ -192,10 +193,18 @@ def restore_newest(
 
 
 def open_newest(
-    directory: epath.PathLike, state: Any, *, transforms: Any = None, moves_aside: bool = True
+    directory: epath.PathLike,
+    state: Any,
+    *,
+    transforms: Any = None,
+    moves_aside: bool = True,
+    steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
-    """Like `restore_newest`; returns the checkpoint, for what else is to be read from it, and the state."""
-    found, errors = _newest_whole(directory, lambda opened: opened.restore(state, transforms=transforms))
+    """Like `restore_newest`; returns the checkpoint, for what else is to be read from it, and the state.
+
+    `steps` are those of `all_steps`, for a caller that has listed the directory.
+    """
+    found, errors = _newest_whole(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
     if found is not None:
         for error in errors:
             consequence = f"Step {found[0].step} was restored instead."
@@ -226,12 +235,12 @@ def move_damaged_aside(directory: epath.PathLike) -> None:
 
 
 def _newest_whole(
-    directory: epath.PathLike, read: Callable[["Checkpoint"], Any]
+    directory: epath.PathLike, read: Callable[["Checkpoint"], Any], steps: Sequence[int] | None = None
 ) -> tuple[tuple["Checkpoint", Any] | None, list[CheckpointError]]:
     """Returns the newest checkpoint that can be read, with what was read, or None; and the errors of newer ones."""
     errors: list[CheckpointError] = []
     directory = absolute(directory)
-    for step in reversed(all_steps(directory)):
+    for step in reversed(all_steps(directory) if steps is None else steps):
         try:
             opened = Checkpoint.open(directory / str(step))
             return (opened, read(opened)), errors
@@ -376,7 +385,7 @@ class Checkpoint:
         Raises:
           CheckpointError: it was saved in another format, or the body raised a KeyError or the like.
         """
-        by, version = self.noted.get(_VERSION_KEY, "an unknown version"), _version()
+        by, version = self.noted.get(_VERSION_KEY, "an unknown version"), own_version()
         if _SEALED_KEY in self.noted and self.noted.get(_FORMAT_KEY) != _FORMAT:
             raise CheckpointError(
                 f"The checkpoint {self.path} was saved by jaxloop {by} in format {self.noted.get(_FORMAT_KEY)}, and "
@@ -413,7 +422,8 @@ class Checkpoint:
         with _reading(self.path, item, self.is_sealed), ocp.Checkpointer(handler) as checkpointer:
             restored = checkpointer.restore(self.path / item, args=args)
         values = checks.leaves_by_path(restored)
-        _check_fits(self.path, item, values, wanted)  # What `transforms` made of it, too.
+        if transforms is not None:
+            _check_fits(self.path, item, values, wanted)
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, map(_as_in, leaves, [values[path] for path in wanted]))
 
@@ -716,7 +726,12 @@ class CheckpointWriter:
             items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
         if with_leaves := _checked_trees(trees):
             items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(with_leaves, "trees"))
-        noted |= {_SEALED_KEY: True, _LEAVES_KEY: _fingerprint(state), _FORMAT_KEY: _FORMAT, _VERSION_KEY: _version()}
+        noted |= {
+            _SEALED_KEY: True,
+            _LEAVES_KEY: _fingerprint(state),
+            _FORMAT_KEY: _FORMAT,
+            _VERSION_KEY: own_version(),
+        }
         return ocp.args.Composite(**items), noted
 
     def _ready_manager(self) -> ocp.CheckpointManager:

@@ -1,7 +1,7 @@
 """A loop that evaluates."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from absl import logging
@@ -67,7 +67,7 @@ class EvalLoop(ActionLoop):
 
     @property
     def said_of_training(self) -> str:
-        """What there is to say of a step with train=True in an evaluation."""
+        """The warning for a step with train=True in an evaluation."""
         return (
             f"{self.step!r}, a step with train=True: a model with dropout or batch statistics would be evaluated in "
             "training mode. Give the eval loop a step of its own, with train=False."
@@ -80,18 +80,15 @@ class EvalLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """As `Loop.__call__`, with the state left as it is. It is not donated."""
+        """Does `Loop.__call__`, with the state left as it is. It is not donated."""
         if return_state_from_step:
             raise ValueError(
                 "return_state_from_step=True has no place in an EvalLoop, which can't change the state. Use a "
                 "TrainLoop or an ActionLoop for steps that do."
             )
+        self._is_bounded = num_steps is not None
         _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
         return state, outputs
-
-    def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, metrics.LoopOutputs]:
-        self._is_bounded = num_steps is not None
-        return super().run(state, dataset, num_steps)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Part of an evaluation is none: no action shall take its means for those of the dataset.

@@ -9,30 +9,16 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import (
-    agreement,
-    checkpoint,
-    checks,
-    distributed,
-    failures,
-    files,
-    interrupt,
-    lock,
-    metrics,
-    preflight,
-    types,
-)
+from jaxloop import agreement, checkpoint, checks, distributed, failures, files, lock, metrics, preflight, types
 from jaxloop.action_loop import ActionLoop, Run
 from jaxloop.actions.action import Action
-from jaxloop.evaluations import Evaluations
+from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
-from jaxloop.sources import NO_DATA
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
-from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, names_of
+from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.specs import EvalContext as EvalContext
-from jaxloop.tally import Tally
 from jaxloop.timing import Spent
 from jaxloop.train_loop import TrainLoop
 from jaxloop.training import Training, step_num_of
@@ -110,8 +96,7 @@ class OuterLoop:
                 "The loops of an OuterLoop must all be over the devices of all processes, or none: give their steps "
                 "the same partitioner."
             )
-        self._interrupt = interrupt.Interruptible(defers=shared[0])
-        self._job = agreement.Job(shared[0], self._interrupt)
+        self._job = agreement.Job(shared[0])
         self._rescued_state: Any = None
         if workdir is None and checkpoint_spec is not None and train_loop is not None:
             workdir = checkpoint_spec.checkpoint_dir
@@ -121,6 +106,8 @@ class OuterLoop:
             raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
         self._workdir = workdir
+        self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
+        self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
         history_file = None if workdir is None else epath.Path(workdir) / file
         self._history = History(history_file, writes=self._job.is_first)
         self._log_interval = log_interval
@@ -130,7 +117,7 @@ class OuterLoop:
 
     @property
     def history(self) -> History:
-        """What was measured: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation so named.
+        """The measured values: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation so named.
 
         Statistics such as the steps per second are left out: a run done again has the same history.
         """
@@ -138,7 +125,7 @@ class OuterLoop:
 
     @property
     def spent(self) -> Spent:
-        """What the last call spent its time on; as a text, one sentence."""
+        """The time that the last call spent, and on what; as a text, one sentence."""
         return self._spent
 
     @property
@@ -190,37 +177,34 @@ class OuterLoop:
           `(state, outputs)`, the outputs being those of the last train loop, or of the last eval loop where there is
           no train loop; None where no loop ran.
         """
-        spec = self._run_spec(
-            train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
-        )
+        specs = named(eval_specs)
+        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
         for error in self._errors_of(spec):
             raise error
         checks.check_alive(state, "OuterLoop(...)")
         spec = dataclasses.replace(spec, stop=None if spec.stop is None else spec.stop.as_stop())
-        self._rescued_state = None
-        self._job.check_same("The run", lambda: [*spec.description(), *self._descriptions()])
-        tally, spent_before = Tally(self._loops), self._loops[0].spent
-        with self._interrupt, contextlib.ExitStack() as locks:  # After SIGTERM, closing the first one exits.
-            held = self._locks()
-            for each in held:
-                locks.enter_context(each)
+        described = [spec, *self._loops]
+        self._job.check_same("The run", lambda: [line for each in described for line in each.description()])
+        self._rescued_state, requests = None, self._job.requests
+        _begin_counting(self._loops)
+        first_loop, spent_before = self._loops[0], self._loops[0].spent
+        with requests, self._locked() as locks:  # After SIGTERM, closing the first one exits.
             training = None
             try:
-                evaluations = self._evaluations(spec)
-                training = self._training(spec, evaluations)
-                self._join_loops(spec, evaluations, training)
-                with self._loops[0].stopwatch.counting("rest"):
+                evaluations, training = self._join_loops(spec)
+                with first_loop.stopwatch.counting("rest"):
                     if training is None:
-                        state, outputs = state, self._evaluate(state, evaluations)
+                        outputs = self._evaluate(state, evaluations)
                     else:
                         state, outputs = training(state, says_so=log_train_total_steps)
                     self._job.any_stops()  # Of a signal that came since the last batch.
-                    is_over = not self._interrupt.requested  # A signal from here on comes too late to change that.
+                    is_over = not requests.requested  # A signal from here on comes too late to change that.
                     if is_over:
                         state = _finish_actions(self._loops, state)
             except BaseException as error:
                 if training is not None and training.has_begun:
-                    self._rescue_state(training, error)
+                    self._rescued_state, step_num = training.newest or (first_loop.rescued_state, first_loop.step_num)
+                    training.rescue(self._rescued_state, step_num, error)
                 self._close_actions(raise_errors=False)
                 self._record_failure(error)
                 if self._job.is_shared and isinstance(error, SystemExit):
@@ -231,13 +215,13 @@ class OuterLoop:
                     training.close()
                     self._passes = training.run.passes
             self._close_actions(raise_errors=True)
-            self._spent = self._loops[0].spent - spent_before
+            self._spent = first_loop.spent - spent_before
             logging.info("%s", self._spent)
             if training is not None:
-                _warn_of_nan(outputs, self._history, self._loops[0].step_num)
+                _warn_of_nan(outputs, self._history, first_loop.step_num)
             if is_over:
-                tally.report_what_never_ran(spec.eval_specs)
-                for each in held:
+                _warn_of_what_never_ran(self._loops, evaluations)
+                for each in locks:
                     each.check()
                 if training is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
@@ -287,24 +271,24 @@ class OuterLoop:
           A report with all problems; `report.raise_errors()` ends a program that has errors. (Of what it does there
           remains, where they were missing, empty directories for checkpoints and the history.)
         """
-        spec = self._run_spec(
-            train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
-        )
-        specs = [each for each in spec.eval_specs if isinstance(each, EvalSpec)]
-        try:
-            names = names_of(specs)
-        except ValueError:  # Which is among the errors.
-            names = [f"{each.name} {number}" for number, each in enumerate(specs, start=1)]
+        specs = named(eval_specs)
+        spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
         as_count = lambda value: value if isinstance(value, int) and value > 0 else None
+        names = [each.name for each in specs if isinstance(each, EvalSpec)]
+        evaluations = [
+            (each.name if names.count(each.name) == 1 else f"{each.name} {number}", loop, each)
+            for number, (loop, each) in enumerate(zip(self._eval_loops, specs, strict=False), start=1)
+            if isinstance(each, EvalSpec)
+        ]
         experiment = preflight.Experiment(
             state,
-            self._train_loop if spec.train_dataset is not None else None,
-            list(zip(names, self._eval_loops, specs, strict=False)),
+            self._train_loop,
+            evaluations,
             self._checkpoint_spec,
             self._workdir,
             self._log_interval,
-            spec.train_dataset,
-            lambda: self._source_of(spec.train_dataset),
+            spec.data,
+            lambda: self._source_of(spec.data),
             self._source_of,
             as_count(train_total_steps),
             as_count(train_loop_steps),
@@ -315,72 +299,54 @@ class OuterLoop:
         )
         return preflight.look(experiment, list(self._errors_of(spec)))
 
-    def _run_spec(
-        self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
-    ) -> RunSpec:
-        specs = tuple(eval_specs or ())
-        if train_dataset is None and self._train_loop is not None:
-            train_dataset = NO_DATA
-        return RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
-
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
-        step = self._train_loop.step if self._train_loop is not None else None
+        step = None if self._train_loop is None else self._train_loop.step
         return spec.errors(step, num_eval_loops=len(self._eval_loops))
 
-    def _descriptions(self) -> list[str]:
-        return [line for loop in self._loops for line in loop.description()]
-
-    def _locks(self) -> list[lock.DirectoryLock]:
-        """Returns the locks of the directories that the run writes to; none in processes other than the first."""
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
+        """Keeps other programs out of the directories that the run writes to; the first process does so for all."""
         directories = directories_of(self._train_loop, self._checkpoint_spec, self._workdir)
         for directory in directories:  # Now rather than after hours of training.
             checkpoint.prepare_directory(directory)
         name = lock.TRAINER if self._train_loop is not None else lock.EVALUATOR
-        return [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
+        locks = [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
+        with contextlib.ExitStack() as held:
+            for each in locks:
+                held.enter_context(each)
+            yield locks
 
-    def _evaluations(self, spec: RunSpec) -> Evaluations:
-        trains = self._train_loop is not None
-        return Evaluations(
-            self._eval_loops,
-            spec.eval_specs,
-            source_of=self._source_of,
-            counting=lambda: self._loops[0].stopwatch.counting("evals") if trains else contextlib.nullcontext(),
-            job=self._job,
-            requests=self._interrupt,
-        )
+    def _join_loops(self, spec: RunSpec) -> tuple[Evaluations, Training | None]:
+        """Makes the loops part of one run: their actions are closed here, however it ends.
 
-    def _training(self, spec: RunSpec, evaluations: Evaluations) -> Training | None:
-        """The training of a call; None where nothing is trained."""
-        if self._train_loop is None:
-            return None
-        keys = self._train_loop.step.base_prng
-        run = WholeRun(
-            self._train_loop, evaluations.loops, evaluations.sources, self._history, keys, self._job, self._passes
+        Returns the evaluations of a call, and its training; None where nothing is trained.
+        """
+        train_loop, specs = self._train_loop, spec.eval_specs
+        training, run = None, Run(self._history, spec.total_steps, stop=spec.stop)
+        iterators = {each.name: each.dataset_iterator for each in specs if each.dataset_iterator is not None}
+        sources = {name: self._source_of(iterator) for name, iterator in iterators.items()}
+        evaluations = Evaluations(
+            [Evaluation(*each, sources.get(each[1].name)) for each in zip(self._eval_loops, specs, strict=True)],
+            self._job,
+            None if train_loop is None else train_loop.stopwatch,
         )
-        return Training(
-            self._train_loop,
-            spec,
-            evaluations,
-            run,
-            self._checkpoint_spec,
-            source_of=self._source_of,
-            job=self._job,
-            requests=self._interrupt,
-        )
-
-    def _join_loops(self, spec: RunSpec, evaluations: Evaluations, training: Training | None) -> None:
-        """Makes the loops part of one run: their actions are closed here, however it ends."""
-        run = Run(self._history, spec.total_steps, stop=spec.stop)
-        if training is not None:
-            run.snapshot, run.can_resume = training.run.snapshot, bool(checkpoint_actions(self._loops[0]))
-            run.keeps_batches = self._directory_of_failures() is not None and not self._job.is_shared
+        if train_loop is not None:
+            parts = {each.spec.name: each.loop for each in evaluations.items}
+            keys = train_loop.step.base_prng
+            whole = WholeRun(train_loop, parts, sources, self._history, keys, self._job, self._passes)
+            training = Training(
+                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers
+            )
+            run.snapshot, run.can_resume = whole.snapshot, bool(self._savers)
+            run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
         for loop in self._loops:
             loop.detach_all()
             loop.run_info = dataclasses.replace(run)
-        if self._train_loop is not None:
-            self._train_loop.attach(_Recorder(self._history, "train", self._log_interval))
-        for name, loop in evaluations.loops.items():
-            loop.attach(_Recorder(self._history, name, 1))
+        if train_loop is not None:
+            train_loop.attach(_Recorder(self._history, "train", self._log_interval))
+        for each in evaluations.items:
+            each.loop.attach(_Recorder(self._history, each.spec.name, 1))
+        return evaluations, training
 
     def _evaluate(self, state: Any, evaluations: Evaluations) -> metrics.LoopOutputs | None:
         """Evaluates only."""
@@ -391,7 +357,7 @@ class OuterLoop:
         return evaluations.once(state, step_num)
 
     def _source_of(self, dataset: Any) -> PositionedIterator:
-        """What counts the batches of a dataset; of an iterator always the same, for none to be lost between calls."""
+        """Returns what counts the batches of a dataset; for an iterator always the same, so no call loses one."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._sources:
@@ -400,24 +366,9 @@ class OuterLoop:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _rescue_state(self, training: Training, error: BaseException) -> None:
-        """Keeps, and saves, the state as of the last whole step before an exception."""
-        loop = self._loops[0]
-        state, step_num = training.newest or (loop.rescued_state, loop.step_num)
-        self._rescued_state = state
-        if state is not None:
-            # To save takes all processes; and who ends the program at once does not wait for it.
-            if self._job.knows(error) and isinstance(error, Exception | SystemExit):
-                training.save_now(state, step_num)
-        elif checkpoint_actions(loop):
-            logging.error("The state of step %d is not saved: %s", step_num, loop.rescue_problem)
-
-    def _directory_of_failures(self) -> epath.PathLike | None:
-        return self._workdir or next((action.directory for action in checkpoint_actions(self._loops[0])), None)
-
     def _record_failure(self, error: BaseException) -> None:
         """Records the step that failed, once all checkpoints are committed."""
-        loop, workdir = self._train_loop, self._directory_of_failures()
+        loop, workdir = self._train_loop, self._directory_of_failures
         if not isinstance(loop, TrainLoop) or loop.failed_step is None or workdir is None:
             return
         if self._job.is_shared:
@@ -452,6 +403,37 @@ class OuterLoop:
         self._history.close()
         if errors and raise_errors:
             raise errors[0]
+
+
+def _begin_counting(loops: Sequence[ActionLoop]) -> None:
+    """Has the loops and their actions count from here how often they are called."""
+    for loop in loops:
+        loop.progress.loops_run = loop.progress.longest_loop = 0
+        for each in loop.action_lists:
+            each.calls = [0] * len(each.actions)
+
+
+def _warn_of_what_never_ran(loops: Sequence[ActionLoop], evaluations: Evaluations) -> None:
+    """Lists in one warning the actions and evaluations that were never called in a run, and the reasons."""
+    lines, action_lists = [], {}
+    for loop in loops:
+        for each in loop.action_lists if loop.progress.loops_run else ():
+            action_lists.setdefault(id(each), (each, loop))  # Two loops may share a step.
+    for each, loop in action_lists.values():
+        runs, most_steps = loop.progress.loops_run, loop.progress.longest_loop
+        happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
+        for action in [action for action, calls in zip(each.actions, each.calls, strict=True) if not calls]:
+            if isinstance(action.interval, Schedule):
+                lines.append(f"{action!r} of {loop!r}: its schedule did not fire up to step {loop.step_num}")
+            else:
+                lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
+    train_loops = sum(loop.progress.loops_run for loop in loops[: len(loops) - len(evaluations.items)])
+    for each in evaluations.items:
+        if train_loops and not each.loop.progress.loops_run:
+            when = f"{each.spec.when} never let it run after one of the {train_loops} train loops"
+            lines.append(f"{each.loop!r}: {when}")
+    if lines:
+        logging.warning("Never called in this run:\n  %s.\nAnother interval would make them run.", ";\n  ".join(lines))
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num: int) -> None:

@@ -40,7 +40,7 @@ class PositionUnknownError(ValueError):
 @final
 @dataclasses.dataclass(frozen=True)
 class DatasetPosition:
-    """Where an iterator is in its data: how many batches of this pass were consumed, and how to get there.
+    """The position of an iterator in its data: how many batches of this pass were consumed, and how to get there.
 
     >>> position = DatasetPosition("state", count=5, state={"dict": {"next_index": 3}}, skip=2)
     >>> DatasetPosition.from_dict(position.to_dict()) == position
@@ -72,7 +72,7 @@ class DatasetPosition:
             raise ValueError(f"A DatasetPosition needs 0 <= skip <= count, got skip={self.skip}, count={self.count}.")
 
     def to_dict(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
-        """As JSON has it: numbers, strings, lists and dicts; bytes are in base64.
+        """Returns it as JSON has it: numbers, strings, lists and dicts; bytes are in base64.
 
         Args:
           arrays: takes the state's files of tf.data, as uint8 arrays by name, in the place of the JSON, where they have
@@ -218,12 +218,12 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def fingerprint(self) -> list[str]:
-        """What identifies the pipeline, a line for each of its parts, as `fingerprint.describe_source` returns it."""
+        """The description of the pipeline, a line for each of its parts, see `fingerprint.describe_source`."""
         return self._fingerprint["source"]
 
     @property
     def is_endless(self) -> bool:
-        """Whether the data are known to have no end."""
+        """True if the data are known to have no end."""
         return is_endless(self._dataset)
 
     def __length_hint__(self) -> int:
@@ -237,7 +237,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def kind(self) -> str:
-        """How the source says where it is, see `DatasetPosition`."""
+        """The way in which the source says where it is, see `DatasetPosition`."""
         return self._source.kind if self._source.kind and not self._source.problem else self._kind_of_plain
 
     @property
@@ -246,7 +246,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def problem(self) -> str | None:
-        """Why a position here can't be restored, and what to do; None where it can, as far as is known.
+        """The reason why a position here can't be restored, and what to do; None if it can, as far as is known.
 
         That a tf.data pipeline can't be saved is known after the first `mark`.
         """
@@ -347,7 +347,7 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Where the data are after `count` batches of this pass; None for all that were handed out.
+        """Returns the position of the data after `count` batches of this pass; None for all that were handed out.
 
         Raises:
           ValueError: so many were not handed out, or it is too long ago.
@@ -463,7 +463,7 @@ class DataWithOptions(Iterable[types.Batch]):
 
     @property
     def is_endless(self) -> bool:
-        """Whether a pass is known to have no end."""
+        """True if a pass is known to have no end."""
         return is_endless(self.data)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What an experiment is told: how long to train, on what to evaluate and when, where its checkpoints are."""
+"""The arguments of an experiment: how long to train, on what to evaluate and when, where its checkpoints are."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """Where an experiment is when it asks whether to evaluate.
+    """The progress of an experiment when it asks whether to evaluate.
 
     Attributes:
       is_continuous_eval: whether checkpoints are evaluated as they appear, without a train loop.
@@ -34,7 +34,7 @@ class EvalContext:
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """On what an eval loop evaluates, and when.
+    """The data that an eval loop evaluates on, and when it does.
 
     >>> import numpy as np
     >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
@@ -86,7 +86,7 @@ class EvalSpec:
 
     @property
     def when(self) -> str:
-        """What says when it is evaluated, in words."""
+        """The argument that says when it is evaluated, in words."""
         if self.schedule is not None:
             return f"schedule={self.schedule!r}"
         is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
@@ -110,7 +110,7 @@ class EvalSpec:
 @final
 @dataclasses.dataclass(frozen=True)
 class CheckpointSpec:
-    """Where an experiment's checkpoints are.
+    """The checkpoints of an experiment.
 
     With a train loop the experiment resumes from the newest one. (A `CheckpointAction` of the train loop writes them.)
     Without, each checkpoint is evaluated as it appears.
@@ -143,31 +143,23 @@ class CheckpointSpec:
         return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
 
 
-def names_of(eval_specs: Sequence[EvalSpec]) -> list[str]:
-    """The names of the evaluations, all different.
+def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
+    """Returns the specs, those without a name of their own numbered.
 
-    >>> names_of([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])
+    >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
-
-    Raises:
-      ValueError: two of them were given the same one.
     """
-    names = []
-    for spec in eval_specs:
-        if spec.name == "eval":
-            names.append("eval" if "eval" not in names else f"eval_{len(names) + 1}")
-        else:
-            names.append(spec.name)
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each a name of its own.")
-    return names
+    specs = list(eval_specs or ())
+    unnamed = [index for index, spec in enumerate(specs) if isinstance(spec, EvalSpec) and spec.name == "eval"]
+    for index in unnamed[1:]:
+        specs[index] = dataclasses.replace(specs[index], name=f"eval_{index + 1}")
+    return tuple(specs)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """What a call of an `OuterLoop` is told, see there."""
+    """The arguments of a call of an `OuterLoop`, see there; the eval specs are `named`."""
 
     train_dataset: Any = None
     total_steps: int | None = None
@@ -178,7 +170,7 @@ class RunSpec:
     on_exhausted: str = "stop"
 
     def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
-        """What is wrong with it, for an `OuterLoop` with so many eval loops, and with a train loop of this step."""
+        """Yields the errors in it, for an `OuterLoop` with so many eval loops, and with a train loop of this step."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
@@ -189,38 +181,10 @@ class RunSpec:
         except (TypeError, ValueError) as error:
             yield error
             return
+        has_no_data = self.train_dataset is None and train_step is not None
         if self.total_steps is not None and self.total_steps > np.iinfo(np.int32).max:
             yield ValueError(f"train_total_steps={self.total_steps} is more than state.step, an int32, can count to.")
-        yield from self._errors_of_epochs()
-        if self.stop is not None and not isinstance(self.stop, Schedule):
-            yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
-        has_train_loop = train_step is not None
-        if self.train_dataset is not None and not has_train_loop:
-            yield ValueError(
-                "OuterLoop got a train_dataset without a train_loop: give both to train, neither to evaluate only."
-            )
-        if self.train_dataset is NO_DATA and self.total_steps is None and self.stop is None:
-            yield ValueError(
-                "OuterLoop got a train_loop without a train_dataset. Give the data; or, if the step needs none, "
-                "train_total_steps or stop, because nothing else ends the run."
-            )
-        if len(self.eval_specs) != num_eval_loops:
-            yield ValueError(
-                f"OuterLoop has {num_eval_loops} eval_loops and was called with {len(self.eval_specs)} eval_specs. "
-                "Give one EvalSpec for each eval loop, in their order."
-            )
-        if strangers := [spec for spec in self.eval_specs if not isinstance(spec, EvalSpec)]:
-            yield TypeError(f"eval_specs must hold EvalSpecs, got {strangers[0]!r}.")
-        else:
-            try:
-                names_of(self.eval_specs)
-            except ValueError as error:
-                yield error
-        if self.on_exhausted not in ("stop", "raise"):
-            yield ValueError(f'on_exhausted must be "stop" or "raise", got {self.on_exhausted!r}.')
-
-    def _errors_of_epochs(self) -> Iterator[Exception]:
-        if self.epochs is not None and self.train_dataset is NO_DATA:
+        if self.epochs is not None and has_no_data:
             yield ValueError(
                 f"OuterLoop got train_epochs={self.epochs} without a train_dataset: there is nothing to pass over. "
                 "Give train_total_steps or stop."
@@ -236,25 +200,57 @@ class RunSpec:
                 f"train_epochs={self.epochs} needs a train dataset that starts anew each time (a list, a "
                 f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}, which ends once and for all."
             )
+        if self.stop is not None and not isinstance(self.stop, Schedule):
+            yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
+        if self.train_dataset is not None and train_step is None:
+            yield ValueError(
+                "OuterLoop got a train_dataset without a train_loop: give both to train, neither to evaluate only."
+            )
+        if has_no_data and self.total_steps is None and self.stop is None:
+            yield ValueError(
+                "OuterLoop got a train_loop without a train_dataset. Give the data; or, if the step needs none, "
+                "train_total_steps or stop, because nothing else ends the run."
+            )
+        yield from self._errors_of_evaluations(num_eval_loops)
+        if self.on_exhausted not in ("stop", "raise"):
+            yield ValueError(f'on_exhausted must be "stop" or "raise", got {self.on_exhausted!r}.')
+
+    def _errors_of_evaluations(self, num_eval_loops: int) -> Iterator[Exception]:
+        specs = self.eval_specs
+        names = [spec.name for spec in specs if isinstance(spec, EvalSpec)]
+        if len(specs) != num_eval_loops:
+            yield ValueError(
+                f"OuterLoop has {num_eval_loops} eval_loops and was called with {len(specs)} eval_specs. "
+                "Give one EvalSpec for each eval loop, in their order."
+            )
+        if strangers := [spec for spec in specs if not isinstance(spec, EvalSpec)]:
+            yield TypeError(f"eval_specs must hold EvalSpecs, got {strangers[0]!r}.")
+        elif twice := {name for name in names if names.count(name) > 1}:
+            yield ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each a name of its own.")
+
+    @property
+    def data(self) -> Any:
+        """The train dataset; without one, a batch of None for each step."""
+        return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property
     def has_iterator(self) -> bool:
-        """Whether the train data end once and for all."""
+        """True if the train data end once and for all."""
         return hasattr(self.train_dataset, "__next__")
 
     @property
     def end(self) -> Any:
-        """To where the training goes, as far as is known before."""
+        """The end of the training, as far as it is known before."""
         end = self.stop if self.total_steps is None else self.total_steps
         return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
-        """Whether a loop ends after this step in any case."""
+        """Returns whether a loop ends after this step in any case."""
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
-        """To the next multiple of `loop_steps`, but not past the total; None for as long as there is data.
+        """Returns the steps to the next multiple of `loop_steps`, or to the total; None for as long as there is data.
 
         >>> spec = RunSpec(total_steps=25, loop_steps=10)
         >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
@@ -268,12 +264,9 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """What must be the same in all processes of a job, a line each."""
+        """Returns what must be the same in all processes of a job, a line each."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),
-            *(
-                f"EvalSpec {name!r}: {spec.num_steps} steps"
-                for name, spec in zip(names_of(self.eval_specs), self.eval_specs, strict=True)
-            ),
+            *(f"EvalSpec {spec.name!r}: {spec.num_steps} steps" for spec in self.eval_specs),
         ]

@@ -1,8 +1,7 @@
 """The whole run: what a checkpoint keeps beside the train state, and how a run goes on from there."""
 
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
 
 import jax
@@ -25,7 +24,7 @@ _POSITION_ARRAYS = "data"
 @final
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """How far a run was when its checkpoint was saved.
+    """The progress of a run when its checkpoint was saved.
 
     Attributes:
       elapsed: after the last completed step; `previous` is the one before.
@@ -45,119 +44,106 @@ class Resumed:
     knows_position: bool = False
     is_own_position: bool = True
 
+    @property
+    def is_between_passes(self) -> bool:
+        """True if it was between two passes over the train data."""
+        return self.knows_position and self.position is None
+
 
 class Part(Protocol):
-    """A part of a run that remembers something: a loop with its actions, say."""
+    """A part of a run that remembers something: a loop with its actions, say.
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What it remembers: as JSON can hold it, and states by name."""
-        ...
+    What the part that trains remembers has `elapsed`, `previous` (a step before), `steps_in_loop` and `has_stopped`.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Takes that over."""
-        ...
-
-    def resume(self, elapsed: Elapsed) -> None:
-        """Goes on from here without it."""
-        ...
-
-    def batches_ahead(self, source: Any) -> int:
-        """How many batches it has drawn from a source, and not used."""
-        ...
-
-
-class MainPart(Part, Protocol):
-    """The part that trains.
-
-    What it remembers has `elapsed`, `previous` (a step before), `steps_in_loop` and `has_stopped` in it.
+    Attributes:
+      steps_before: how many steps of the loop under way it did before it was broken off.
     """
 
     steps_before: int
 
     @property
     def batches_consumed(self) -> int:
-        """How many batches the source had given when the last whole step was done."""
+        """The number of batches that the source had given when the last whole step was done."""
+        ...
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what it remembers: as JSON can hold it, and states by name."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
+        """Takes that over."""
+
+    def resume(self, elapsed: Elapsed) -> None:
+        """Goes on from here without it."""
+
+    def batches_ahead(self, source: Any) -> int:
+        """Returns how many batches it has drawn from a source, and not used."""
         ...
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class WholeRun:
-    """What there is to a run beside its train state: loops, actions, positions in the data, the history.
+    """All of a run but its train state: loops, actions, positions in the data, the history.
 
-    Args:
+    Attributes:
       main: the part that trains.
       others: other parts by name.
       eval_sources: what evaluations draw from, where they go on from one to the next.
       history: what was measured.
       keys: the PRNG keys, which a later run must have too.
-      job: the processes that train together, each with data of its own; None for one alone.
+      job: the processes that train together, each with data of its own.
       passes: how many passes over the train data have ended.
-
-    Attributes:
       source: the pass over the train data under way; None between two.
-      passes: how many passes over the train data have ended.
     """
 
-    def __init__(
-        self,
-        main: MainPart,
-        others: Mapping[str, Part],
-        eval_sources: Mapping[str, PositionedIterator],
-        history: History,
-        keys: Any = None,
-        job: agreement.Job | None = None,
-        passes: int = 0,
-    ):
-        self._main, self._parts = main, {"train": main, **others}
-        self._eval_sources, self._history = eval_sources, history
-        self._keys = encoding.encode_keys(keys)
-        self._job = job or agreement.Job(False)
-        self.source: PositionedIterator | None = None
-        self.passes: int = passes
+    main: Part
+    others: Mapping[str, Part]
+    eval_sources: Mapping[str, PositionedIterator]
+    history: History
+    keys: Any = None
+    job: agreement.Job = dataclasses.field(default_factory=lambda: agreement.Job(False))
+    passes: int = 0
+    source: PositionedIterator | None = None
+
+    def __post_init__(self) -> None:
+        self._keys = encoding.encode_keys(self.keys)
+        self._parts = {"train": self.main, **self.others}
+
+    # What `snapshot` writes, `load` reads, in the same order ---------------------------------------------
 
     def snapshot(self, *, was_broken_off: bool = False) -> dict[str, Any]:
-        """What a checkpoint of this moment keeps, as `CheckpointAction.save` takes it.
+        """Returns what a checkpoint of this moment keeps, as `CheckpointAction.save` takes it.
 
         Args:
           was_broken_off: whether this step may lack some of what belongs to it.
         """
-        self._history.flush()  # The rows up to here are part of it.
+        self.history.flush()  # The rows up to here are part of it.
         states, trees = {}, {}
         for name, part in self._parts.items():
             states[name], kept = part.state_dict()
-            trees.update({f"{name}.{key}": tree for key, tree in kept.items()})
-        arrays: dict[str, np.ndarray] = {}
-        consumed = self._main.batches_consumed
-        train = states["train"]
-        own = {
-            "data": self.source and _position_of(self.source, consumed, None if self._job.is_shared else arrays),
-            "eval_data": {
-                name: _position_of(each, each.count - self._parts[name].batches_ahead(each))
-                for name, each in self._eval_sources.items()
-            },
-        }
+            trees.update({f"{name}.{key}": state for key, state in kept.items()})
+        main, (positions, arrays) = states["train"], self._positions()
         return {
             "metadata": {
-                "elapsed": train["elapsed"],
-                "previous": train["previous"],
-                "batches_in_loop": train["steps_in_loop"],
+                "elapsed": main["elapsed"],
+                "previous": main["previous"],
+                "batches_in_loop": main["steps_in_loop"],
                 "was_broken_off": was_broken_off,
             },
             "run": {
-                "jaxloop": _version(),
+                "jaxloop": checkpoint.own_version(),
                 "keys": self._keys,
-                "passes": self.passes,
-                "positions": list(map(json.loads, agreement.gather_texts(json.dumps(own))))
-                if self._job.is_shared
-                else [own],
-                "data_sizes": {name: array.size for name, array in arrays.items()},
-                # Of rows in memory a later process has none.
-                "history_rows": None if self._history.path is None else len(self._history),
-                "history_file": self._history.checksum(),
                 "parts": states,
                 "kept_states": sorted(trees),
+                "data_sizes": {name: array.size for name, array in arrays.items()},
+                "positions": positions,
+                # Of rows in memory a later process has none.
+                "history_rows": None if self.history.path is None else len(self.history),
+                "history_file": self.history.checksum(),
+                "passes": self.passes,
             },
-            "trees": trees | ({_POSITION_ARRAYS: arrays} if arrays else {}),
+            "trees": {**trees, _POSITION_ARRAYS: arrays},
         }
 
     def load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
@@ -175,94 +161,111 @@ class WholeRun:
           ValueError: it is of a run with other PRNG keys.
         """
         with opened.understanding():
-            return self._load(opened, state)
+            metadata, run = opened.metadata(), opened.run()
+            resumed = Resumed(
+                opened.elapsed(),
+                steps_in_loop=metadata.get("batches_in_loop", 0),
+                was_broken_off=metadata.get("was_broken_off", False),
+            )
+            if not run:
+                self._load_nothing(opened, resumed)
+                return resumed
+            self._check_is_this_run(run, opened, resumed.elapsed)
+            arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
+            trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _POSITION_ARRAYS: arrays})
+            for name, part in self._parts.items():
+                if name in run["parts"]:
+                    prefix = f"{name}."
+                    kept = {key.removeprefix(prefix): tree for key, tree in trees.items() if key.startswith(prefix)}
+                    part.load_state_dict(run["parts"][name], kept)
+                else:
+                    warning = "The checkpoint of step %d has no evaluation named %r: it begins anew."
+                    logging.warning(warning, opened.step, name)
+                    part.resume(resumed.elapsed)
+            position, is_own = self._load_positions(run["positions"], trees[_POSITION_ARRAYS])
+            self.resume_history(opened.step, run["history_rows"], run["history_file"])
+            self.passes = run["passes"]
+            return dataclasses.replace(
+                resumed,
+                has_stopped=run["parts"]["train"]["has_stopped"],
+                position=position,
+                knows_position=True,
+                is_own_position=is_own,
+            )
 
-    def _load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
-        noted, run, directory, step = opened.metadata(), opened.run(), opened.path.parent, opened.step
-        elapsed = opened.elapsed()
-        was_broken_off, steps_in_loop = noted.get("was_broken_off", False), noted.get("batches_in_loop", 0)
-        if not run:
-            logging.warning(
-                "The checkpoint of step %d in %s holds a train state alone, as an Orbax CheckpointManager saves it: "
-                "the data, the actions and open means start afresh, and damage to it can't be detected.",
-                step,
-                directory,
-            )
-            for part in self._parts.values():
-                part.resume(elapsed)
-            self._main.steps_before = steps_in_loop
-            self.resume_history(step)
-            self.passes = elapsed.loops
-            return Resumed(elapsed, was_broken_off, steps_in_loop=steps_in_loop)
-        if elapsed.steps != step:
-            raise ValueError(
-                f"The checkpoint {step} in {directory} was saved after step {elapsed.steps}, and its directory must "
-                f"have that name. Rename it to {elapsed.steps}, or remove it."
-            )
-        self._check_is_this_run(run, directory, step)
-        kept = opened.trees(dict.fromkeys(run["kept_states"], state))
-        for name, part in self._parts.items():
-            if name not in run["parts"]:
-                logging.warning("The checkpoint of step %d has no evaluation named %r: it begins anew.", step, name)
-                part.resume(elapsed)
-                continue
-            prefix = f"{name}."
-            states = {key.removeprefix(prefix): tree for key, tree in kept.items() if key.startswith(prefix)}
-            part.load_state_dict(run["parts"][name], states)
-        positions, is_own = self._own_positions(run)
-        for name, source in self._eval_sources.items():
-            if position := positions["eval_data"].get(name):
+    def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
+        """Returns the positions in the data of each process, and the long byte strings of one alone, as arrays."""
+        arrays: dict[str, np.ndarray] = {}
+        own = {
+            "data": _position_of(self.source, self.main.batches_consumed, None if self.job.is_shared else arrays),
+            "eval_data": {
+                name: _position_of(source, source.count - self._parts[name].batches_ahead(source))
+                for name, source in self.eval_sources.items()
+            },
+        }
+        return self.job.gather(own), arrays
+
+    def _load_positions(
+        self, positions: Sequence[Any], arrays: Mapping[str, np.ndarray]
+    ) -> tuple[DatasetPosition | None, bool]:
+        """Has the evaluations go on in their data; returns the position in the train data, and whether it is our own.
+
+        It is that of the first process where there were more processes, or fewer.
+        """
+        place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
+        is_own = len(positions) == count
+        own = positions[place if is_own else 0]
+        for name, source in self.eval_sources.items():
+            if position := own["eval_data"].get(name):
                 try:
                     go_to(source, DatasetPosition.from_dict(position), is_own=is_own)
                 except PositionUnknownError as error:
                     if is_own:
                         raise
                     logging.warning("%s The evaluation %r goes on with what it gives now.", error, name)
-        self.resume_history(step, run["history_rows"], run["history_file"])
-        self.passes = run["passes"]
-        return Resumed(
-            elapsed,
-            was_broken_off,
-            run["parts"]["train"]["has_stopped"],
-            steps_in_loop,
-            self._read_position(opened, run, positions["data"]),
-            knows_position=True,
-            is_own_position=is_own,
+        return own["data"] and DatasetPosition.from_dict(own["data"], arrays), is_own
+
+    # --------------------------------------------------------------------------------------------------
+
+    def _load_nothing(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
+        """Has all parts go on from a train state alone."""
+        logging.warning(
+            "The checkpoint of step %d in %s holds a train state alone, as an Orbax CheckpointManager saves it: "
+            "the data, the actions and open means start afresh, and damage to it can't be detected.",
+            opened.step,
+            opened.path.parent,
         )
+        for part in self._parts.values():
+            part.resume(resumed.elapsed)
+        self.main.steps_before = resumed.steps_in_loop
+        self.resume_history(opened.step)
+        self.passes = resumed.elapsed.loops
+
+    def _check_is_this_run(self, run: Mapping[str, Any], opened: checkpoint.Checkpoint, elapsed: Elapsed) -> None:
+        step, directory = opened.step, opened.path.parent
+        if elapsed.steps != step:
+            raise ValueError(
+                f"The checkpoint {step} in {directory} was saved after step {elapsed.steps}, and its directory must "
+                f"have that name. Rename it to {elapsed.steps}, or remove it."
+            )
+        if run["jaxloop"] != checkpoint.own_version():
+            message = "The checkpoint of step %d was saved by jaxloop %s; this is %s."
+            logging.info(message, step, run["jaxloop"], checkpoint.own_version())
+        check_keys(run, self._keys, directory)
 
     def measured_at(self, step: int) -> set[str]:
-        """The names of what the history has measured at a step."""
-        return {name for row in self._history.rows if row.elapsed.steps == step for name in row.logs}
+        """Returns the names of what the history has measured at a step."""
+        return {name for row in self.history.rows if row.elapsed.steps == step for name in row.logs}
 
     def resume_history(
         self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
     ) -> None:
-        """As `History.resume`; of several processes the first does so, which writes the file, before the others."""
-        with self._job.first_goes_ahead("the history"):
-            self._history.resume(steps, num_rows, checksum=checksum)
-
-    def _own_positions(self, run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-        """The positions of this process; or of the first, and False, where there were more processes, or fewer."""
-        place, count = (jax.process_index(), jax.process_count()) if self._job.is_shared else (0, 1)
-        is_own = len(run["positions"]) == count
-        return run["positions"][place if is_own else 0], is_own
-
-    def _read_position(
-        self, opened: checkpoint.Checkpoint, run: Mapping[str, Any], position: Any
-    ) -> DatasetPosition | None:
-        if position is None:
-            return None
-        arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
-        if arrays:
-            arrays = opened.trees({_POSITION_ARRAYS: arrays})[_POSITION_ARRAYS]
-        return DatasetPosition.from_dict(position, arrays)
-
-    def _check_is_this_run(self, run: Mapping[str, Any], directory: epath.PathLike, step: int) -> None:
-        if run["jaxloop"] != _version():
-            logging.info(
-                "The checkpoint of step %d was saved by jaxloop %s; this is %s.", step, run["jaxloop"], _version()
-            )
-        check_keys(run, self._keys, directory)
+        """Does `History.resume`; of several processes the first does so, which writes the file, before the others."""
+        if not self.job.is_first:
+            agreement.wait_for_all("the history")
+        self.history.resume(steps, num_rows, checksum=checksum)
+        if self.job.is_shared and self.job.is_first:
+            agreement.wait_for_all("the history")
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
@@ -276,7 +279,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """How far the run was at the checkpoint of a step, as far as that says so; `previous` is a step earlier."""
+    """Returns the progress of the run at the checkpoint of a step; `previous` is a step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
@@ -298,15 +301,22 @@ def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
     return [action for action in loop.actions if isinstance(action, CheckpointAction)]
 
 
-def check_no_newer_checkpoints(train_loop: ActionLoop, step_num: int) -> None:
-    """Raises where a run that begins at a step would save among the later checkpoints of another."""
+def check_no_newer_checkpoints(
+    train_loop: ActionLoop, step_num: int, listed: Mapping[epath.Path, Sequence[int]] | None = None
+) -> None:
+    """Raises where a run that begins at a step would save among the later checkpoints of another.
+
+    `listed` has the steps in directories that the caller has listed.
+    """
+    listed = listed or {}
     for action in checkpoint_actions(train_loop):
-        found = checkpoint.all_steps(action.directory)
+        directory = action.directory
+        found = listed[directory] if directory in listed else checkpoint.all_steps(directory)
         if found and found[-1] > step_num:
             raise ValueError(
                 f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
                 f"the directory has checkpoints up to step {found[-1]}. Go on from them, with "
-                f"checkpoint_spec=CheckpointSpec({str(action.directory)!r}), or give another directory."
+                f"checkpoint_spec=CheckpointSpec({str(directory)!r}), or give another directory."
             )
 
 
@@ -333,15 +343,9 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
         source.skip(position.count - source.count)
 
 
-def _position_of(source: PositionedIterator, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
+def _position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
     try:
-        return source.position(count).to_dict(arrays)
+        return source and source.position(count).to_dict(arrays)
     except Exception:  # The run may be ending because the data are what fails.
         logging.exception("The position in %r could not be read: a resumed run can't go there.", source)
         return None
-
-
-def _version() -> str:
-    import jaxloop
-
-    return jaxloop.__version__

@@ -181,7 +181,8 @@ def test_a_signal_is_heeded_when_all_know_of_it():
 def test_texts_and_lines_of_one_process():
     assert agreement.gather_texts("one") == ["one"]
     agreement.check_same("A run", ["one", "two"])
-    assert not agreement.any_stops(False) and agreement.any_stops(True)
+    job = agreement.Job(True)
+    assert not job.any_stops(False) and job.any_stops(True) and job.first_says(True)
 
 
 def test_processes_find_each_other_by_the_variables_of_slurm(tmp_path):

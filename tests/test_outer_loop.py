@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxloop
 from jaxloop import STOP_LOOP, actions, checkpoint, examples, lock, metrics, seal
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.lock import DirectoryLock
@@ -344,6 +345,22 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, assert_same, logs):
     assert f"Resumed at step 30 from {tmp_path / 'broken'}" in logs.text
     state, outputs = resumable(tmp_path / "broken", 60, batches)
     assert int(state.step) == 60 and outputs is None
+
+
+def test_a_resume_lists_its_directory_once_before_the_first_batch(tmp_path, monkeypatch):
+    _, _, batches = examples.tiny_regression()
+    all_steps, listed, seen = checkpoint.all_steps, [], []
+    monkeypatch.setattr(checkpoint, "all_steps", lambda directory: (listed.append(directory), all_steps(directory))[1])
+
+    def make_batch(number):
+        seen.append(len(listed))
+        return batches[number % 100]
+
+    resumable(tmp_path, 20, jaxloop.from_index(make_batch))
+    listed.clear()
+    seen.clear()
+    resumable(tmp_path, 40, jaxloop.from_index(make_batch))
+    assert seen[0] == 1
 
 
 def test_a_new_run_does_not_save_among_the_checkpoints_of_another(tmp_path):
