@@ -422,8 +422,7 @@ class Checkpoint:
         with _reading(self.path, item, self.is_sealed), ocp.Checkpointer(handler) as checkpointer:
             restored = checkpointer.restore(self.path / item, args=args)
         values = checks.leaves_by_path(restored)
-        if transforms is not None:
-            _check_fits(self.path, item, values, wanted)
+        _check_fits(self.path, item, values, wanted)  # What `transforms` made of it, too.
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, map(_as_in, leaves, [values[path] for path in wanted]))
 
