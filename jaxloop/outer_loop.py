@@ -30,7 +30,7 @@ from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
 from jaxloop.sources import NO_DATA
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
-from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, names_of
+from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec
 from jaxloop.specs import EvalContext as EvalContext
 from jaxloop.tally import Tally
 from jaxloop.timing import Spent
@@ -290,30 +290,17 @@ class OuterLoop:
         spec = self._run_spec(
             train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted
         )
-        specs = [each for each in spec.eval_specs if isinstance(each, EvalSpec)]
-        try:
-            names = names_of(specs)
-        except ValueError:  # Which is among the errors.
-            names = [f"{each.name} {number}" for number, each in enumerate(specs, start=1)]
-        as_count = lambda value: value if isinstance(value, int) and value > 0 else None
         experiment = preflight.Experiment(
-            state,
-            self._train_loop if spec.train_dataset is not None else None,
-            list(zip(names, self._eval_loops, specs, strict=False)),
+            spec,
+            self._train_loop,
+            self._eval_loops,
             self._checkpoint_spec,
             self._workdir,
             self._log_interval,
-            spec.train_dataset,
-            lambda: self._source_of(spec.train_dataset),
             self._source_of,
-            as_count(train_total_steps),
-            as_count(train_loop_steps),
-            as_count(train_epochs),
-            stop,
-            on_exhausted,
             self._passes,
         )
-        return preflight.look(experiment, list(self._errors_of(spec)))
+        return preflight.check(experiment, state, self._errors_of(spec))
 
     def _run_spec(
         self, train_dataset, train_total_steps, train_loop_steps, eval_specs, stop, train_epochs, on_exhausted

@@ -869,6 +869,18 @@ SOUND = {
     "an action of an evaluation for the end": {"eval_actions": (Report(last()),)},
     "a schedule of samples and one of loops": {"train_actions": (Report(every(samples=1000)), Report(every(loops=3)))},
     "a stop by the clock": {"options": {"train_total_steps": None, "stop": at(time=60)}},
+    "an action at the end of the one loop, which nobody knows": {
+        "data": Generated(lambda: itertools.repeat(batch_of(), 400)),
+        "train_actions": (Report(every(loops=1)),),
+        "log_interval": 1,
+        "options": {"train_total_steps": None, "train_loop_steps": None},
+        **NO_CHECKPOINTS,
+    },
+    "an action by the clock where a loop begins": {"begin_actions": (Report(every(time=60)),)},
+    "an action of an evaluation by the clock": {
+        "eval_options": {"schedule": every(time=60), **TEST},
+        "eval_actions": (Report(every(100)),),
+    },
 }
 
 
@@ -961,3 +973,50 @@ def test_what_is_foreseen_is_what_happens(seed):
     outer_loop(state, batches, **options)
     for action in (begin_action, *train_actions, evaluated, *eval_actions):
         assert list(foreseen[action].steps) == action.steps, (action, options, str(foreseen[action]))
+
+
+# When actions are called, and the evaluations; what else the run is told; and how many batches its data have.
+BOTH = every(7) | last()
+PLANS = {
+    "one loop": (every(7), 1, {"train_total_steps": 40}, 50),
+    "loops": (2, every(loops=3), {"train_total_steps": 80, "train_loop_steps": 10}, 90),
+    "a total that ends a shorter loop": (2, 3, {"train_total_steps": 37, "train_loop_steps": 5}, 50),
+    "the last step": (last(), last(), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
+    "the end after the last evaluation": (last(), every(15), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
+    "the first steps": (at(0) | first(), at(0) | every(20), {"train_total_steps": 30, "train_loop_steps": 10}, 50),
+    "samples": (every(samples=100), every(samples=72), {"train_total_steps": 40, "train_loop_steps": 6}, 50),
+    "schedules that are joined": (every(4) & every(6), every(3) & ~every(5), {"train_total_steps": 40}, 50),
+    "from a point on": (after(20).then(every(6)), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
+    "loops from a point on": (at(loops=2), after(loops=3) & every(4), {"train_loop_steps": 6}, 40),
+    "epochs": (3, BOTH, {"train_epochs": 3}, 8),
+    "epochs up to a total": (every(loops=2) | last(), 1, {"train_epochs": 4, "train_total_steps": 25}, 8),
+    "the end of the data": (BOTH, 1, {}, 24),
+    "the end of the data amid a loop": (BOTH, 2, {"train_loop_steps": 7}, 24),
+    "the end of the data with a loop": (BOTH, last() | at(3), {"train_loop_steps": 6}, 24),
+    "a stop": (BOTH, 1, {"train_total_steps": 40, "train_loop_steps": 10, "stop": at(23)}, 50),
+    "a stop by samples": (last(), BOTH, {"train_loop_steps": 8, "stop": at(samples=90)}, 50),
+    "a stop that counts loops": (every(4), 1, {"train_loop_steps": 4, "stop": every(loops=3)}, 50),
+    "a stop that has come": (jaxloop.always(), jaxloop.always(), {"train_total_steps": 40, "stop": at(0)}, 50),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_each_action_and_each_evaluation_comes_where_check_says(case):
+    interval, evaluated, options, num_batches = PLANS[case]
+    begins, ends, evaluations, after_evaluations = map(Recorder, (interval, interval, 1, interval))
+    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.never())
+    step, state, batches = examples.tiny_regression(num_batches, end_actions=[in_step])
+    eval_step, _, eval_batches = examples.tiny_regression(2, train=False)
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, begin_actions=[begins], end_actions=[ends]),
+        [jaxloop.EvalLoop(eval_step, end_actions=[evaluations, after_evaluations])],
+    )
+    when = {"eval_loop_interval": evaluated} if isinstance(evaluated, int) else {"schedule": evaluated}
+    options["eval_specs"] = [jaxloop.EvalSpec(eval_batches, **when)]
+    report = outer_loop.check(state, batches, **options)
+    state, _ = outer_loop(state, batches, **options)
+    assert int(state.step) == int(re.search("to step ([0-9]+)", report.plan["train"])[1])
+    recorders = {"begin": begins, "end": ends, "step": in_step, "eval": evaluations, "eval's": after_evaluations}
+    foretold = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
+    assert foretold == {name: recorder.steps for name, recorder in recorders.items()}
+    assert all(report.calls[recorder].is_all for recorder in recorders.values())

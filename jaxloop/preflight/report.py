@@ -1,15 +1,20 @@
-"""What a check has found, and how it prints."""
+"""What a check finds, and how its report prints."""
 
+import contextlib
 import dataclasses
+import pathlib
+import re
 import textwrap
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 from jaxloop.actions.action import Action
 from jaxloop.forecast import Calls
 from jaxloop.text import printable
 
 _WIDTH = 110
+_PACKAGE = pathlib.Path(__file__).parent.parent
 
 
 @final
@@ -99,3 +104,96 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
     return textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
+
+
+# On the way -------------------------------------------------------------------------------------------------
+
+
+@final
+class Findings:
+    """Collects what is found.
+
+    >>> found = Findings()
+    >>> with found.at("the train loop"):
+    ...     raise KeyError("image")
+    >>> found.at("the train data").warn("They end early.")
+    >>> [(problem.where, problem.is_error) for problem in found.in_order()]
+    [('the train loop', True), ('the train data', False)]
+
+    Attributes:
+      problems: the problems, in the order in which they were found.
+      plan: how the run will go: lines by what they are about.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.plan: dict[str, str] = {}
+
+    def at(self, where: str) -> "Place":
+        """Returns a part of the run, for what is found there."""
+        return Place(where, self.problems)
+
+    def in_order(self) -> list[Problem]:
+        """Returns the problems, errors first; what is wrong in several places is one."""
+        places: dict[tuple[str, bool], list[str]] = {}  # What is wrong with a step is so in training and in evaluation.
+        for problem in self.problems:
+            places.setdefault((problem.text, problem.is_error), []).append(problem.where)
+        joined = [Problem(" and ".join(dict.fromkeys(where)), *what) for what, where in places.items()]
+        return sorted(joined, key=lambda problem: not problem.is_error)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Place(contextlib.AbstractContextManager[None]):
+    """A part of the run. As a context, it takes down what is raised as an error of the run.
+
+    Attributes:
+      where: its name in a report.
+      problems: receives what is found.
+    """
+
+    where: str
+    problems: list[Problem]
+
+    def error(self, text: str) -> None:
+        """Takes a problem down with which the run would fail."""
+        self.problems.append(Problem(self.where, text))
+
+    def warn(self, text: str) -> None:
+        """Takes a problem down with which the run would not fail."""
+        self.problems.append(Problem(self.where, text, is_error=False))
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether this part of the run would fail."""
+        return any(problem.where == self.where and problem.is_error for problem in self.problems)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.error(_told(error))
+        return isinstance(error, Exception)
+
+
+def _told(error: Exception) -> str:
+    """An error as a text: ours as it is, another with its class and the line of the user that it came from."""
+    # JAX's own notes begin with a line of dashes.
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))
+    frames = [(frame, pathlib.Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    if frames and _is_of_jaxloop(frames[-1][1]) and isinstance(error, TypeError | ValueError | OSError):
+        return f"{error}{notes}"
+    users = [(frame, path) for frame, path in frames if not _is_of_jaxloop(path) and "site-packages" not in path.parts]
+    place = f"\n{_place_in_words(*users[-1])}" if users else ""
+    message = re.sub(
+        r"\n?The error occurred while tracing the function <lambda> at .*jaxloop/step.*|\n?See https.*", "", str(error)
+    )
+    return f"{type(error).__name__}: {message}{notes}{place}"
+
+
+def _is_of_jaxloop(path: pathlib.Path) -> bool:
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "examples")
+
+
+def _place_in_words(frame: traceback.FrameSummary, path: pathlib.Path) -> str:
+    is_cell = any(part.startswith("ipykernel_") for part in path.parts)
+    where = f"in a cell, line {frame.lineno}" if is_cell else f"at {path}:{frame.lineno}"
+    return f"{where}, in {frame.name}: {frame.line}"
