@@ -58,18 +58,19 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     course = course_of(experiment, begin, data)
     if train_loop is not None:
         train = Part(found.at("the train loop"), "train", train_loop, course.calls(1))
-        check_length(train, experiment.spec, course, data, state.shapes, found)
+        check_length(train.here, experiment.spec, course, data, state.shapes)
         check_optimizer(train, state.shapes)
         parts.append(check_step(train, state, data.first, longest_loop=course.batches_of_longest_loop))
     for name, loop, spec in experiment.evaluations:
         parts.append(_check_evaluation(name, loop, spec, experiment, course, state, found))
     if train_loop is not None:
-        check_memory(parts[0], state, data.first, found.plan)
+        check_memory(parts[0], state, data.first)
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
-        _check_log_interval(experiment.log_interval, course, found)
-        check_saving(experiment, course, state.shapes, data.source, found)
-        data.close()
+        _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
+        check_saving(train_loop, experiment, course, state.shapes, data.source, found.at("the checkpoints"))
+    if data.source is not None and not experiment.spec.has_iterator:  # With an iterator the run goes on.
+        data.source.close()
     return calls
 
 
@@ -100,7 +101,7 @@ def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course)
     return Calls([Elapsed(step) for step in saved], is_all=False)
 
 
-def _check_log_interval(interval: int | Schedule, course: Course, found: Findings) -> None:
+def _check_log_interval(interval: int | Schedule, course: Course, here: Findings) -> None:
     if course.calls(interval).is_never and not course.is_over and not is_never(interval):
         text = f"log_interval={interval!r} never comes, so the history would have no row of the training"
-        found.at("OuterLoop").warn(f"{text}: {course}.")
+        here.warn(f"{text}: {course}.")

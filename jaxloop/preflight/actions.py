@@ -12,7 +12,7 @@ from jaxloop.actions.summary_action import SummaryAction
 from jaxloop.forecast import At, Calls, Course
 from jaxloop.history import History
 from jaxloop.preflight.experiment import Part
-from jaxloop.preflight.report import Findings, Place
+from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Elapsed, Schedule, is_never
 
 # What a loop calls its actions with, by name.
@@ -36,7 +36,7 @@ class CalledAction:
     part: Part
     at: At
     calls: Calls
-    here: Place
+    here: Findings
 
 
 def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action, Calls]:
@@ -100,7 +100,7 @@ def _have_it_check(called: CalledAction, state: Any) -> None:
         called.here.error(text)
 
 
-def _check_contract(action: Action, here: Place) -> None:
+def _check_contract(action: Action, here: Findings) -> None:
     """Checks whether an action can be called as loops do, and can resume from a checkpoint."""
     name = type(action).__name__
     try:

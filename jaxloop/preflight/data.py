@@ -14,7 +14,7 @@ from jaxloop.feed import as_iterator
 from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment, Part
-from jaxloop.preflight.report import Findings, Place
+from jaxloop.preflight.report import Findings
 from jaxloop.sources import NO_DATA
 from jaxloop.specs import EvalSpec, RunSpec
 
@@ -33,18 +33,11 @@ class TrainData:
       source: draws from them; None where it can't, or where nothing is trained.
       first: the first batch; empty where there is none. In a run without data, it is None.
       num_batches: in a pass; of an iterator, how many are left. None where nobody knows.
-      is_one_pass: whether they are an iterator.
     """
 
     source: PositionedIterator | None = None
     first: Sequence[types.Batch] = ()
     num_batches: int | None = None
-    is_one_pass: bool = False
-
-    def close(self) -> None:
-        """Closes what was opened; an iterator stays open, for the run to draw from it."""
-        if self.source is not None and not self.is_one_pass:
-            self.source.close()
 
 
 def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
@@ -53,17 +46,17 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     if experiment.train_loop is None:
         return opened
     with found.at("the train data"):
-        source, is_iterator = experiment.source_of(dataset), is_one_pass(dataset)
-        opened = TrainData(source, is_one_pass=is_iterator)
+        source = experiment.source_of(dataset)
+        opened = TrainData(source)
         try:
             batch = source.peek()
         except StopIteration:
             raise checks.empty_dataset(dataset) from None
-        known = num_batches(source if is_iterator else dataset)
+        known = num_batches(source if is_one_pass(dataset) else dataset)
         count = f"{known:,} batches" if known is not None else "endless batches" if is_endless(source) else "batches"
         shown = f"{count} of {checks.batch_in_words(batch)}"
         found.plan["train data"] = "none: run gets None as its batch" if dataset is NO_DATA else shown
-        return dataclasses.replace(opened, first=[batch], num_batches=known)
+        return TrainData(source, [batch], known)
     return opened
 
 
@@ -76,10 +69,10 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
     return course if spec.stop is None else course.ended_by(spec.stop)
 
 
-def check_length(part: Part, spec: RunSpec, course: Course, data: TrainData, state: Any, found: Findings) -> None:
+def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
     """Checks how far the training goes, and whether that is hardly meant."""
-    start, end, here = course.start.steps, course.end, part.here
-    found.plan["train"] = f"{course}; loops end {part.calls}"
+    start, end = course.start.steps, course.end
+    here.plan["train"] = f"{course}; loops end {course.calls(1)}"
     if course.is_over:
         text = f"the run is at step {start}, and ends at step {end}"
         if course.begin.has_stopped:
@@ -91,8 +84,9 @@ def check_length(part: Part, spec: RunSpec, course: Course, data: TrainData, sta
         here.error(f"{text}, and the run goes to step {end}. Make it an int32.")
     data_end = course.end_of_pass(1)
     if spec.epochs is None and data_end is not None and end is not None and data_end < end:
-        there = found.at("the train data")
-        (there.error if spec.on_exhausted == "raise" else there.warn)(
+        there = here.at("the train data")
+        tell = there.error if spec.on_exhausted == "raise" else there.warn
+        tell(
             f"They end at step {data_end}, after {data.num_batches} batches, and train_total_steps={spec.total_steps}. "
             "Repeat the dataset (train_epochs says how often), or lower train_total_steps."
         )
@@ -102,7 +96,7 @@ def check_length(part: Part, spec: RunSpec, course: Course, data: TrainData, sta
         ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
         here.warn(
             f"Nothing ends the run: {ending}, and there is neither train_total_steps nor stop. Give one of them, if no "
-            "action is to stop it.",
+            "action is to stop it."
         )
 
 
@@ -138,17 +132,17 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
     if there is not None and there < (spec.num_steps or 0) * number and not calls.at_most:
         part.here.error(
             f"Its {number} evaluations draw num_steps={spec.num_steps} batches each, and its iterator has {there}. "
-            "Give one that has enough of them, or a dataset that starts anew each time.",
+            "Give one that has enough of them, or a dataset that starts anew each time."
         )
     if spec.num_steps is None and (number > 1 or not calls.is_all) and not calls.at_most:
         part.here.error(
             f"It will run more than once, and its dataset is {checks.describe(spec.dataset)}, an iterator, which gives "
             "its batches only once. Give an iterable that starts anew each time (a list, a tf.data.Dataset), or "
-            "EvalSpec(None, dataset_iterator=..., num_steps=...) to go on with it.",
+            "EvalSpec(None, dataset_iterator=..., num_steps=...) to go on with it."
         )
 
 
-def _check_number(here: Place, spec: EvalSpec, batches: Iterator[Any]) -> str:
+def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
     """Checks the number of batches that an evaluation draws, of which the first is drawn; returns it in words."""
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:

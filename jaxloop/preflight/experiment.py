@@ -10,7 +10,7 @@ from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.forecast import Calls
 from jaxloop.position import PositionedIterator
-from jaxloop.preflight.report import Place
+from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Schedule
 from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, names_of
 
@@ -78,7 +78,7 @@ class Part:
       is_open: whether only a run can tell what `run` gets.
     """
 
-    here: Place
+    here: Findings
     name: str
     loop: ActionLoop
     calls: Calls

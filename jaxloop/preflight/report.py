@@ -110,8 +110,9 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
 
 
 @final
-class Findings:
-    """Collects what is found.
+@dataclasses.dataclass(frozen=True)
+class Findings(contextlib.AbstractContextManager[None]):
+    """Collects what is found at a place of the run. As a context, it takes what is raised as an error of the run.
 
     >>> found = Findings()
     >>> with found.at("the train loop"):
@@ -121,57 +122,44 @@ class Findings:
     [('the train loop', True), ('the train data', False)]
 
     Attributes:
-      problems: the problems, in the order in which they were found.
+      where: the name of the place.
+      problems: the problems of all places, in the order in which they were found.
       plan: how the run will go: lines by what they are about.
     """
 
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-        self.plan: dict[str, str] = {}
+    where: str = ""
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def at(self, where: str) -> "Place":
-        """Returns a part of the run, for what is found there."""
-        return Place(where, self.problems)
-
-    def in_order(self) -> list[Problem]:
-        """Returns the problems, errors first; what is wrong in several places is one."""
-        places: dict[tuple[str, bool], list[str]] = {}  # What is wrong with a step is so in training and in evaluation.
-        for problem in self.problems:
-            places.setdefault((problem.text, problem.is_error), []).append(problem.where)
-        joined = [Problem(" and ".join(dict.fromkeys(where)), *what) for what, where in places.items()]
-        return sorted(joined, key=lambda problem: not problem.is_error)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Place(contextlib.AbstractContextManager[None]):
-    """A part of the run. As a context, it takes down what is raised as an error of the run.
-
-    Attributes:
-      where: its name in a report.
-      problems: receives what is found.
-    """
-
-    where: str
-    problems: list[Problem]
+    def at(self, where: str) -> "Findings":
+        """Returns the same for another place."""
+        return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
-        """Takes a problem down with which the run would fail."""
+        """Adds a problem with which the run would fail."""
         self.problems.append(Problem(self.where, text))
 
     def warn(self, text: str) -> None:
-        """Takes a problem down with which the run would not fail."""
+        """Adds a problem with which the run would not fail."""
         self.problems.append(Problem(self.where, text, is_error=False))
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether this part of the run would fail."""
-        return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, Exception):
             self.error(_told(error))
         return isinstance(error, Exception)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the run would fail at this place."""
+        return any(problem.where == self.where and problem.is_error for problem in self.problems)
+
+    def in_order(self) -> list[Problem]:
+        """Returns all problems, errors first; what is wrong in several places is one."""
+        places: dict[tuple[str, bool], list[str]] = {}  # What is wrong with a step is so in training and in evaluation.
+        for problem in self.problems:
+            places.setdefault((problem.text, problem.is_error), []).append(problem.where)
+        joined = [Problem(" and ".join(dict.fromkeys(where)), *what) for what, where in places.items()]
+        return sorted(joined, key=lambda problem: not problem.is_error)
 
 
 def _told(error: Exception) -> str:

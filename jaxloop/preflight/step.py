@@ -13,7 +13,7 @@ from flax import linen as nn
 from jaxloop import checks, metrics, partition, types
 from jaxloop.layout import bytes_of, readable
 from jaxloop.preflight.experiment import Part, State
-from jaxloop.preflight.report import Place
+from jaxloop.preflight.report import Findings
 from jaxloop.step import NO_OPTIMIZER, Step, Traced
 
 # More than so much of what steps return is too much to keep until the end of a loop.
@@ -22,7 +22,7 @@ _MOST_OUTPUT_BYTES = 2**30
 # The state --------------------------------------------------------------------------------------------------
 
 
-def check_state(given: Any, here: Place) -> State:
+def check_state(given: Any, here: Findings) -> State:
     """Checks whether a run can begin with a state."""
     values = None
     with here:
@@ -107,20 +107,18 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
     if any(checks.is_of_user(thing, name) for thing, names in ways.items() for name in names):
         return None
     given = _state_for_begin(state, step)
-    if not checks.is_of_user(step, "begin"):
-        return step.before_run(given, batch)[1:]
-    preprocessed = step.preprocessed(batch)
+    ready = step.preprocessed(batch)
     try:
-        result = step.begin(given, preprocessed)
+        result = step.begin(given, ready)
     except Exception:
-        if state.values is None:
+        if state.values is None and checks.is_of_user(step, "begin"):
             return None
         raise
     new_state, ready = checks.check_pair(result, f"{type(step).__name__}.begin", "(state, batch)")
     return (ready,) if new_state is given else None
 
 
-def _can_be_traced(here: Place, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
+def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
     """Checks a batch that is ready for `run`; returns whether it can be traced."""
     problems = list(checks.problems_of_batch(ready))
     for problem in problems:
@@ -133,12 +131,12 @@ def _can_be_traced(here: Place, step: Step, batch: types.Batch, ready: types.Bat
     if checks.num_examples(batch) is None and not checks.is_of_user(step, "num_examples"):
         here.warn(
             "Each batch counts as one example, because its leaves don't share a leading axis: "
-            f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means.",
+            f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means."
         )
     return True
 
 
-def _check_new_state(here: Place, step: Step, state: Any, traced: Traced) -> None:
+def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> None:
     """Checks whether a training step counts, and whether it is compiled anew for the state that it makes."""
     kind = type(step).__name__
     if hasattr(state, "step") and traced.updates not in (None, step.updates_per_step):
@@ -151,11 +149,11 @@ def _check_new_state(here: Place, step: Step, state: Any, traced: Traced) -> Non
         if weak:
             here.warn(
                 f"{what} weakly typed leaves ({', '.join(weak[:4])}), so that run is compiled twice. A number such as "
-                "jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
+                "jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not."
             )
 
 
-def _check_size(here: Place, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
+def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
     """Warns of much that steps return, since it is kept until the loop ends."""
     sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
     needed = sum(sizes.values()) * (longest_loop or 0)
@@ -164,11 +162,11 @@ def _check_size(here: Place, outputs: Mapping[str, Any], longest_loop: int | Non
         here.warn(
             f"What a loop's {longest_loop:,} steps return is kept on the host until the loop ends, which takes "
             f"{readable(needed)}, the most of it for the output {largest!r}, {readable(sizes[largest])} a step. Return "
-            "less of it, or have shorter loops (train_loop_steps).",
+            "less of it, or have shorter loops (train_loop_steps)."
         )
 
 
-def _check_for_losses_per_example(here: Place, outputs: Mapping[str, Any]) -> None:
+def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
     """Warns of outputs that are missing in the history because they are arrays: losses, or all of them."""
     is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
     arrays = {name: value for name, value in outputs.items() if is_array(value)}
@@ -178,7 +176,7 @@ def _check_for_losses_per_example(here: Place, outputs: Mapping[str, Any]) -> No
         shown = ", ".join(f"{name!r}, {checks.describe(arrays[name])}" for name in missing)
         here.warn(
             f"The history holds scalars, so it would have nothing of {shown}. Return the mean over the examples, or a "
-            "clu metric.",
+            "clu metric."
         )
 
 
@@ -192,7 +190,7 @@ def check_optimizer(part: Part, state: Any) -> None:
         part.here.warn(
             f"{type(step).__name__} has train=True and no optimizer, so state.apply_gradients adds the gradients to "
             "the parameters, and the loss grows. Give it an Optax transformation: Step(base_prng, model, "
-            "optax.adam(1e-3), ...).",
+            "optax.adam(1e-3), ...)."
         )
 
 
@@ -202,7 +200,7 @@ def check_model(part: Part, train_step: Step) -> None:
     if not _is_same_model(trained, evaluated):
         part.here.warn(
             f"Its step has the model {_shown_model(evaluated)}, and the train step has {_shown_model(trained)}. The "
-            "state is that of the train step, so state.apply_fn calls the latter. Give both steps one model.",
+            "state is that of the train step, so state.apply_fn calls the latter. Give both steps one model."
         )
 
 
@@ -220,7 +218,7 @@ def _shown_model(model: Any) -> str:
 # Memory -----------------------------------------------------------------------------------------------------
 
 
-def check_memory(part: Part, state: State, first: Sequence[types.Batch], plan: dict[str, str]) -> None:
+def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None:
     """Compiles the train step, and checks what it and the state take of a device."""
     if state.shapes is None or not first:
         return
@@ -232,7 +230,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], plan: d
             for name, field in (("parameters", "params"), ("optimizer", "opt_state"))
         }
         shown = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size)
-        plan["state"] = f"{readable(layout.bytes_per_device)} per device" + (f": {shown}" if shown else "")
+        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device" + (f": {shown}" if shown else "")
     if part.is_open or here.has_errors:  # It could not be compiled, or for something else than comes.
         return
     with here:
@@ -241,20 +239,20 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], plan: d
         memory = partition.memory_of(jax.local_devices()[0])
         flops = "" if cost.flops is None else f"{cost.flops:.3g} FLOPs; "
         there = "" if memory is None else f" of {readable(memory)}"
-        plan["step"] = (
+        here.plan["step"] = (
             f"{flops}{readable(cost.peak_bytes)}{there} per device, of which {readable(cost.temp_bytes)} for "
             "activations and gradients"
         )
         _check_room(here, cost.peak_bytes, memory)
 
 
-def _check_room(here: Place, size: int, memory: int | None) -> None:
+def _check_room(here: Findings, size: int, memory: int | None) -> None:
     """Checks whether a step takes more than a device, or this host, has."""
     if memory is not None and size > memory:
         here.error(
             f"A step takes {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
             "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or compute activations again in "
-            "the backward pass (jax.checkpoint).",
+            "the backward pass (jax.checkpoint)."
         )
     needed, there = size * len(jax.local_devices()), _bytes_of_host()
     if jax.default_backend() == "cpu" and there is not None and needed > there:
