@@ -92,15 +92,17 @@ class Begin:
       elapsed: how far it is.
       passes: how many passes over its data have ended.
       batches: how many batches of this pass are used.
-      evaluations: how often each evaluation has run, by name.
       has_stopped: whether it was asked to stop there.
+      last_beginning: how far it was when its last loop began; None for where it begins now.
+      evaluations: by name, how often each has run, and how far the run was then.
     """
 
     elapsed: Elapsed = dataclasses.field(default_factory=Elapsed)
     passes: int = 0
     batches: int = 0
-    evaluations: Mapping[str, int] = dataclasses.field(default_factory=dict)
     has_stopped: bool = False
+    last_beginning: Elapsed | None = None
+    evaluations: Mapping[str, tuple[int, Elapsed]] = dataclasses.field(default_factory=dict)
 
 
 @final
@@ -110,7 +112,7 @@ class Course:
 
     >>> from jaxloop.schedules import at, last
     >>> course = Course(RunSpec(total_steps=1000, loop_steps=400))
-    >>> print(course.calls(1))
+    >>> print(course.loops)
     3 times, at steps 400, 800, 1,000
     >>> course.batches_of_longest_loop
     400
@@ -158,9 +160,14 @@ class Course:
         return self.end is not None and self.start.steps >= self.end
 
     @functools.cached_property
+    def loops(self) -> Calls:
+        """When its loops end."""
+        return self.calls(1)
+
+    @functools.cached_property
     def batches_of_longest_loop(self) -> int | None:
         """How many batches the longest of its loops has; None if nobody knows."""
-        ends = [self.start.steps, *self.calls(1).steps]
+        ends = [self.start.steps, *self.loops.steps]
         sizes = [(later - earlier) // self.updates_per_step for earlier, later in itertools.pairwise(ends)]
         return max(sizes, default=None)
 
@@ -177,7 +184,7 @@ class Course:
         return dataclasses.replace(self, stopped_at=next(ends, None))
 
     def calls(self, interval: int | Schedule, at: At = "end") -> Calls:
-        """Returns when something with an interval will be called: an action, an evaluation, the end of a loop (1).
+        """Returns when something with an interval will be called: an action, or an evaluation.
 
         Args:
           interval: as that of an action.
@@ -196,17 +203,17 @@ class Course:
         at_end = at == "end" and self.end is None and self._fires_at_unknown_end(interval)
         return self._rehearsed(interval, moments, Calls(at_end=at_end))
 
-    def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, number_before: int) -> Calls:
+    def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
         """Returns when an action of an evaluation will be called.
 
         Args:
           interval: that of the action; an int counts evaluations.
           evaluated: when the evaluation comes.
-          number_before: how often it had run before.
+          name: what the evaluation is called.
         """
         if isinstance(interval, Schedule) and evaluated.at_end:
             evaluated = dataclasses.replace(evaluated, is_all=False, at_end=self._fires_at_unknown_end(interval))
-        return self._rehearsed(interval, self._evaluations(evaluated.moments, number_before), evaluated)
+        return self._rehearsed(interval, self._evaluations(evaluated.moments, name), evaluated)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
         """Returns when the engine calls something that it asks at some moments, besides what is known of that."""
@@ -238,22 +245,19 @@ class Course:
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
             now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=self._is_known_as_last(step))
             yield now, now.loops if ends_loop else None
-        yield (
-            dataclasses.replace(now, is_last=True),
-            None,
-        )  # For what waits for the last step, if that is known only now.
+        yield dataclasses.replace(now, is_last=True), None  # Where that is known only now.
 
     def _beginnings(self) -> Moments:
         """Yields the moments at which loops begin, with their numbers."""
-        last = self.start
-        for now, loop in itertools.chain([(last, last.loops)], self._moments(never())):
-            if loop is not None and not now.is_last:
+        last = self.begin.last_beginning or self.start
+        for now, loop in itertools.chain([(self.start, self.start.loops)], self._moments(never())):
+            if loop is not None and not now.is_last and not self.is_over:
                 last = dataclasses.replace(now, loops=now.loops + 1, previous=last.without_previous())
                 yield last, last.loops
 
-    def _evaluations(self, moments: Sequence[Elapsed], number_before: int) -> Moments:
+    def _evaluations(self, moments: Sequence[Elapsed], name: str) -> Moments:
         """Yields the ends of evaluations, with their numbers; and the end of the run, as the newest one hears of it."""
-        last = self.start
+        number_before, last = self.begin.evaluations.get(name, (0, self.start))
         for number, now in enumerate(moments, start=number_before + 1):
             last = dataclasses.replace(now, previous=last.without_previous())
             yield last, number

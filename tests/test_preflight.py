@@ -19,9 +19,10 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
-from jaxloop import after, at, checkpoint, every, examples, first, last, preflight
+from jaxloop import after, at, checkpoint, every, examples, first, forecast, last, preflight
 from jaxloop.lock import DirectoryInUseError, DirectoryLock
 from jaxloop.partition import create_mesh
+from jaxloop.specs import RunSpec
 from jaxloop.step import NO_OPTIMIZER
 
 
@@ -979,7 +980,7 @@ def test_what_is_foreseen_is_what_happens(seed):
 BOTH = every(7) | last()
 PLANS = {
     "one loop": (every(7), 1, {"train_total_steps": 40}, 50),
-    "loops": (2, every(loops=3), {"train_total_steps": 80, "train_loop_steps": 10}, 90),
+    "loops": (2, every(loops=3), {"train_total_steps": 70, "train_loop_steps": 10}, 90),
     "a total that ends a shorter loop": (2, 3, {"train_total_steps": 37, "train_loop_steps": 5}, 50),
     "the last step": (last(), last(), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
     "the end after the last evaluation": (last(), every(15), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
@@ -996,23 +997,38 @@ PLANS = {
     "a stop": (BOTH, 1, {"train_total_steps": 40, "train_loop_steps": 10, "stop": at(23)}, 50),
     "a stop by samples": (last(), BOTH, {"train_loop_steps": 8, "stop": at(samples=90)}, 50),
     "a stop that counts loops": (every(4), 1, {"train_loop_steps": 4, "stop": every(loops=3)}, 50),
-    "a stop that has come": (jaxloop.always(), jaxloop.always(), {"train_total_steps": 40, "stop": at(0)}, 50),
+    "a stop that has come": (at(0) | first(), at(0), {"train_total_steps": 40, "stop": at(0)}, 50),
+    "a stop that has come, and stays so": (BOTH, BOTH, {"train_total_steps": 40, "stop": at(5)}, 50),
+    "two updates for each batch": (every(5), at(7), {"train_total_steps": 40, "train_loop_steps": 8}, 50),
 }
 
 
-@pytest.mark.parametrize("case", PLANS)
-def test_each_action_and_each_evaluation_comes_where_check_says(case):
-    interval, evaluated, options, num_batches = PLANS[case]
+class TwoUpdates(type(examples.tiny_regression(1)[0])):
+    updates_per_step = 2
+
+    def run(self, state, batch):
+        return super().run(super().run(state, batch)[0], batch)
+
+
+def train_as_foretold(case, state=None, directory=None, **options):
+    """Trains as a case says, where the plan says; returns the state."""
+    interval, evaluated, given, num_batches = PLANS[case]
+    options = {**given, **options}
     begins, ends, evaluations, after_evaluations = map(Recorder, (interval, interval, 1, interval))
     in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.never())
-    step, state, batches = examples.tiny_regression(num_batches, end_actions=[in_step])
+    example, first_state, batches = examples.tiny_regression(num_batches)
+    kind = TwoUpdates if "updates" in case else type(example)
+    step = kind(jax.random.key(0), example.model, example.optimizer, train=True, end_actions=[in_step])
     eval_step, _, eval_batches = examples.tiny_regression(2, train=False)
+    savers = [] if directory is None else [jaxloop.CheckpointAction(directory, last())]
     outer_loop = jaxloop.OuterLoop(
-        jaxloop.TrainLoop(step, begin_actions=[begins], end_actions=[ends]),
+        jaxloop.TrainLoop(step, begin_actions=[begins], end_actions=[ends, *savers]),
         [jaxloop.EvalLoop(eval_step, end_actions=[evaluations, after_evaluations])],
+        None if directory is None else jaxloop.CheckpointSpec(directory),
     )
     when = {"eval_loop_interval": evaluated} if isinstance(evaluated, int) else {"schedule": evaluated}
     options["eval_specs"] = [jaxloop.EvalSpec(eval_batches, **when)]
+    state = first_state if state is None else state
     report = outer_loop.check(state, batches, **options)
     state, _ = outer_loop(state, batches, **options)
     assert int(state.step) == int(re.search("to step ([0-9]+)", report.plan["train"])[1])
@@ -1020,3 +1036,42 @@ def test_each_action_and_each_evaluation_comes_where_check_says(case):
     foretold = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
     assert foretold == {name: recorder.steps for name, recorder in recorders.items()}
     assert all(report.calls[recorder].is_all for recorder in recorders.values())
+    return state
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_each_action_and_each_evaluation_comes_where_check_says(case):
+    train_as_foretold(case)
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_so_it_is_in_a_run_that_resumes(case, tmp_path):
+    train_as_foretold(case, directory=tmp_path, train_total_steps=12)
+    train_as_foretold(case, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "interval", "text"),
+    [
+        ({}, 1, "at the end"),
+        ({}, 2, "never"),
+        ({}, every(loops=1), "at the end"),
+        ({}, every(loops=2), "never"),
+        ({}, every(10) | last(), "at steps 10, 20 and further steps and the end"),
+        ({}, every(time=60) | at(5), "once, at step 5, and by the clock"),
+        ({"loop_steps": 10}, 3, "at steps 30, 60 and further steps and the end"),
+        ({"loop_steps": 10}, every(loops=3), "at steps 30, 60 and further steps and the end"),
+        ({"loop_steps": 10}, at(loops=3), "at step 30 and further steps"),
+        ({"epochs": 3}, at(5), "at step 5 and further steps"),
+    ],
+)
+def test_what_nobody_can_know_stays_open(options, interval, text):
+    assert str(forecast.Course(RunSpec(**options)).calls(interval)) == text
+
+
+def test_an_action_of_an_evaluation_may_come_with_one_that_nobody_can_foresee():
+    course = forecast.Course(RunSpec())
+    calls = lambda interval, evaluated: str(course.calls_in_evaluation(interval, course.calls(evaluated), "eval"))
+    assert calls(1, last()) == "at the end" and calls(at(5), last()) == "at further steps"
+    assert calls(last(), last()) == "at further steps and the end"
+    assert calls(1, every(time=60)) == calls(every(100), every(time=60)) == "by the clock"

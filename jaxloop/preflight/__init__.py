@@ -57,7 +57,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     begin = check_checkpoints(experiment, state, data.source, found)
     course = course_of(experiment, begin, data)
     if train_loop is not None:
-        train = Part(found.at("the train loop"), "train", train_loop, course.calls(1))
+        train = Part(found.at("the train loop"), "train", train_loop, course.loops)
         check_length(train.here, experiment.spec, course, data, state.shapes)
         check_optimizer(train, state.shapes)
         parts.append(check_step(train, state, data.first, longest_loop=course.batches_of_longest_loop))

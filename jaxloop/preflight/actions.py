@@ -75,8 +75,7 @@ def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:
         return course.calls(interval, at)
     if at == "step" or (at == "begin" and isinstance(interval, Schedule)):
         return Calls(is_all=False)  # Nobody counts the steps of an evaluation here.
-    number_before = course.begin.evaluations.get(part.name, part.loop.loop_count)
-    return course.calls_in_evaluation(interval, part.calls, number_before)
+    return course.calls_in_evaluation(interval, part.calls, part.name)
 
 
 def _check_interval(called: CalledAction, course: Course) -> None:

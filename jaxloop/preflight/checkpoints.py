@@ -58,15 +58,14 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
 
 def _begin_with(given: Any, experiment: Experiment) -> Begin:
     """Returns where the run begins by its state: where the last call ended, if the state is that of its end."""
-    loop = experiment.train_loop
+    loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
     step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Else there is an error already.
-    if loop is None:
-        return Begin(Elapsed(step))
-    continues = given is not None and (not hasattr(given, "step") or step == loop.step_num)
-    start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if continues else Elapsed(step)
-    if experiment.spec.loop_steps is not None:
-        start = dataclasses.replace(start, loops=start.steps // experiment.spec.loop_steps)
-    return Begin(start, passes=experiment.passes if continues else 0)
+    continues = given is not None and loop is not None and (not hasattr(given, "step") or step == loop.step_num)
+    start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
+    if loop_steps is not None:
+        start = dataclasses.replace(start, loops=start.steps // loop_steps)
+    last = {name: (each.loop_count, each.elapsed if continues else start) for name, each, _ in experiment.evaluations}
+    return Begin(start, passes=experiment.passes if continues else 0, evaluations=last)
 
 
 def _check_checkpoint(
@@ -90,9 +89,10 @@ def _check_checkpoint(
                 before = position["fingerprint"]
                 fingerprint.check_same(before.get("source"), source.fingerprint)
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
-        counts = {name: part["loop_count"] for name, part in run["parts"].items()}
-        has_stopped, batches = run["parts"]["train"]["has_stopped"], position["count"] if position else 0
-        return Begin(elapsed, run["passes"], batches, counts, has_stopped)
+        parts, batches = run["parts"], position["count"] if position else 0
+        train, last_beginning = parts["train"], Elapsed(**parts["train"]["last_beginning"])
+        evaluations = {name: (part["loop_count"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
+        return Begin(elapsed, run["passes"], batches, train["has_stopped"], last_beginning, evaluations)
 
 
 # Saving -----------------------------------------------------------------------------------------------------

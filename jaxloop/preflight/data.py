@@ -72,7 +72,7 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
 def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
     """Checks how far the training goes, and whether that is hardly meant."""
     start, end = course.start.steps, course.end
-    here.plan["train"] = f"{course}; loops end {course.calls(1)}"
+    here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
         text = f"the run is at step {start}, and ends at step {end}"
         if course.begin.has_stopped:
