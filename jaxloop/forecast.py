@@ -301,8 +301,7 @@ class Course:
 class _Probe(Action):
     """Stands for what has an interval."""
 
-    def __call__(self, state, outputs, **kwargs) -> None:
-        pass
+    def __call__(self, state, outputs, **kwargs) -> None: ...
 
 
 def _as_schedule(interval: int | Schedule) -> Schedule:

@@ -997,6 +997,7 @@ PLANS = {
     "a stop": (BOTH, 1, {"train_total_steps": 40, "train_loop_steps": 10, "stop": at(23)}, 50),
     "a stop by samples": (last(), BOTH, {"train_loop_steps": 8, "stop": at(samples=90)}, 50),
     "a stop that counts loops": (every(4), 1, {"train_loop_steps": 4, "stop": every(loops=3)}, 50),
+    "a stop of two": (BOTH, 1, {"train_total_steps": 40, "stop": at(15) & every(10)}, 50),
     "a stop that has come": (at(0) | first(), at(0), {"train_total_steps": 40, "stop": at(0)}, 50),
     "a stop that has come, and stays so": (BOTH, BOTH, {"train_total_steps": 40, "stop": at(5)}, 50),
     "two updates for each batch": (every(5), at(7), {"train_total_steps": 40, "train_loop_steps": 8}, 50),
@@ -1067,6 +1068,11 @@ def test_so_it_is_in_a_run_that_resumes(case, tmp_path):
 )
 def test_what_nobody_can_know_stays_open(options, interval, text):
     assert str(forecast.Course(RunSpec(**options)).calls(interval)) == text
+
+
+def test_neither_a_step_nor_the_beginning_of_a_loop_is_the_end_of_a_run():
+    course = forecast.Course(RunSpec())
+    assert course.calls(last(), "step").is_never and course.calls(last(), "begin").is_never
 
 
 def test_an_action_of_an_evaluation_may_come_with_one_that_nobody_can_foresee():

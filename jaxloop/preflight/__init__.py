@@ -21,6 +21,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.forecast import Calls, Course
+from jaxloop.layout import bytes_of
 from jaxloop.preflight.actions import check_actions
 from jaxloop.preflight.checkpoints import check_checkpoints, check_saving
 from jaxloop.preflight.data import check_length, course_of, first_eval_batch, open_train_data
@@ -54,7 +55,7 @@ def _without_invalid_counts(experiment: Experiment) -> Experiment:
 def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Action, Calls]:
     train_loop, state, parts = experiment.train_loop, check_state(given, found.at("the state")), []
     data = open_train_data(experiment, found)
-    begin = check_checkpoints(experiment, state, data.source, found)
+    begin = check_checkpoints(experiment, state, data, found)
     course = course_of(experiment, begin, data)
     if train_loop is not None:
         train = Part(found.at("the train loop"), "train", train_loop, course.loops)
@@ -68,7 +69,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
         _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
-        check_saving(train_loop, experiment, course, state.shapes, data.source, found.at("the checkpoints"))
+        check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
     if data.source is not None and not experiment.spec.has_iterator:  # With an iterator the run goes on.
         data.source.close()
     return calls

@@ -10,8 +10,8 @@ from jaxloop import checkpoint, distributed, encoding, fingerprint, lock, whole_
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.forecast import Begin, Course
-from jaxloop.layout import bytes_of, readable
-from jaxloop.position import PositionedIterator
+from jaxloop.layout import readable
+from jaxloop.preflight.data import TrainData
 from jaxloop.preflight.experiment import Experiment, State
 from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Elapsed
@@ -21,9 +21,7 @@ from jaxloop.training import step_num_of
 # Resuming ---------------------------------------------------------------------------------------------------
 
 
-def check_checkpoints(
-    experiment: Experiment, state: State, source: PositionedIterator | None, found: Findings
-) -> Begin:
+def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
     """Checks the directories, and the checkpoint from which the run would resume; returns where it begins."""
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(experiment, found)
@@ -33,11 +31,11 @@ def check_checkpoints(
         if spec is not None and not saved:
             found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
         elif spec is not None and saved[-1] < begin.elapsed.steps:
-            text = f"the newest, of step {saved[-1]}, is behind the state: going on from the state"
-            found.plan["checkpoint"] = text
+            where = f"the newest, of step {saved[-1]}, is behind the state"
+            found.plan["checkpoint"] = f"{where}: going on from the state"
         elif spec is not None:
             found.plan["checkpoint"] = f"goes on from step {saved[-1]:,} in {spec.checkpoint_dir}"
-            begin = _check_checkpoint(spec, saved[-1], train_loop, state, source, here)
+            begin = _check_checkpoint(spec, saved[-1], train_loop, state, data, here)
     if train_loop is not None:
         with found.at("the checkpoints"):
             whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
@@ -69,7 +67,7 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
 
 
 def _check_checkpoint(
-    spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, source: Any, here: Findings
+    spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, data: TrainData, here: Findings
 ) -> Begin:
     """Checks whether a checkpoint is of this run; returns where it begins with that."""
     directory = spec.checkpoint_dir
@@ -84,9 +82,9 @@ def _check_checkpoint(
         with here:
             whole_run.check_keys(run, encoding.encode_keys(loop.step.base_prng), directory)
         position = run["positions"][0]["data"] if spec.restore_data else None
-        if position and source is not None:
+        if position and data.source is not None:
             with here.at("the train data"):
-                before = position["fingerprint"]
+                before, source = position["fingerprint"], data.source
                 fingerprint.check_same(before.get("source"), source.fingerprint)
                 fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
         parts, batches = run["parts"], position["count"] if position else 0
@@ -98,11 +96,10 @@ def _check_checkpoint(
 # Saving -----------------------------------------------------------------------------------------------------
 
 
-def check_saving(
-    loop: ActionLoop, experiment: Experiment, course: Course, state: Any, source: Any, here: Findings
-) -> None:
+def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
     """Checks what is saved when, and whether a run that is killed could resume exactly."""
-    spec, savers = experiment.checkpoint_spec, whole_run.checkpoint_actions(loop)
+    spec, loop = experiment.checkpoint_spec, experiment.train_loop
+    savers = [] if loop is None else whole_run.checkpoint_actions(loop)
     directories = [action.directory for action in savers]
     if spec is not None and checkpoint.absolute(spec.checkpoint_dir) not in directories:
         got = f"saves to {', '.join(map(str, directories))}" if directories else "has no CheckpointAction"
@@ -112,12 +109,12 @@ def check_saving(
         )
     for directory in {each for each in directories if directories.count(each) > 1}:
         here.warn(f"Two CheckpointActions save to {directory}: a step can be saved once. Join their schedules with |.")
-    if savers and spec is not None and spec.restore_data and source is not None:
-        warning = source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
+    if savers and spec is not None and spec.restore_data and data.source is not None:
+        warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
         if warning:
             here.at("the train data").warn(warning)
     for number, action in enumerate(savers, start=1):
-        _check_saver("saves" if number == 1 else f"saves {number}", action, course, bytes_of(state), here)
+        _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)
 
 
 def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
