@@ -16,8 +16,8 @@ from jaxloop.agenda import Slot
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 
-# A run that has more moments is foreseen up to there; one without a known end up to a tenth of them.
-_MOST_MOMENTS = 20_000
+# A run that has more moments is foreseen up to there; the second is for one whose end nobody knows.
+_MOST_MOMENTS, _MOST_IF_OPEN = 20_000, 2_000
 
 At = Literal["begin", "end", "step"]
 """Where something is called: where loops begin; inside loops and at their ends; or as part of a step."""
@@ -178,7 +178,7 @@ class Course:
     def ended_by(self, stop: Schedule) -> "Course":
         """Returns the course of a run that this schedule ends, as far as that is foreseen."""
         stop = stop.as_stop()
-        moments = itertools.islice(self._moments(stop), self._most_moments)
+        moments = itertools.islice(self._moments(stop), _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN)
         asked = itertools.chain([self.start], (now for now, _ in moments))
         ends = (now.steps for now in asked if stop.stops(now.previous or now, now))
         return dataclasses.replace(self, stopped_at=next(ends, None))
@@ -200,7 +200,7 @@ class Course:
         elif at == "step":
             in_step = lambda now: dataclasses.replace(now, loops=now.previous.loops, is_last=False)
             moments = ((in_step(now), None) for now, _ in moments if now.steps > self.start.steps)
-        at_end = at == "end" and self.end is None and self._fires_at_unknown_end(interval)
+        at_end = at == "end" and self.end is None and _fires_at_unknown_end(self, interval)
         return self._rehearsed(interval, moments, Calls(at_end=at_end))
 
     def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
@@ -212,13 +212,13 @@ class Course:
           name: what the evaluation is called.
         """
         if isinstance(interval, Schedule) and evaluated.at_end:
-            evaluated = dataclasses.replace(evaluated, is_all=False, at_end=self._fires_at_unknown_end(interval))
-        return self._rehearsed(interval, self._evaluations(evaluated.moments, name), evaluated)
+            evaluated = dataclasses.replace(evaluated, is_all=False, at_end=_fires_at_unknown_end(self, interval))
+        return self._rehearsed(interval, _ends_of_evaluation(self, evaluated.moments, name), evaluated)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
         """Returns when the engine calls something that it asks at some moments, besides what is known of that."""
         slot, called = Slot(ActionList([_Probe(interval)], unit="loops"), 0), []
-        for now, loop in itertools.islice(moments, self._most_moments):
+        for now, loop in itertools.islice(moments, _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN):
             if slot.is_due(now, loop):
                 slot.called_at = now.steps
                 called.append(now)
@@ -231,7 +231,7 @@ class Course:
 
     def _moments(self, interval: int | Schedule) -> Moments:
         """Yields the moments at which the engine asks something with an interval, while the clock stands still."""
-        now, updates = dataclasses.replace(self.start, previous=self.start), self.updates_per_step
+        now, updates, spec = dataclasses.replace(self.start, previous=self.start), self.updates_per_step, self.spec
         if self.is_over:
             return
         if now.steps == 0:
@@ -243,7 +243,10 @@ class Course:
                 return
             step = now.steps + math.ceil((step - now.steps) / updates) * updates
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
-            now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=self._is_known_as_last(step))
+            # The run does not know of its last step if its data end just where a loop of `loop_steps` does.
+            is_told = step == self.stopped_at or step == spec.total_steps
+            is_last = step == self.end and (is_told or not spec.loop_steps or step % spec.loop_steps != 0)
+            now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
             yield now, now.loops if ends_loop else None
         yield dataclasses.replace(now, is_last=True), None  # Where that is known only now.
 
@@ -255,19 +258,6 @@ class Course:
                 last = dataclasses.replace(now, loops=now.loops + 1, previous=last.without_previous())
                 yield last, last.loops
 
-    def _evaluations(self, moments: Sequence[Elapsed], name: str) -> Moments:
-        """Yields the ends of evaluations, with their numbers; and the end of the run, as the newest one hears of it."""
-        number_before, last = self.begin.evaluations.get(name, (0, self.start))
-        for number, now in enumerate(moments, start=number_before + 1):
-            last = dataclasses.replace(now, previous=last.without_previous())
-            yield last, number
-        if moments and self.end is not None:
-            yield dataclasses.replace(last, is_last=True), None
-
-    @property
-    def _most_moments(self) -> int:
-        return _MOST_MOMENTS if self.end is not None else _MOST_MOMENTS // 10
-
     def _next_loop_end(self, step: int) -> int | None:
         steps_left, ends = self.spec.steps_of_next_loop(step), [self.end]
         if steps_left is not None:
@@ -277,25 +267,9 @@ class Course:
             ends.append(step + steps_in_pass - (step - (self.end_of_pass(0) or 0)) % steps_in_pass)
         return earliest(ends)
 
-    def _is_known_as_last(self, step: int) -> bool:
-        """Whether the run knows of its last step when it comes to it: not of data that end just where a loop does."""
-        loop_steps = self.spec.loop_steps
-        ends_with_loop = loop_steps is not None and step % loop_steps == 0
-        return step == self.end and (step in (self.stopped_at, self.spec.total_steps) or not ends_with_loop)
-
     def _elapsed_at(self, step: int, loops: int, previous: Elapsed | None = None, *, is_last: bool = False) -> Elapsed:
         batches = (step - self.start.steps) // self.updates_per_step
         return Elapsed(step, self.start.samples + batches * self.rows, self.start.time, loops, is_last, previous)
-
-    def _fires_at_unknown_end(self, interval: int | Schedule) -> bool:
-        """Whether something is called at the end of a run that nobody knows."""
-        schedule, far = _as_schedule(interval), 2**40
-        before = Elapsed(far, far, math.inf, far)
-        # Of a single loop the number is known.
-        is_single = self.spec.loop_steps is None and self.spec.epochs in (None, 1)
-        loop = self.start.loops + 1 if is_single else schedule.next_loop(before) or far
-        before = dataclasses.replace(before, loops=loop - 1)
-        return schedule(Elapsed(far + 1, far, math.inf, loop, is_last=True, previous=before))
 
 
 class _Probe(Action):
@@ -306,3 +280,24 @@ class _Probe(Action):
 
 def _as_schedule(interval: int | Schedule) -> Schedule:
     return interval if isinstance(interval, Schedule) else every(loops=interval)
+
+
+def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -> Moments:
+    """Yields the ends of an evaluation, with their numbers; and the end of the run, of which the newest one hears."""
+    number_before, last = course.begin.evaluations.get(name, (0, course.start))
+    for number, now in enumerate(moments, start=number_before + 1):
+        last = dataclasses.replace(now, previous=last.without_previous())
+        yield last, number
+    if moments and course.end is not None:
+        yield dataclasses.replace(last, is_last=True), None
+
+
+def _fires_at_unknown_end(course: Course, interval: int | Schedule) -> bool:
+    """Whether something is called at the end of a run that nobody knows."""
+    schedule, far = _as_schedule(interval), 2**40
+    before = Elapsed(far, far, math.inf, far)
+    # Of a single loop the number is known.
+    is_single = course.spec.loop_steps is None and course.spec.epochs in (None, 1)
+    loop = course.start.loops + 1 if is_single else schedule.next_loop(before) or far
+    before = dataclasses.replace(before, loops=loop - 1)
+    return schedule(Elapsed(far + 1, far, math.inf, loop, is_last=True, previous=before))
