@@ -1,19 +1,29 @@
-"""How a run will go: at which steps its loops end and its schedules fire, told before it begins.
+"""The plan of a run: where its loops end and what is called when, by the engine's own schedules, before a step runs.
 
 What nobody can know in advance stays open: the time, data without a length, what a user's function will say.
 """
 
-import bisect
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, final
 
-from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, goal_of
+from jaxloop.actions.action import Action
+from jaxloop.actions.action_list import ActionList
+from jaxloop.agenda import Slot
+from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
+from jaxloop.specs import RunSpec
 
-# At so many moments a schedule is asked; a run that has more is foreseen up to there.
-_MOST_MOMENTS = 20_000
+# A run that has more moments is foreseen up to there; the second is for one whose end nobody knows.
+_MOST_MOMENTS, _MOST_IF_OPEN = 20_000, 2_000
+
+At = Literal["begin", "end", "step"]
+"""Where something is called: where loops begin; inside loops and at their ends; or as part of a step."""
+
+Moments = Iterator[tuple[Elapsed, int | None]]
+"""Moments of a run, each with the number of the loop that ends there; None inside a loop."""
 
 
 @final
@@ -21,31 +31,37 @@ _MOST_MOMENTS = 20_000
 class Calls:
     """When something will be called.
 
-    >>> print(Calls((100, 200, 300, 400)))
+    >>> at_steps = lambda *steps: [Elapsed(step) for step in steps]
+    >>> print(Calls(at_steps(100, 200, 300, 400)))
     4 times, at steps 100, 200, ..., 400
-    >>> print(Calls((100,), is_all=False))
+    >>> print(Calls(at_steps(100), is_all=False))
     at step 100 and further steps
     >>> print(Calls())
     never
 
     Attributes:
-      steps: after which steps.
-      is_all: whether it is called after no others.
+      moments: how far the run is when it is called.
+      is_all: whether it is called at no others.
       at_end: whether it is called at the end of the run, too, where nobody knows at which step that is.
       by_clock: whether it may be called at other steps, for the time that has passed.
-      at_most: whether it may be called after some of the steps only, as a function of the user will say.
+      at_most: whether it may be called at some of the moments only, as a function of the user will say.
     """
 
-    steps: Sequence[int] = ()
+    moments: Sequence[Elapsed] = ()
     is_all: bool = True
     at_end: bool = False
     by_clock: bool = False
     at_most: bool = False
 
     @property
+    def steps(self) -> Sequence[int]:
+        """After which steps it is called."""
+        return [now.steps for now in self.moments]
+
+    @property
     def is_never(self) -> bool:
         """Whether it is certain that it will not be called."""
-        return not self.steps and self.is_all and not self.at_end and not self.by_clock
+        return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
     def may_meet(self, other: "Calls") -> bool:
         """Whether the two may come at the same step."""
@@ -69,158 +85,219 @@ class Calls:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Course:
-    """How far a run goes, and where its train loops end.
+class Begin:
+    """Where a run begins.
 
-    >>> course = Course(end=1000, loop_steps=400)
-    >>> print(course.loops())
+    Attributes:
+      elapsed: how far it is.
+      passes: how many passes over its data have ended.
+      batches: how many batches of this pass are used.
+      has_stopped: whether it was asked to stop there.
+      last_beginning: how far it was when its last loop began; None for where it begins now.
+      evaluations: by name, how often each has run, and how far the run was then.
+    """
+
+    elapsed: Elapsed = dataclasses.field(default_factory=Elapsed)
+    passes: int = 0
+    batches: int = 0
+    has_stopped: bool = False
+    last_beginning: Elapsed | None = None
+    evaluations: Mapping[str, tuple[int, Elapsed]] = dataclasses.field(default_factory=dict)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """How far a run goes, and what is called where on its way.
+
+    >>> from jaxloop.schedules import at, last
+    >>> course = Course(RunSpec(total_steps=1000, loop_steps=400))
+    >>> print(course.loops)
     3 times, at steps 400, 800, 1,000
-    >>> course.steps_of_longest_loop
+    >>> course.batches_of_longest_loop
     400
-    >>> from jaxloop.schedules import at, every, last
     >>> print(course.calls(every(300) | last()), course.calls(at(5000)), sep="; ")
     4 times, at steps 300, 600, ..., 1,000; never
 
     Attributes:
-      start: how far it is when it begins.
-      end: the step at which it ends; None if nobody knows.
-      loop_steps: a loop ends at its multiples; None for no such end.
-      pass_steps: as many steps in a pass over the data, at the end of which a loop ends; None if nobody knows.
-      pass_begins: the step before which the pass under way began.
+      spec: how long it is to train.
+      begin: where it begins.
+      batches_in_pass: how many batches a pass over the data has; None if nobody knows.
       rows: examples in a batch.
       updates_per_step: how many steps a batch counts for, see `Step.updates_per_step`.
-      knows_loops: whether no loop ends anywhere else.
-      tells_end: whether the run knows of its last step when it comes to it; not where the data end with a loop of
-        `loop_steps`, which is known only afterwards.
+      stopped_at: the step at which its `stop` ends it; None if that is not foreseen.
     """
 
-    start: Elapsed = dataclasses.field(default_factory=Elapsed)
-    end: int | None = None
-    loop_steps: int | None = None
-    pass_steps: int | None = None
-    pass_begins: int = 0
+    spec: RunSpec
+    begin: Begin = dataclasses.field(default_factory=Begin)
+    batches_in_pass: int | None = None
     rows: int = 1
     updates_per_step: int = 1
-    knows_loops: bool = True
-    tells_end: bool = True
+    stopped_at: int | None = None
 
-    def ended_by(self, stop: Schedule) -> "Course":
-        """The course of a run that this schedule ends, as the stop of a run."""
-        stop = stop.as_stop()
-        if stop.stops(self.start, self.start):
-            return dataclasses.replace(self, end=self.start.steps, tells_end=True)
-        stopped = self._first(self._moments(stop), lambda now: stop.stops(now.previous or now, now), most=1)
-        return dataclasses.replace(self, end=stopped.steps[0], tells_end=True) if stopped.steps else self
+    @property
+    def start(self) -> Elapsed:
+        """How far the run is when it begins."""
+        return self.begin.elapsed
 
-    def loops(self, interval: int = 1) -> Calls:
-        """Where loops end, or every so many of them."""
-        found = self._first(self._moments(None), lambda now: now.loops % interval == 0)
-        # Of a single loop, to the end of data whose length nobody knows, the number is known.
-        is_single = self.loop_steps is None and self.pass_steps is None and self.knows_loops
-        at_end = self.end is None and (not is_single or (self.start.loops + 1) % interval == 0)
-        return dataclasses.replace(found, at_end=at_end)
+    def end_of_pass(self, number: int) -> int | None:
+        """The step at which a pass over the data ends, counted from the one under way; None if nobody knows."""
+        if self.batches_in_pass is None:
+            return None
+        return self.start.steps + (number * self.batches_in_pass - self.begin.batches) * self.updates_per_step
 
-    def beginnings(self, schedule_or_interval: Schedule | int) -> Calls:
-        """After which steps a loop begins, and this fires, as the interval of an action that is called then."""
-        ends = self.loops()
-        begins = [self.start.steps, *(step for step in ends.steps if step != self.end)]
-        called, last = [], self.start.without_previous()
-        for number, step in enumerate(begins, start=self.start.loops + 1):
-            asked = Elapsed(step, self._samples_at(step), 0.0, number, previous=last)
-            is_due = (
-                schedule_or_interval(asked)
-                if isinstance(schedule_or_interval, Schedule)
-                else number % schedule_or_interval == 0
-            )
-            called += [step] if is_due else []
-            last = asked.without_previous()
-        return Calls(tuple(called), ends.is_all)
-
-    def calls(self, schedule: Schedule, *, within_step: bool = False) -> Calls:
-        """Where a schedule fires.
-
-        Args:
-          schedule: asked at each step, and at the ends of loops.
-          within_step: whether it is asked as part of a step, which knows neither of the end of a loop nor of the run.
-        """
-        fires = lambda now: (
-            schedule(now) or (self._ends_untold(now) and schedule(dataclasses.replace(now, is_last=True)))
-        )
-        found = self._first(self._moments(schedule, within_step=within_step), schedule if within_step else fires)
-        return self._with_the_open(schedule, found, knows_last=not within_step)
-
-    def calls_among(self, moments: Calls, schedule: Schedule) -> Calls:
-        """Where a schedule fires that is asked at some moments only, each time for all since the last."""
-        ends, steps, last = self.loops().steps, [], self.start.without_previous()
-        for step in moments.steps:
-            loops = self.start.loops + bisect.bisect_right(ends, step)
-            now = Elapsed(step, self._samples_at(step), 0.0, loops, step == self.end, last)
-            steps += [step] if schedule(now) else []
-            last = now.without_previous()
-        is_end = Elapsed(self.end or 0, is_last=True)
-        if moments.steps and self.end is not None and self.end not in steps and schedule.fires(is_end, is_end):
-            steps.append(self.end)  # What waits for the last step is called there, with the newest evaluation.
-        found = self._with_the_open(schedule, Calls(tuple(steps), moments.is_all), knows_last=True)
-        if moments.at_end:  # With the evaluation at the end, for all since the one before.
-            return dataclasses.replace(found, is_all=False, at_most=moments.at_most)
-        return dataclasses.replace(found, at_end=found.at_end and moments.at_end, at_most=moments.at_most)
+    @functools.cached_property
+    def end(self) -> int | None:
+        """The step at which the run ends, if its data last for `total_steps`; None if nobody knows."""
+        epochs, total_steps = self.spec.epochs, self.spec.total_steps
+        data_end = self.end_of_pass(1 if epochs is None else max(epochs - self.begin.passes, 0))
+        ends = [self.stopped_at, total_steps, data_end if epochs is not None or total_steps is None else None]
+        return self.start.steps if self.begin.has_stopped else earliest(ends)
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to run."""
         return self.end is not None and self.start.steps >= self.end
 
-    @property
-    def steps_of_longest_loop(self) -> int | None:
-        """How many steps the longest of its loops has; None if nobody knows."""
-        ends = [self.start.steps, *self.loops().steps]
-        return max((later - earlier for earlier, later in itertools.pairwise(ends)), default=None)
+    @functools.cached_property
+    def loops(self) -> Calls:
+        """When its loops end."""
+        return self.calls(1)
 
-    def _ends_untold(self, now: Elapsed) -> bool:
-        return now.steps == self.end and not self.tells_end
+    @functools.cached_property
+    def batches_of_longest_loop(self) -> int | None:
+        """How many batches the longest of its loops has; None if nobody knows."""
+        ends = [self.start.steps, *self.loops.steps]
+        sizes = [(later - earlier) // self.updates_per_step for earlier, later in itertools.pairwise(ends)]
+        return max(sizes, default=None)
 
-    def _with_the_open(self, schedule: Schedule, found: Calls, *, knows_last: bool) -> Calls:
-        """With what nobody can know in advance."""
-        far = Elapsed(2**40, 2**40, math.inf, 2**40)
-        last = dataclasses.replace(far, steps=2**40 + 1, is_last=True, previous=far)
-        at_end = self.end is None and knows_last and schedule(last)
-        return dataclasses.replace(found, at_end=at_end, by_clock=schedule.next_time(self.start) is not None)
+    def __str__(self) -> str:
+        begin = f"from step {self.start.steps:,} " if self.start.steps else ""
+        return f"the run goes {begin}to {'the end of its data' if self.end is None else f'step {self.end:,}'}"
 
-    def _moments(self, schedule: Schedule | None, *, within_step: bool = False) -> Iterator[Elapsed]:
-        """The steps at which a schedule may fire, and the ends of loops; of None these alone."""
-        now = self.start
-        if schedule is not None and not within_step and now.steps == 0:
-            yield now
+    def ended_by(self, stop: Schedule) -> "Course":
+        """Returns the course of a run that this schedule ends, as far as that is foreseen."""
+        stop = stop.as_stop()
+        moments = itertools.islice(self._moments(stop), _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN)
+        asked = itertools.chain([self.start], (now for now, _ in moments))
+        ends = (now.steps for now in asked if stop.stops(now.previous or now, now))
+        return dataclasses.replace(self, stopped_at=next(ends, None))
+
+    def calls(self, interval: int | Schedule, at: At = "end") -> Calls:
+        """Returns when something with an interval will be called: an action, or an evaluation.
+
+        Args:
+          interval: as that of an action.
+          at: "end" for what is called inside loops and at their ends, "begin" for what is called where loops begin,
+            "step" for what is called as part of a step, which knows neither of the end of a loop nor of the run.
+        """
+        moments = self._moments(interval)
+        if at == "begin":
+            moments = self._beginnings()
+        elif at == "step" and not isinstance(interval, Schedule):  # It counts the steps of each loop.
+            longest = self.batches_of_longest_loop
+            return Calls(is_all=longest is not None and longest < interval)
+        elif at == "step":
+            in_step = lambda now: dataclasses.replace(now, loops=now.previous.loops, is_last=False)
+            moments = ((in_step(now), None) for now, _ in moments if now.steps > self.start.steps)
+        at_end = at == "end" and self.end is None and _fires_at_unknown_end(self, interval)
+        return self._rehearsed(interval, moments, Calls(at_end=at_end))
+
+    def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
+        """Returns when an action of an evaluation will be called.
+
+        Args:
+          interval: that of the action; an int counts evaluations.
+          evaluated: when the evaluation comes.
+          name: what the evaluation is called.
+        """
+        if isinstance(interval, Schedule) and evaluated.at_end:
+            evaluated = dataclasses.replace(evaluated, is_all=False, at_end=_fires_at_unknown_end(self, interval))
+        return self._rehearsed(interval, _ends_of_evaluation(self, evaluated.moments, name), evaluated)
+
+    def _rehearsed(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
+        """Returns when the engine calls something that it asks at some moments, besides what is known of that."""
+        slot, called = Slot(ActionList([_Probe(interval)], unit="loops"), 0), []
+        for now, loop in itertools.islice(moments, _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN):
+            if slot.is_due(now, loop):
+                slot.called_at = now.steps
+                called.append(now)
+        knows_loops = self.spec.epochs in (None, 1) or self.batches_in_pass is not None
+        is_all = known.is_all and knows_loops and next(moments, None) is None
+        by_clock = known.by_clock or _as_schedule(interval).next_time(self.start) is not None
+        return dataclasses.replace(known, moments=called, is_all=is_all, by_clock=by_clock)
+
+    # The moments of the run ------------------------------------------------------------------------------
+
+    def _moments(self, interval: int | Schedule) -> Moments:
+        """Yields the moments at which the engine asks something with an interval, while the clock stands still."""
+        now, updates, spec = dataclasses.replace(self.start, previous=self.start), self.updates_per_step, self.spec
+        if self.is_over:
+            return
+        if now.steps == 0:
+            yield now, None
         while self.end is None or now.steps < self.end:
             loop_end = self._next_loop_end(now.steps)
-            step = earliest([loop_end, goal_of([] if schedule is None else [schedule], now).step])
+            step = earliest([loop_end, goal_of([interval], now).step])
             if step == NEVER[0]:
                 return
-            updates = self.updates_per_step
-            step = now.steps + -(-(step - now.steps) // updates) * updates
-            earlier, is_last = step - updates, step == self.end
-            before = Elapsed(earlier, self._samples_at(earlier), 0.0, now.loops)
-            is_last &= self.tells_end
-            now = Elapsed(step, self._samples_at(step), 0.0, now.loops + (step == loop_end), is_last, before)
-            yield dataclasses.replace(now, loops=before.loops, is_last=False) if within_step else now
+            step = now.steps + math.ceil((step - now.steps) / updates) * updates
+            before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
+            # The run does not know of its last step if its data end just where a loop of `loop_steps` does.
+            is_told = step == self.stopped_at or step == spec.total_steps
+            is_last = step == self.end and (is_told or not spec.loop_steps or step % spec.loop_steps != 0)
+            now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
+            yield now, now.loops if ends_loop else None
+        yield dataclasses.replace(now, is_last=True), None  # Where that is known only now.
 
-    def _samples_at(self, step: int) -> int:
-        return self.start.samples + (step - self.start.steps) // self.updates_per_step * self.rows
+    def _beginnings(self) -> Moments:
+        """Yields the moments at which loops begin, with their numbers."""
+        last = self.begin.last_beginning or self.start
+        for now, loop in itertools.chain([(self.start, self.start.loops)], self._moments(never())):
+            if loop is not None and not now.is_last and not self.is_over:
+                last = dataclasses.replace(now, loops=now.loops + 1, previous=last.without_previous())
+                yield last, last.loops
 
     def _next_loop_end(self, step: int) -> int | None:
-        ends = [self.end]
-        for size, begin in ((self.loop_steps, 0), (self.pass_steps, self.pass_begins)):
-            if size is not None:
-                ends.append(begin + ((step - begin) // size + 1) * size)
+        steps_left, ends = self.spec.steps_of_next_loop(step), [self.end]
+        if steps_left is not None:
+            ends.append(step + steps_left)
+        if self.spec.epochs is not None and self.batches_in_pass is not None:
+            steps_in_pass = self.batches_in_pass * self.updates_per_step
+            ends.append(step + steps_in_pass - (step - (self.end_of_pass(0) or 0)) % steps_in_pass)
         return earliest(ends)
 
-    def _first(self, moments: Iterator[Elapsed], is_one: Callable[[Elapsed], bool], most: int | None = None) -> Calls:
-        """Those moments at which something is, as far as they are foreseen."""
-        foreseen = _MOST_MOMENTS if self.end is not None else _MOST_MOMENTS // 10
-        steps: list[int] = []
-        for now in itertools.islice(moments, foreseen):
-            if is_one(now):
-                steps.append(now.steps)
-                if len(steps) == most:
-                    break
-        return Calls(tuple(steps), is_all=self.knows_loops and next(moments, None) is None)
+    def _elapsed_at(self, step: int, loops: int, previous: Elapsed | None = None, *, is_last: bool = False) -> Elapsed:
+        batches = (step - self.start.steps) // self.updates_per_step
+        return Elapsed(step, self.start.samples + batches * self.rows, self.start.time, loops, is_last, previous)
+
+
+class _Probe(Action):
+    """Stands for what has an interval."""
+
+    def __call__(self, state, outputs, **kwargs) -> None: ...
+
+
+def _as_schedule(interval: int | Schedule) -> Schedule:
+    return interval if isinstance(interval, Schedule) else every(loops=interval)
+
+
+def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -> Moments:
+    """Yields the ends of an evaluation, with their numbers; and the end of the run, of which the newest one hears."""
+    number_before, last = course.begin.evaluations.get(name, (0, course.start))
+    for number, now in enumerate(moments, start=number_before + 1):
+        last = dataclasses.replace(now, previous=last.without_previous())
+        yield last, number
+    if moments and course.end is not None:
+        yield dataclasses.replace(last, is_last=True), None
+
+
+def _fires_at_unknown_end(course: Course, interval: int | Schedule) -> bool:
+    """Whether something is called at the end of a run that nobody knows."""
+    schedule, far = _as_schedule(interval), 2**40
+    before = Elapsed(far, far, math.inf, far)
+    # Of a single loop the number is known.
+    is_single = course.spec.loop_steps is None and course.spec.epochs in (None, 1)
+    loop = course.start.loops + 1 if is_single else schedule.next_loop(before) or far
+    before = dataclasses.replace(before, loops=loop - 1)
+    return schedule(Elapsed(far + 1, far, math.inf, loop, is_last=True, previous=before))

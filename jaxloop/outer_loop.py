@@ -273,31 +273,17 @@ class OuterLoop:
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
-        as_count = lambda value: value if isinstance(value, int) and value > 0 else None
-        names = [each.name for each in specs if isinstance(each, EvalSpec)]
-        evaluations = [
-            (each.name if names.count(each.name) == 1 else f"{each.name} {number}", loop, each)
-            for number, (loop, each) in enumerate(zip(self._eval_loops, specs, strict=False), start=1)
-            if isinstance(each, EvalSpec)
-        ]
         experiment = preflight.Experiment(
-            state,
+            spec,
             self._train_loop,
-            evaluations,
+            self._eval_loops,
             self._checkpoint_spec,
             self._workdir,
             self._log_interval,
-            spec.data,
-            lambda: self._source_of(spec.data),
             self._source_of,
-            as_count(train_total_steps),
-            as_count(train_loop_steps),
-            as_count(train_epochs),
-            stop,
-            on_exhausted,
             self._passes,
         )
-        return preflight.look(experiment, list(self._errors_of(spec)))
+        return preflight.check(experiment, state, self._errors_of(spec))
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
         step = None if self._train_loop is None else self._train_loop.step

@@ -19,9 +19,10 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxloop
-from jaxloop import after, at, checkpoint, every, examples, first, last, preflight
+from jaxloop import after, at, checkpoint, every, examples, first, forecast, last, preflight
 from jaxloop.lock import DirectoryInUseError, DirectoryLock
 from jaxloop.partition import create_mesh
+from jaxloop.specs import RunSpec
 from jaxloop.step import NO_OPTIMIZER
 
 
@@ -869,6 +870,18 @@ SOUND = {
     "an action of an evaluation for the end": {"eval_actions": (Report(last()),)},
     "a schedule of samples and one of loops": {"train_actions": (Report(every(samples=1000)), Report(every(loops=3)))},
     "a stop by the clock": {"options": {"train_total_steps": None, "stop": at(time=60)}},
+    "an action at the end of the one loop, which nobody knows": {
+        "data": Generated(lambda: itertools.repeat(batch_of(), 400)),
+        "train_actions": (Report(every(loops=1)),),
+        "log_interval": 1,
+        "options": {"train_total_steps": None, "train_loop_steps": None},
+        **NO_CHECKPOINTS,
+    },
+    "an action by the clock where a loop begins": {"begin_actions": (Report(every(time=60)),)},
+    "an action of an evaluation by the clock": {
+        "eval_options": {"schedule": every(time=60), **TEST},
+        "eval_actions": (Report(every(100)),),
+    },
 }
 
 
@@ -937,7 +950,7 @@ def random_interval(rng, *, most=4):
     return [rng.randrange(1, most), pick(), pick(), pick() | pick(), pick() & ~pick()][kind]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_what_is_foreseen_is_what_happens(seed):
     rng = random.Random(seed)
     step, state, batches = examples.tiny_regression(40)
@@ -961,3 +974,123 @@ def test_what_is_foreseen_is_what_happens(seed):
     outer_loop(state, batches, **options)
     for action in (begin_action, *train_actions, evaluated, *eval_actions):
         assert list(foreseen[action].steps) == action.steps, (action, options, str(foreseen[action]))
+
+
+# When actions are called, and the evaluations; what else the run is told; and how many batches its data have.
+BOTH = every(7) | last()
+PLANS = {
+    "one loop": (every(7), 1, {"train_total_steps": 40}, 50),
+    "loops": (2, every(loops=3), {"train_total_steps": 70, "train_loop_steps": 10}, 90),
+    "a total that ends a shorter loop": (2, 3, {"train_total_steps": 37, "train_loop_steps": 5}, 50),
+    "the last step": (last(), last(), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
+    "the end after the last evaluation": (last(), every(15), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
+    "the first steps": (at(0) | first(), at(0) | every(20), {"train_total_steps": 30, "train_loop_steps": 10}, 50),
+    "samples": (every(samples=100), every(samples=72), {"train_total_steps": 40, "train_loop_steps": 6}, 50),
+    "schedules that are joined": (every(4) & every(6), every(3) & ~every(5), {"train_total_steps": 40}, 50),
+    "from a point on": (after(20).then(every(6)), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
+    "loops from a point on": (at(loops=2), after(loops=3) & every(4), {"train_loop_steps": 6}, 40),
+    "epochs": (3, BOTH, {"train_epochs": 3}, 8),
+    "epochs up to a total": (every(loops=2) | last(), 1, {"train_epochs": 4, "train_total_steps": 25}, 8),
+    "the end of the data": (BOTH, 1, {}, 24),
+    "the end of the data amid a loop": (BOTH, 2, {"train_loop_steps": 7}, 24),
+    "the end of the data with a loop": (BOTH, last() | at(3), {"train_loop_steps": 6}, 24),
+    "a stop": (BOTH, 1, {"train_total_steps": 40, "train_loop_steps": 10, "stop": at(23)}, 50),
+    "a stop by samples": (last(), BOTH, {"train_loop_steps": 8, "stop": at(samples=90)}, 50),
+    "a stop that counts loops": (every(4), 1, {"train_loop_steps": 4, "stop": every(loops=3)}, 50),
+    "a stop of two": (BOTH, 1, {"train_total_steps": 40, "stop": at(15) & every(10)}, 50),
+    "a stop that has come": (at(0) | first(), at(0), {"train_total_steps": 40, "stop": at(0)}, 50),
+    "a stop that has come, and stays so": (BOTH, BOTH, {"train_total_steps": 40, "stop": at(5)}, 50),
+    "two updates for each batch": (every(5), at(7), {"train_total_steps": 40, "train_loop_steps": 8}, 50),
+}
+
+
+class TwoUpdates(type(examples.tiny_regression(1)[0])):
+    updates_per_step = 2
+
+    def run(self, state, batch):
+        return super().run(super().run(state, batch)[0], batch)
+
+
+def train_as_foretold(case, state=None, directory=None, **options):
+    """Trains as a case says, where the plan says; returns the state."""
+    interval, evaluated, given, num_batches = PLANS[case]
+    options = {**given, **options}
+    begins, ends, evaluations, after_evaluations = map(Recorder, (interval, interval, 1, interval))
+    in_step = Recorder(interval if isinstance(interval, jaxloop.Schedule) else jaxloop.never())
+    example, first_state, batches = examples.tiny_regression(num_batches)
+    kind = TwoUpdates if "updates" in case else type(example)
+    step = kind(jax.random.key(0), example.model, example.optimizer, train=True, end_actions=[in_step])
+    eval_step, _, eval_batches = examples.tiny_regression(2, train=False)
+    savers = [] if directory is None else [jaxloop.CheckpointAction(directory, last())]
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, begin_actions=[begins], end_actions=[ends, *savers]),
+        [jaxloop.EvalLoop(eval_step, end_actions=[evaluations, after_evaluations])],
+        None if directory is None else jaxloop.CheckpointSpec(directory),
+    )
+    when = {"eval_loop_interval": evaluated} if isinstance(evaluated, int) else {"schedule": evaluated}
+    options["eval_specs"] = [jaxloop.EvalSpec(eval_batches, **when)]
+    state = first_state if state is None else state
+    report = outer_loop.check(state, batches, **options)
+    state, _ = outer_loop(state, batches, **options)
+    assert int(state.step) == int(re.search("to step ([0-9]+)", report.plan["train"])[1])
+    recorders = {"begin": begins, "end": ends, "step": in_step, "eval": evaluations, "eval's": after_evaluations}
+    foretold = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
+    assert foretold == {name: recorder.steps for name, recorder in recorders.items()}
+    assert all(report.calls[recorder].is_all for recorder in recorders.values())
+    return state
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_each_action_and_each_evaluation_comes_where_check_says(case):
+    train_as_foretold(case)
+
+
+RESUMED = (
+    "one loop",
+    "loops",
+    "the first steps",
+    "loops from a point on",
+    "epochs",
+    "the end of the data amid a loop",
+    "the end of the data with a loop",
+    "a stop that counts loops",
+    "two updates for each batch",
+)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_so_it_is_in_a_run_that_resumes(case, tmp_path):
+    train_as_foretold(case, directory=tmp_path, train_total_steps=12)
+    train_as_foretold(case, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "interval", "text"),
+    [
+        ({}, 1, "at the end"),
+        ({}, 2, "never"),
+        ({}, every(loops=1), "at the end"),
+        ({}, every(loops=2), "never"),
+        ({}, every(10) | last(), "at steps 10, 20 and further steps and the end"),
+        ({}, every(time=60) | at(5), "once, at step 5, and by the clock"),
+        ({"loop_steps": 10}, 3, "at steps 30, 60 and further steps and the end"),
+        ({"loop_steps": 10}, every(loops=3), "at steps 30, 60 and further steps and the end"),
+        ({"loop_steps": 10}, at(loops=3), "at step 30 and further steps"),
+        ({"epochs": 3}, at(5), "at step 5 and further steps"),
+    ],
+)
+def test_what_nobody_can_know_stays_open(options, interval, text):
+    assert str(forecast.Course(RunSpec(**options)).calls(interval)) == text
+
+
+def test_neither_a_step_nor_the_beginning_of_a_loop_is_the_end_of_a_run():
+    course = forecast.Course(RunSpec())
+    assert course.calls(last(), "step").is_never and course.calls(last(), "begin").is_never
+
+
+def test_an_action_of_an_evaluation_may_come_with_one_that_nobody_can_foresee():
+    course = forecast.Course(RunSpec())
+    calls = lambda interval, evaluated: str(course.calls_in_evaluation(interval, course.calls(evaluated), "eval"))
+    assert calls(1, last()) == "at the end" and calls(at(5), last()) == "at further steps"
+    assert calls(last(), last()) == "at further steps and the end"
+    assert calls(1, every(time=60)) == calls(every(100), every(time=60)) == "by the clock"

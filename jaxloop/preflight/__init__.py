@@ -1,112 +1,108 @@
-"""What would go wrong in a run, found before it, all at once. No step is run, and nothing is made of the state.
+"""A check before the run: what would go wrong in it, all at once. No step is run, and no state is changed.
 
-`look` goes through the rooms in this order:
+`check` goes through these modules:
 
-- `state`: the one that is given, and the one that a step makes of it.
-- `data`: the first batch of each dataset, and how many there are.
-- `checkpoints`: the one that the run would go on from, and those that it would save.
-- `course`: how far the run goes.
-- `step`: a batch's way through the hooks, and a trace of `run`.
-- `memory`: what the compiled train step takes of a device.
-- `timetable`: when each evaluation and each action comes, and which never does.
-- `actions`: how they are called, what they remember, monitor and write.
+- `step`: the state, a batch's way through the hooks, a trace of `run`, and the memory of the compiled train step.
+- `data`: the first batch of each dataset, how many there are, and how far the run goes.
+- `checkpoints`: the one from which the run would resume, and those that it would save.
+- `actions`: when they are called, and how, and what they remember, monitor and write.
 
-What they look at is in `experiment`. What they find goes into the `Findings` of `findings`, and comes out as the
-`Report` of `report`.
+What they check is in `experiment`. What they find goes into the `Findings` of `report`, and comes out as a `Report`.
+When things are called says the `Course` of `jaxloop.forecast`.
 """
 
+import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from jaxloop import checkpoint
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.eval_loop import EvalLoop
 from jaxloop.forecast import Calls, Course
-from jaxloop.preflight.actions import look_at_actions
-from jaxloop.preflight.checkpoints import look_at_checkpoints, look_at_saving
-from jaxloop.preflight.course import course_of, look_at_length
-from jaxloop.preflight.data import TrainData, close_train_data, first_eval_batch, open_train_data
-from jaxloop.preflight.experiment import TRAIN, Experiment, Part
-from jaxloop.preflight.findings import Findings
-from jaxloop.preflight.memory import look_at_compiled, look_at_layout
-from jaxloop.preflight.report import CheckError, Problem, Report
-from jaxloop.preflight.state import State, look_at_state
-from jaxloop.preflight.step import Foreseen, look_at_model, look_at_optimizer, look_at_step
-from jaxloop.preflight.timetable import look_at_log_interval, say_if_never_evaluated, when_evaluated
+from jaxloop.layout import bytes_of
+from jaxloop.preflight.actions import check_actions
+from jaxloop.preflight.checkpoints import check_checkpoints, check_saving
+from jaxloop.preflight.data import check_length, course_of, first_eval_batch, open_train_data
+from jaxloop.preflight.experiment import Experiment, Part, State
+from jaxloop.preflight.report import CheckError, Findings, Problem, Report
+from jaxloop.preflight.step import check_memory, check_model, check_optimizer, check_state, check_step
+from jaxloop.schedules import Elapsed, Schedule, is_never
 from jaxloop.specs import EvalSpec
 
-__all__ = ["CheckError", "Experiment", "Problem", "Report", "look"]
+__all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
 
 
-def look(experiment: Experiment, errors: Sequence[Exception]) -> Report:
-    """Looks at all of an experiment; `errors` are those that its arguments have already."""
+def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
+    """Checks all of an experiment that begins with a state; `errors` are those that its arguments have already."""
     began, found = time.perf_counter(), Findings()
     for error in errors:
-        found.add("the arguments", str(error))
-    calls = _look(experiment, found)
+        found.at("the arguments").error(str(error))
+    calls = _check(_without_invalid_counts(experiment), state, found)
     return Report(found.in_order(), found.plan, time.perf_counter() - began, calls)
 
 
-def _look(experiment: Experiment, found: Findings) -> Mapping[Action, Calls]:
-    train_loop, state = experiment.train_loop, look_at_state(experiment.state, found)
-    data = open_train_data(experiment, found) if train_loop is not None else TrainData()
-    begin = look_at_checkpoints(experiment, state, data.source, found)
+def _without_invalid_counts(experiment: Experiment) -> Experiment:
+    """Leaves out the arguments that are among the errors, for the rest to be checked."""
+    given = experiment.spec
+    counts = {name: getattr(given, name) for name in ("total_steps", "loop_steps", "epochs")}
+    valid = {name: count if isinstance(count, int) and count > 0 else None for name, count in counts.items()}
+    spec = dataclasses.replace(given, stop=given.stop if isinstance(given.stop, Schedule) else None, **valid)
+    return dataclasses.replace(experiment, spec=spec)
+
+
+def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Action, Calls]:
+    train_loop, state, parts = experiment.train_loop, check_state(given, found.at("the state")), []
+    data = open_train_data(experiment, found)
+    begin = check_checkpoints(experiment, state, data, found)
     course = course_of(experiment, begin, data)
-    parts, trained = [], None
     if train_loop is not None:
-        look_at_length(experiment, course, begin, data, state.shapes, found)
-        trained = _look_at_training(train_loop, state, data, course, found)
-        parts.append(Part(TRAIN, "train", train_loop, course.loops(), trained and trained.outputs))
+        train = Part(found.at("the train loop"), "train", train_loop, course.loops)
+        check_length(train.here, experiment.spec, course, data, state.shapes)
+        check_optimizer(train, state.shapes)
+        parts.append(check_step(train, state, data.first, longest_loop=course.batches_of_longest_loop))
     for name, loop, spec in experiment.evaluations:
-        parts.append(_look_at_evaluation(name, loop, spec, experiment, course, state, found))
-    if train_loop is not None and trained is not None:
-        _look_at_memory(train_loop, state, data, trained, found)
-    calls = look_at_actions(parts, begin, course, state.shapes, found)
+        parts.append(_check_evaluation(name, loop, spec, experiment, course, state, found))
     if train_loop is not None:
-        look_at_log_interval(experiment.log_interval, course, found)
-        look_at_saving(experiment, course, state.shapes, data.source, found)
-        close_train_data(experiment, data)
+        check_memory(parts[0], state, data.first)
+    calls = check_actions(parts, course, state.shapes, found)
+    if train_loop is not None:
+        _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
+        check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
+    if data.source is not None and not experiment.spec.has_iterator:  # With an iterator the run goes on.
+        data.source.close()
     return calls
 
 
-def _look_at_training(
-    loop: ActionLoop, state: State, data: TrainData, course: Course, found: Findings
-) -> Foreseen | None:
-    """What is known of the train steps; None where there is no state or no batch for them."""
-    look_at_optimizer(TRAIN, loop.step, state.shapes, found)
-    if state.shapes is None or not data.has_batch:
-        return None
-    longest = course.steps_of_longest_loop
-    longest_loop = longest and longest // course.updates_per_step
-    return look_at_step(TRAIN, loop, state, data.batch, found, longest_loop=longest_loop)
-
-
-def _look_at_evaluation(
-    name: str,
-    loop: ActionLoop,
-    spec: EvalSpec,
-    experiment: Experiment,
-    course: Course,
-    state: State,
-    found: Findings,
+def _check_evaluation(
+    name: str, loop: ActionLoop, spec: EvalSpec, experiment: Experiment, course: Course, state: State, found: Findings
 ) -> Part:
-    where, calls = f"eval {name!r}", when_evaluated(spec, experiment, course)
+    part = Part(found.at(f"eval {name!r}"), name, loop, _calls_of_evaluation(spec, experiment, course))
     if isinstance(loop, EvalLoop) and loop.step.train:
-        found.warn(where, f"It evaluates by {loop.said_of_training}")
+        part.here.warn(f"It evaluates by {loop.said_of_training}")
     if experiment.train_loop is not None:
-        look_at_model(where, loop.step, experiment.train_loop.step, found)
-    say_if_never_evaluated(where, spec, calls, course, found)
-    batch, count, outputs = None, "?", None
-    with found.finding(where):
-        batch, count = first_eval_batch(where, spec, calls, experiment, found)
-    found.plan[where] = f"{calls}; {count}"
-    if batch is not None and state.shapes is not None:
-        outputs = look_at_step(where, loop, state, batch, found, evaluates=True).outputs
-    return Part(where, name, loop, calls, outputs)
+        check_model(part, experiment.train_loop.step)
+    if part.calls.is_never and not course.is_over:
+        part.here.warn(f"It would never run: {spec.when}, and {course}.")
+    first, count = (), "?"
+    with part.here:
+        first, count = first_eval_batch(part, spec, experiment)
+    found.plan[part.here.where] = f"{part.calls}; {count}"
+    return check_step(part, state, first)
 
 
-def _look_at_memory(loop: ActionLoop, state: State, data: TrainData, trained: Foreseen, found: Findings) -> None:
-    look_at_layout(loop.step, state.shapes, found)
-    # Else it could not be compiled, or for something else than comes.
-    if not trained.is_open and not found.has_errors(TRAIN):
-        look_at_compiled(loop, state, data.batch, found)
+def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course) -> Calls:
+    """Returns when an evaluation comes."""
+    if experiment.train_loop is not None:
+        return dataclasses.replace(course.calls(spec.interval), at_most=spec.should_eval_fn is not None)
+    if experiment.checkpoint_spec is None:
+        return Calls([course.start])
+    saved = checkpoint.all_steps(experiment.checkpoint_spec.checkpoint_dir)
+    return Calls([Elapsed(step) for step in saved], is_all=False)
+
+
+def _check_log_interval(interval: int | Schedule, course: Course, here: Findings) -> None:
+    if course.calls(interval).is_never and not course.is_over and not is_never(interval):
+        text = f"log_interval={interval!r} never comes, so the history would have no row of the training"
+        here.warn(f"{text}: {course}.")

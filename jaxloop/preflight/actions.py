@@ -1,150 +1,181 @@
-"""The actions: how they are called, what they remember, monitor and write."""
+"""The actions: when they are called, and how, and what they remember, monitor and write."""
 
+import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 from jaxloop import encoding, metrics
 from jaxloop.actions.action import Action
 from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.summary_action import SummaryAction
-from jaxloop.forecast import Calls, Course
+from jaxloop.forecast import At, Calls, Course
 from jaxloop.history import History
-from jaxloop.preflight.experiment import Begin, Part
-from jaxloop.preflight.findings import Findings
-from jaxloop.preflight.timetable import CalledAction, called_actions, say_if_never_called
-from jaxloop.schedules import Elapsed
+from jaxloop.preflight.experiment import Part
+from jaxloop.preflight.report import Findings
+from jaxloop.schedules import Elapsed, Schedule, is_never
 
 # What a loop calls its actions with, by name.
 _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot")
 
 
-def look_at_actions(
-    parts: Sequence[Part], begin: Begin, course: Course, state: Any, found: Findings
-) -> dict[Action, Calls]:
-    """Looks at the actions of all loops; says when each is called."""
-    calls, curves = {}, _Curves(found)
-    for called in called_actions(parts, begin, course):
-        action, where = called.action, called.where
-        calls[action] = called.calls
+@final
+@dataclasses.dataclass(frozen=True)
+class CalledAction:
+    """An action of a loop, or of its step, and when it comes.
+
+    Attributes:
+      action: the action.
+      part: the loop.
+      at: whether it is called as a loop begins ("begin"), where it ends ("end"), or as part of a step ("step").
+      calls: when it is called.
+      here: where its problems are.
+    """
+
+    action: Action
+    part: Part
+    at: At
+    calls: Calls
+    here: Findings
+
+
+def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action, Calls]:
+    """Checks the actions of all loops; returns when each is called."""
+    all_called = list(_called_actions(parts, course, found))
+    for called in all_called:
+        action, here = called.action, called.here
         if not type(action).__module__.startswith("jaxloop."):
             found.plan[type(action).__name__] = str(called.calls)
-        say_if_never_called(called, course, found)
-        with found.finding(where):
-            _have_it_check(called, state, found)
-        with found.finding(where):
-            _look_at_contract(where, action, found)
-        if called.at == "end":
-            for monitored in action.monitors:
-                with found.finding(where):
-                    _look_for_metric(Monitor(monitored), called, parts, found)
-            curves.look_at(called)
-    return calls
+        _check_interval(called, course)
+        with here:
+            _have_it_check(called, state)
+        with here:
+            _check_contract(action, here)
+        for name in action.monitors if called.at == "end" else ():
+            with here:
+                _check_metric(Monitor(name), called, parts)
+    _check_curves(all_called)
+    return {called.action: called.calls for called in all_called}
 
 
-def _have_it_check(called: CalledAction, state: Any, found: Findings) -> None:
-    """Takes down what an action says itself."""
-    kind, outputs = type(called.action).__name__, called.outputs
-    texts: Any = called.action.check(state, outputs if outputs is not None or called.at == "begin" else {})
+def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
+    """Yields the actions of all loops; those of a step that two loops share, once."""
+    told = set()
+    for part in parts:
+        for each, at in zip(part.loop.action_lists, ("begin", "end", "step", "step"), strict=True):
+            for action in each.actions if id(each) not in told else ():
+                calls, here = _calls_of(action, part, at, course), found.at(f"{action!r} of {part.here.where}")
+                yield CalledAction(action, part, at, calls, here)
+            told.add(id(each))
+
+
+def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:
+    interval = action.interval
+    if part.trains:
+        return course.calls(interval, at)
+    if at == "step" or (at == "begin" and isinstance(interval, Schedule)):
+        return Calls(is_all=False)  # Nobody counts the steps of an evaluation here.
+    return course.calls_in_evaluation(interval, part.calls, part.name)
+
+
+def _check_interval(called: CalledAction, course: Course) -> None:
+    """Warns of an action that never comes, though its loop does."""
+    interval, part = called.action.interval, called.part
+    if called.calls.is_never and not course.is_over and not is_never(interval):
+        unit = "steps within the loop" if called.at == "step" else "loops"
+        counts = "" if isinstance(interval, Schedule) else f" counts {unit}"
+        if part.trains or not part.calls.is_never:
+            called.here.warn(f"It would never be called: interval={interval!r}{counts}, and {course}.")
+
+
+def _have_it_check(called: CalledAction, state: Any) -> None:
+    """Adds the problems that an action finds itself."""
+    outputs = None if called.at == "begin" else called.part.outputs or {}
+    texts: Any = called.action.check(state, outputs)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
+        kind = type(called.action).__name__
         raise TypeError(f"{kind}.check must yield sentences, or return a list, got {texts!r}.")
     for text in texts:
-        found.add(called.where, text)
+        called.here.error(text)
 
 
-def _look_at_contract(where: str, action: Action, found: Findings) -> None:
-    """Says where an action can't be called as loops do, or can't go on from a checkpoint."""
+def _check_contract(action: Action, here: Findings) -> None:
+    """Checks whether an action can be called as loops do, and can resume from a checkpoint."""
     name = type(action).__name__
     try:
         inspect.signature(action).bind(None, None, **dict.fromkeys(_CONTEXT))
     except TypeError as error:
-        found.add(
-            where,
+        here.error(
             f"{name}.__call__ can't be called with (state, outputs, {', '.join(f'{each}=' for each in _CONTEXT)}): "
-            f"{error}. Write __call__(self, state, outputs, *, step_num, **kwargs).",
+            f"{error}. Write __call__(self, state, outputs, *, step_num, **kwargs)."
         )
     remembered = action.state_dict()
     encoding.encode(remembered)
     if remembered and type(action).load_state_dict is Action.load_state_dict:
-        found.add(
-            where,
+        here.error(
             f"{name}.state_dict returns {sorted(remembered)}, and {name} has no load_state_dict, so that no run could "
-            "go on from a checkpoint. Write load_state_dict(self, state_dict), which takes it over.",
+            "go on from a checkpoint. Write load_state_dict(self, state_dict), which takes it over."
         )
 
 
-# What it monitors ---------------------------------------------------------------------------------------
+# What they monitor ------------------------------------------------------------------------------------------
 
 
-def _look_for_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part], found: Findings) -> None:
-    """Says where what an action monitors is measured nowhere, or never when it is called."""
-    if monitor.name.startswith("jaxloop/"):
-        return  # A statistic.
+def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
+    """Checks whether what an action monitors is measured somewhere, and then when it is called."""
     known = {part.name: part.outputs and metrics.summarize(part.outputs) for part in parts}
-    if _may_be_unknown(monitor, known):
-        return
-    own, measured = metrics.summarize(called.part.outputs), {name: each for name, each in known.items() if each}
-    history = _history_of(measured)
+    if monitor.name.startswith("jaxloop/") or _may_be_unknown(monitor, known):
+        return  # A statistic; or what nobody knows.
+    own, here = metrics.summarize(called.part.outputs), called.here
     if monitor.is_measured(own, None):
         return
+    history = _history_of(known)
     if not monitor.is_measured((), history):
-        found.add(called.where, f"{monitor.said_of_none(own, history)} Give the name of one of them.")
-        return
-    if called.part.trains and not called.action.comes_last:
-        found.warn(
-            called.where,
+        here.error(f"{monitor.said_of_none(own, history)} Give the name of one of them.")
+    elif called.part.trains and not called.action.comes_last:
+        here.warn(
             f"It monitors {monitor.name!r}, and is called before the evaluations of the same step. Set comes_last = "
-            "True in its class, or give it to the end_actions of the eval loop.",
+            "True in its class, or give it to the end_actions of the eval loop."
         )
-        return
-    there = [name for name, each in measured.items() if monitor.is_measured((), _history_of({name: each}))]
-    comes = [part.calls for part in parts if part.name in there and not part.trains and not part.calls.is_never]
-    if comes and not called.calls.is_never and not any(map(called.calls.may_meet, comes)):
-        found.warn(
-            called.where,
-            f"It is called {called.calls}, and at none of these steps is {monitor.name!r} measured. Let its interval "
-            "coincide with the evaluations, or give it to the end_actions of the eval loop.",
-        )
+    else:
+        there = [name for name in known if monitor.is_measured((), _history_of({name: known[name]}))]
+        comes = [part.calls for part in parts if part.name in there and not part.trains and not part.calls.is_never]
+        if comes and not called.calls.is_never and not any(map(called.calls.may_meet, comes)):
+            here.warn(
+                f"It is called {called.calls}, and at none of these steps is {monitor.name!r} measured. Let its "
+                "interval coincide with the evaluations, or give it to the end_actions of the eval loop."
+            )
 
 
 def _may_be_unknown(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Whether a metric may be among those of a loop of which nobody knows what it measures."""
+    """Returns whether a metric may be among those of a loop of which nobody knows what it measures."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None
     return None in known.values()
 
 
-def _history_of(measured: Mapping[str, Mapping[str, float]]) -> History:
-    """A history in which a step has measured all of this."""
+def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
+    """Returns a history in which a step has measured all that is known."""
     history = History()
-    history.commit(Elapsed(1), {name: dict(scalars) for name, scalars in measured.items()})
+    history.commit(Elapsed(1), {name: dict(scalars) for name, scalars in known.items() if scalars})
     return history
 
 
-# What it writes -----------------------------------------------------------------------------------------
+# What they write --------------------------------------------------------------------------------------------
 
 
-class _Curves:
-    """The names under which `SummaryAction`s write, for each writer."""
-
-    def __init__(self, found: Findings):
-        self._found = found
-        self._written: dict[tuple[int, str], tuple[str, set[str]]] = {}  # Where first, and what.
-
-    def look_at(self, called: CalledAction) -> None:
-        """Says where two loops would write one curve."""
-        action, where = called.action, called.part.where
-        if not isinstance(action, SummaryAction) or called.outputs is None:
-            return
-        scalars, media = metrics.scalars_and_media(called.outputs)
-        names = {*scalars, *media}
-        key = (id(action.summary_writer), action.prefix)
-        other, before = self._written.setdefault(key, (where, set()))
-        if names & before and other != where:
-            self._found.warn(
-                called.where,
-                f"It writes {', '.join(sorted(names & before))} to the same writer as that of {other}: one curve would "
-                "be of both. Give the eval loop one of its own, SummaryAction(writer, prefix='eval/').",
-            )
-        self._written[key] = (other, before | names)
+def _check_curves(all_called: Sequence[CalledAction]) -> None:
+    """Warns where the `SummaryAction`s of two loops would write one curve."""
+    written: dict[tuple[int, str, str], str] = {}  # By the writer, the prefix and the name: where first.
+    for called in all_called:
+        action, where, outputs = called.action, called.part.here.where, called.part.outputs
+        if called.at == "end" and isinstance(action, SummaryAction) and outputs is not None:
+            curves = (id(action.summary_writer), action.prefix)
+            names = sorted(set().union(*metrics.scalars_and_media(outputs)))
+            first = {name: written.setdefault((*curves, name), where) for name in names}
+            if others := {name: other for name, other in first.items() if other != where}:
+                called.here.warn(
+                    f"It writes {', '.join(others)} to the same writer as that of {next(iter(others.values()))}: one "
+                    "curve would be of both. Give the eval loop one of its own, SummaryAction(writer, prefix='eval/')."
+                )

@@ -1,182 +1,135 @@
-"""The checkpoints: the one that the run would go on from, and those that it would save."""
+"""The checkpoints: the one from which the run would resume, and those that it would save."""
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from jaxloop import checkpoint, distributed, encoding, fingerprint, lock, whole_run
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
-from jaxloop.forecast import Course
-from jaxloop.layout import bytes_of, readable
-from jaxloop.position import PositionedIterator
-from jaxloop.preflight.experiment import Begin, Experiment
-from jaxloop.preflight.findings import Findings
-from jaxloop.preflight.state import State
-from jaxloop.preflight.timetable import calls_in_training
+from jaxloop.forecast import Begin, Course
+from jaxloop.layout import readable
+from jaxloop.preflight.data import TrainData
+from jaxloop.preflight.experiment import Experiment, State
+from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec
 from jaxloop.training import step_num_of
 
-# Going on -----------------------------------------------------------------------------------------------
+# Resuming ---------------------------------------------------------------------------------------------------
 
 
-def look_at_checkpoints(
-    experiment: Experiment, state: State, source: PositionedIterator | None, found: Findings
-) -> Begin:
-    """Looks at the directories, and at the checkpoint that the run would go on from; says where it begins."""
-    spec, train_loop = experiment.checkpoint_spec, experiment.train_loop
-    _look_at_directories(experiment, found)
+def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
+    """Checks the directories, and the checkpoint from which the run would resume; returns where it begins."""
+    spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
+    _check_directories(experiment, found)
     begin = _begin_with(state.values, experiment)
-    if spec is not None:
-        with found.finding("the checkpoint"):
-            newest = _newest_to_go_on_from(spec.checkpoint_dir, begin, found)
-            if newest is not None:
-                opened = checkpoint.Checkpoint.at(spec.checkpoint_dir, newest, checkpoint.METADATA_FILE)
-                with opened.understanding():
-                    begin = _look_at_checkpoint(spec, newest, experiment, state, source, found)
+    with here:
+        saved = [] if spec is None else checkpoint.all_steps(spec.checkpoint_dir)
+        if spec is not None and not saved:
+            found.plan["checkpoint"] = f"none yet in {spec.checkpoint_dir}"
+        elif spec is not None and saved[-1] < begin.elapsed.steps:
+            where = f"the newest, of step {saved[-1]}, is behind the state"
+            found.plan["checkpoint"] = f"{where}: going on from the state"
+        elif spec is not None:
+            found.plan["checkpoint"] = f"goes on from step {saved[-1]:,} in {spec.checkpoint_dir}"
+            begin = _check_checkpoint(spec, saved[-1], train_loop, state, data, here)
     if train_loop is not None:
-        with found.finding("the checkpoints"):
+        with found.at("the checkpoints"):
             whole_run.check_no_newer_checkpoints(train_loop, begin.elapsed.steps)
     return begin
 
 
-def _look_at_directories(experiment: Experiment, found: Findings) -> None:
-    spec, train_loop, workdir = experiment.checkpoint_spec, experiment.train_loop, experiment.workdir
+def _check_directories(experiment: Experiment, found: Findings) -> None:
+    train_loop, workdir = experiment.train_loop, experiment.workdir
     name = lock.TRAINER if train_loop is not None else lock.EVALUATOR
-    for directory in whole_run.directories_of(train_loop, spec, workdir):
+    for directory in whole_run.directories_of(train_loop, experiment.checkpoint_spec, workdir):
         is_workdir = workdir is not None and directory == checkpoint.absolute(workdir)
-        with found.finding(f"the {'work ' if is_workdir else ''}directory {directory}"):
+        with found.at(f"the {'work ' if is_workdir else ''}directory {directory}"):
             checkpoint.prepare_directory(directory)
             if distributed.is_first_process():
                 with lock.DirectoryLock(directory, name):
                     pass
 
 
-def _savers(train_loop: ActionLoop | None) -> list[CheckpointAction]:
-    return [] if train_loop is None else whole_run.checkpoint_actions(train_loop)
-
-
 def _begin_with(given: Any, experiment: Experiment) -> Begin:
-    """Where the run begins by its state: where the last call ended, if it goes on from there."""
-    loop = experiment.train_loop
+    """Returns where the run begins by its state: where the last call ended, if the state is that of its end."""
+    loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
     step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Else there is an error already.
-    if loop is None:
-        return Begin(Elapsed(step))
-    goes_on = given is not None and (not hasattr(given, "step") or step == loop.step_num)
-    start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if goes_on else Elapsed(step)
-    if experiment.loop_steps is not None:
-        start = dataclasses.replace(start, loops=start.steps // experiment.loop_steps)
-    return Begin(start, passes=experiment.passes if goes_on else 0)
+    continues = given is not None and loop is not None and (not hasattr(given, "step") or step == loop.step_num)
+    start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
+    if loop_steps is not None:
+        start = dataclasses.replace(start, loops=start.steps // loop_steps)
+    last = {name: (each.loop_count, each.elapsed if continues else start) for name, each, _ in experiment.evaluations}
+    return Begin(start, passes=experiment.passes if continues else 0, evaluations=last)
 
 
-def _newest_to_go_on_from(directory: epath.PathLike, begin: Begin, found: Findings) -> int | None:
-    """The step of the newest checkpoint; None where the run goes on from its state."""
-    saved = checkpoint.all_steps(directory)
-    if not saved:
-        found.plan["checkpoint"] = f"none yet in {directory}"
-        return None
-    if saved[-1] < begin.elapsed.steps:
-        found.plan["checkpoint"] = f"the newest, of step {saved[-1]}, is behind the state: going on from the state"
-        return None
-    found.plan["checkpoint"] = f"goes on from step {saved[-1]:,} in {directory}"
-    return saved[-1]
-
-
-def _look_at_checkpoint(
-    spec: CheckpointSpec,
-    step_num: int,
-    experiment: Experiment,
-    state: State,
-    source: PositionedIterator | None,
-    found: Findings,
+def _check_checkpoint(
+    spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, data: TrainData, here: Findings
 ) -> Begin:
-    """Looks whether a checkpoint is of this run; says where it begins with that."""
-    directory, train_loop = spec.checkpoint_dir, experiment.train_loop
-    if state.shapes is not None and spec.transforms is None:
-        with found.finding("the checkpoint"):
-            checkpoint.check_fits(directory, step_num, state.shapes)
-    elapsed = whole_run.elapsed_at(directory, step_num).without_previous()
-    run = checkpoint.run(directory, step_num)
-    if not run or train_loop is None:
-        return Begin(elapsed)
-    with found.finding("the checkpoint"):
-        whole_run.check_keys(run, encoding.encode_keys(train_loop.step.base_prng), directory)
-    position = run["positions"][0]["data"] if spec.restore_data else None
-    if position and source is not None:
-        _look_at_same_data(position["fingerprint"], source, found)
-    return _begin_of(run, elapsed, position)
+    """Checks whether a checkpoint is of this run; returns where it begins with that."""
+    directory = spec.checkpoint_dir
+    opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
+    with opened.understanding():
+        if state.shapes is not None and spec.transforms is None:
+            with here:
+                checkpoint.check_fits(directory, step, state.shapes)
+        elapsed, run = opened.elapsed().without_previous(), checkpoint.run(directory, step)
+        if not run or loop is None:
+            return Begin(elapsed)
+        with here:
+            whole_run.check_keys(run, encoding.encode_keys(loop.step.base_prng), directory)
+        position = run["positions"][0]["data"] if spec.restore_data else None
+        if position and data.source is not None:
+            with here.at("the train data"):
+                before, source = position["fingerprint"], data.source
+                fingerprint.check_same(before.get("source"), source.fingerprint)
+                fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
+        parts, batches = run["parts"], position["count"] if position else 0
+        train, last_beginning = parts["train"], Elapsed(**parts["train"]["last_beginning"])
+        evaluations = {name: (part["loop_count"], Elapsed(**part["elapsed"])) for name, part in parts.items()}
+        return Begin(elapsed, run["passes"], batches, train["has_stopped"], last_beginning, evaluations)
 
 
-def _look_at_same_data(before: Mapping[str, Any], source: PositionedIterator, found: Findings) -> None:
-    with found.finding("the train data"):
-        fingerprint.check_same(before.get("source"), source.fingerprint)
-        fingerprint.check_same(before.get("batch"), fingerprint.describe_batch(source.peek()), sizes=False)
+# Saving -----------------------------------------------------------------------------------------------------
 
 
-def _begin_of(run: Mapping[str, Any], elapsed: Elapsed, position: Mapping[str, Any] | None) -> Begin:
-    """Where a run begins that goes on from a checkpoint, at a position in its data."""
-    return Begin(
-        elapsed,
-        run["passes"],
-        position["count"] if position else 0,
-        {name: part["loop_count"] for name, part in run["parts"].items()},
-        run["parts"]["train"]["has_stopped"],
-    )
-
-
-# Saving -------------------------------------------------------------------------------------------------
-
-
-def look_at_saving(
-    experiment: Experiment, course: Course, state: Any, source: PositionedIterator | None, found: Findings
-) -> None:
-    """Says what is saved when, and where a run that is killed would not go on as it was."""
-    savers, spec = _savers(experiment.train_loop), experiment.checkpoint_spec
-    _look_at_where_it_saves([action.directory for action in savers], spec, found)
-    if savers and spec is not None and spec.restore_data and source is not None:
-        warning = source.resume_warning(several_passes=(experiment.epochs or 1) > 1)
-        if warning:
-            found.warn("the train data", warning)
-    for number, action in enumerate(savers, start=1):
-        _look_at_saver("saves" if number == 1 else f"saves {number}", action, course, bytes_of(state), found)
-
-
-def _look_at_where_it_saves(directories: Sequence[epath.Path], spec: CheckpointSpec | None, found: Findings) -> None:
+def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
+    """Checks what is saved when, and whether a run that is killed could resume exactly."""
+    spec, loop = experiment.checkpoint_spec, experiment.train_loop
+    savers = [] if loop is None else whole_run.checkpoint_actions(loop)
+    directories = [action.directory for action in savers]
     if spec is not None and checkpoint.absolute(spec.checkpoint_dir) not in directories:
         got = f"saves to {', '.join(map(str, directories))}" if directories else "has no CheckpointAction"
-        found.warn(
-            "the checkpoints",
+        here.warn(
             f"The run would go on from checkpoints in {spec.checkpoint_dir}, and the train loop {got}: a run that is "
-            "killed would begin anew. Give CheckpointAction and CheckpointSpec the same directory.",
+            "killed would begin anew. Give CheckpointAction and CheckpointSpec the same directory."
         )
     for directory in {each for each in directories if directories.count(each) > 1}:
-        text = f"Two CheckpointActions save to {directory}: a step can be saved once. Join their schedules with |."
-        found.warn("the checkpoints", text)
+        here.warn(f"Two CheckpointActions save to {directory}: a step can be saved once. Join their schedules with |.")
+    if savers and spec is not None and spec.restore_data and data.source is not None:
+        warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
+        if warning:
+            here.at("the train data").warn(warning)
+    for number, action in enumerate(savers, start=1):
+        _check_saver("saves" if number == 1 else f"saves {number}", action, course, size, here)
 
 
-def _look_at_saver(name: str, action: CheckpointAction, course: Course, size: int, found: Findings) -> None:
-    """Says when an action saves, and whether there is room for what it keeps."""
-    calls = calls_in_training(action, course, at="end")
+def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
+    """Checks when an action saves, and whether there is room for what it keeps."""
+    calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.steps) if action.keep is None else action.keep
-    keeps = "all" if action.keep is None else f"the newest {action.keep}"
-    keeps += " and the best" if action.monitors and action.keep is not None else ""
-    found.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}"
-    needed, free = size * (max(kept + bool(action.monitors), 1) + 1), _free_bytes(action.directory)
-    if free is not None and free < needed:
-        found.warn(
-            "the checkpoints",
-            f"{kept} checkpoints of {readable(size)} and one in the making take {readable(needed)}, and "
-            f"{action.directory} has {readable(free)} free. Keep fewer, or give another directory.",
-        )
-
-
-def _free_bytes(directory: Any) -> int | None:
+    keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
+    here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}"
     try:
-        return shutil.disk_usage(directory).free
+        free = shutil.disk_usage(action.directory).free
     except (OSError, ValueError):  # Such as of a bucket.
-        return None
+        return
+    needed = size * (max(kept + has_best, 1) + 1)
+    if free < needed:
+        here.warn(
+            f"{kept} checkpoints of {readable(size)} and one in the making take {readable(needed)}, and "
+            f"{action.directory} has {readable(free)} free. Keep fewer, or give another directory."
+        )

@@ -1,22 +1,27 @@
-"""The data: the first batch of each dataset, and how many there are."""
+"""The data: the first batch of each dataset, how many there are, and how far the run goes on them."""
 
 import dataclasses
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, final
+
+import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.feed import as_iterator
-from jaxloop.forecast import Calls
+from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
-from jaxloop.preflight.experiment import Experiment
-from jaxloop.preflight.findings import Findings
+from jaxloop.preflight.experiment import Experiment, Part
+from jaxloop.preflight.report import Findings
 from jaxloop.sources import NO_DATA
-from jaxloop.specs import EvalSpec
+from jaxloop.specs import EvalSpec, RunSpec
 
 # So long, and so many batches, an evaluation's data without a length are looked at for their end.
 _LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
+
+# Of the training --------------------------------------------------------------------------------------------
 
 
 @final
@@ -26,124 +31,144 @@ class TrainData:
 
     Attributes:
       source: draws from them; None where it can't, or where nothing is trained.
-      batch: the first; None where there is none, and in a run without data.
-      has_batch: whether there is one; in a run without data, None is one.
+      first: the first batch; empty where there is none. In a run without data, it is None.
       num_batches: in a pass; of an iterator, how many are left. None where nobody knows.
     """
 
     source: PositionedIterator | None = None
-    batch: types.Batch | None = None
-    has_batch: bool = False
+    first: Sequence[types.Batch] = ()
     num_batches: int | None = None
 
 
 def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     """Opens the train data, and draws the first batch, which comes first in the run."""
-    dataset, opened = experiment.train_dataset, TrainData()
-    with found.finding("the train data"):
-        source = experiment.open_train_data()
+    dataset, opened = experiment.spec.data, TrainData()
+    if experiment.train_loop is None:
+        return opened
+    with found.at("the train data"):
+        source = experiment.source_of(dataset)
         opened = TrainData(source)
         try:
             batch = source.peek()
         except StopIteration:
             raise checks.empty_dataset(dataset) from None
         known = num_batches(source if is_one_pass(dataset) else dataset)
-        opened = TrainData(source, batch, True, known)
-        if dataset is NO_DATA:
-            found.plan["train data"] = "none: run gets None as its batch"
-            return opened
         count = f"{known:,} batches" if known is not None else "endless batches" if is_endless(source) else "batches"
-        found.plan["train data"] = f"{count} of {checks.batch_in_words(batch)}"
+        shown = f"{count} of {checks.batch_in_words(batch)}"
+        found.plan["train data"] = "none: run gets None as its batch" if dataset is NO_DATA else shown
+        return TrainData(source, [batch], known)
     return opened
 
 
-def close_train_data(experiment: Experiment, opened: TrainData) -> None:
-    """Closes what was opened; an iterator stays open, for the run to go on with."""
-    if opened.source is not None and not is_one_pass(experiment.train_dataset):
-        opened.source.close()
+def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
+    """Returns how far the run goes from where it begins."""
+    spec, train_loop = experiment.spec, experiment.train_loop
+    rows = checks.num_examples(data.first[0]) if data.first else None
+    updates = 1 if train_loop is None else train_loop.step.updates_per_step
+    course = Course(spec, begin, data.num_batches, rows or 1, updates)
+    return course if spec.stop is None else course.ended_by(spec.stop)
 
 
-def first_eval_batch(
-    where: str, spec: EvalSpec, calls: Calls, experiment: Experiment, found: Findings
-) -> tuple[types.Batch | None, str]:
-    """The first batch of an evaluation that comes so often, and how many there are, in words.
+def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
+    """Checks how far the training goes, and whether that is hardly meant."""
+    start, end = course.start.steps, course.end
+    here.plan["train"] = f"{course}; loops end {course.loops}"
+    if course.is_over:
+        text = f"the run is at step {start}, and ends at step {end}"
+        if course.begin.has_stopped:
+            text = f"the run of step {start} was asked to stop there, by an evaluation or an action"
+        here.warn(f"Nothing is left to train: {text}.")
+    counter = getattr(state, "step", None)
+    if counter is not None and end is not None and end > np.iinfo(counter.dtype).max:
+        text = f"state.step, {checks.describe(counter)}, counts to {np.iinfo(counter.dtype).max}"
+        here.error(f"{text}, and the run goes to step {end}. Make it an int32.")
+    data_end = course.end_of_pass(1)
+    if spec.epochs is None and data_end is not None and end is not None and data_end < end:
+        there = here.at("the train data")
+        tell = there.error if spec.on_exhausted == "raise" else there.warn
+        tell(
+            f"They end at step {data_end}, after {data.num_batches} batches, and train_total_steps={spec.total_steps}. "
+            "Repeat the dataset (train_epochs says how often), or lower train_total_steps."
+        )
+    is_generator = inspect.isgenerator(spec.train_dataset)
+    has_no_end = data.first and spec.epochs is None and spec.stop is None and end is None
+    if has_no_end and (is_generator or is_endless(data.source)):
+        ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
+        here.warn(
+            f"Nothing ends the run: {ending}, and there is neither train_total_steps nor stop. Give one of them, if no "
+            "action is to stop it."
+        )
 
-    The batch is None where to draw it would be to lose it.
-    """
+
+# Of an evaluation -------------------------------------------------------------------------------------------
+
+
+def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tuple[Sequence[types.Batch], str]:
+    """Returns the first batch of an evaluation, none where to draw it would be to lose it; and how many, in words."""
     if spec.dataset_iterator is not None:
-        source = experiment.open_eval_data(spec.dataset_iterator)
-        _look_at_amount(where, spec, num_batches(source), calls, found)
+        source = experiment.source_of(spec.dataset_iterator)
+        _check_iterator(part, spec, num_batches(source))
         try:
-            return source.peek(), f"{spec.num_steps} batches each time"
+            return [source.peek()], f"{spec.num_steps} batches each time"
         except StopIteration:
             raise spec.empty() from None
     if is_one_pass(spec.dataset):
-        _look_at_amount(where, spec, num_batches(spec.dataset), calls, found)
-        _look_at_repeats(where, spec, calls, found)
-        return None, "batches of an iterator"
+        _check_iterator(part, spec, num_batches(spec.dataset))
+        return (), "batches of an iterator"
     batches: Any = as_iterator(spec.dataset)
     try:
         first = next(batches, None)
         if first is None:
             raise spec.empty()
-        return first, _count_in_words(where, spec, batches, found)
+        return [first], _check_number(part.here, spec, batches)
     finally:
         if hasattr(batches, "close"):
             batches.close()
 
 
-def _look_at_amount(where: str, spec: EvalSpec, there: int | None, calls: Calls, found: Findings) -> None:
-    """Says where an iterator has fewer batches than its evaluations draw."""
-    needed = (spec.num_steps or 0) * len(calls.steps)
-    if there is not None and there < needed and not calls.at_most:
-        found.add(
-            where,
-            f"Its {len(calls.steps)} evaluations draw num_steps={spec.num_steps} batches each, and its iterator has "
-            f"{there}. Give one that has enough of them, or a dataset that starts anew each time.",
+def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
+    """Checks whether an iterator has enough batches for its evaluations."""
+    calls, number = part.calls, len(part.calls.steps)
+    if there is not None and there < (spec.num_steps or 0) * number and not calls.at_most:
+        part.here.error(
+            f"Its {number} evaluations draw num_steps={spec.num_steps} batches each, and its iterator has {there}. "
+            "Give one that has enough of them, or a dataset that starts anew each time."
         )
-
-
-def _look_at_repeats(where: str, spec: EvalSpec, calls: Calls, found: Findings) -> None:
-    """Says where an iterator would be used up by the first of several evaluations."""
-    if spec.num_steps is None and not calls.at_most and (len(calls.steps) > 1 or not calls.is_all):
-        found.add(
-            where,
+    if spec.num_steps is None and (number > 1 or not calls.is_all) and not calls.at_most:
+        part.here.error(
             f"It will run more than once, and its dataset is {checks.describe(spec.dataset)}, an iterator, which gives "
             "its batches only once. Give an iterable that starts anew each time (a list, a tf.data.Dataset), or "
-            "EvalSpec(None, dataset_iterator=..., num_steps=...) to go on with it.",
+            "EvalSpec(None, dataset_iterator=..., num_steps=...) to go on with it."
         )
 
 
-def _count_in_words(where: str, spec: EvalSpec, batches: Iterator[Any], found: Findings) -> str:
-    """How many batches a dataset gives to an evaluation, of which the first is drawn."""
+def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
+    """Checks the number of batches that an evaluation draws, of which the first is drawn; returns it in words."""
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps:
             text = f"num_steps={spec.num_steps}, and its dataset has {known} batches: those are all it will see."
-            found.warn(where, f"{text} Lower num_steps, or leave it out.")
+            here.warn(f"{text} Lower num_steps, or leave it out.")
         return f"{spec.num_steps} batches"
     if is_endless(spec.dataset):
         text = "Its dataset has no end, so it would never end either."
-        found.add(where, f"{text} Set num_steps in its EvalSpec, or give data that end.")
+        here.error(f"{text} Set num_steps in its EvalSpec, or give data that end.")
         return "endless batches"
-    return _look_for_end(where, batches, found) if known is None else _batches_in_words(known)
+    if known is None:
+        known, has_ended = _count(batches)
+        if not has_ended:
+            if known == _LOOK_BATCHES:
+                text = f"Its dataset has not ended after {known:,} batches. If it repeats without end, set num_steps"
+                here.warn(f"{text} in its EvalSpec, or give data that end.")
+            return f"at least {known:,} batches"
+    return f"{known} batch{'es' if known > 1 else ''}"
 
 
-def _look_for_end(where: str, batches: Iterator[Any], found: Findings) -> str:
-    """Draws batches for a moment; says how many there are."""
+def _count(batches: Iterator[Any]) -> tuple[int, bool]:
+    """Draws batches after the first for a moment; returns how many there are by then, and whether these are all."""
     count, began = 1, time.perf_counter()
     while time.perf_counter() - began < _LOOK_SECS and count < _LOOK_BATCHES:
         if next(batches, None) is None:
-            return _batches_in_words(count)
+            return count, True
         count += 1
-    if count == _LOOK_BATCHES:
-        found.warn(
-            where,
-            f"Its dataset has not ended after {count:,} batches. If it repeats without end, set num_steps in its "
-            "EvalSpec, or give data that end.",
-        )
-    return f"at least {count:,} batches"
-
-
-def _batches_in_words(count: int) -> str:
-    return f"{count} batch{'es' if count > 1 else ''}"
+    return count, False

@@ -1,7 +1,7 @@
-"""What is looked at: an experiment, where its run begins, and the loops it is made of."""
+"""What is checked: an experiment, its state, and the loops it is made of."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from etils import epath
@@ -10,66 +10,56 @@ from jaxloop import metrics
 from jaxloop.action_loop import ActionLoop
 from jaxloop.forecast import Calls
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Elapsed, Schedule
-from jaxloop.specs import CheckpointSpec, EvalSpec
-
-TRAIN = "the train loop"
-"""Where a problem of the training is."""
+from jaxloop.preflight.report import Findings
+from jaxloop.schedules import Schedule
+from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What is to be looked at: an `OuterLoop` and what it would be called with.
+    """An `OuterLoop`, and what it would be called with.
 
     Attributes:
+      spec: how long it would train, and on what, and on what it would evaluate.
       train_loop: None where something is only evaluated.
-      evaluations: for each its name, loop and spec.
-      open_train_data: opens the train data, as the run would.
-      open_eval_data: opens the iterator that an evaluation goes on with, as the run would.
-      passes: how many passes over the train data have ended, if the run goes on where the last call ended.
+      eval_loops: one for each `EvalSpec`.
+      checkpoint_spec: see `OuterLoop`, as `workdir` and `log_interval`.
+      source_of: opens a dataset as the run would.
+      passes: how many passes over the train data have ended, if the run resumes where the last call ended.
     """
 
-    state: Any
+    spec: RunSpec
     train_loop: ActionLoop | None
-    evaluations: Sequence[tuple[str, ActionLoop, EvalSpec]]
+    eval_loops: Sequence[ActionLoop]
     checkpoint_spec: CheckpointSpec | None
     workdir: epath.PathLike | None
     log_interval: int | Schedule
-    train_dataset: Any
-    open_train_data: Callable[[], PositionedIterator]
-    open_eval_data: Callable[[Any], PositionedIterator]
-    total_steps: int | None
-    loop_steps: int | None
-    epochs: int | None
-    stop: Schedule | None
-    on_exhausted: str
+    source_of: Callable[[Any], PositionedIterator]
     passes: int
 
     @property
-    def updates_per_step(self) -> int:
-        """How many steps a batch of the training counts for."""
-        return 1 if self.train_loop is None else self.train_loop.step.updates_per_step
+    def evaluations(self) -> list[tuple[str, ActionLoop, EvalSpec]]:
+        """The name, loop and spec of each evaluation."""
+        specs = [each for each in self.spec.eval_specs if isinstance(each, EvalSpec)]
+        names = [each.name for each in specs]
+        # Two of one name are among the errors of the arguments.
+        names = [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, start=1)]
+        return list(zip(names, self.eval_loops, specs, strict=False))
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Begin:
-    """Where a run begins.
+class State:
+    """The state that is given.
 
     Attributes:
-      elapsed: how far it is.
-      passes: how many passes over its data have ended.
-      batches: how many batches of this pass are used.
-      evaluations: how often each evaluation has run, by name.
-      has_stopped: whether it was asked to stop there.
+      shapes: it in shapes; None where there is none to begin with.
+      values: itself; None where it is given in shapes.
     """
 
-    elapsed: Elapsed
-    passes: int = 0
-    batches: int = 0
-    evaluations: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    has_stopped: bool = False
+    shapes: Any = None
+    values: Any = None
 
 
 @final
@@ -78,20 +68,23 @@ class Part:
     """A loop of the experiment, and what is foreseen of it.
 
     Attributes:
-      where: where a problem of it is.
-      name: what the history calls it.
-      loop: itself.
+      here: where its problems are.
+      name: its name in the history.
+      loop: the loop.
       calls: after which steps of the training it ends.
-      outputs: like those that it will return; None where nobody knows them.
+      outputs: outputs like those that it will return; None where nobody knows them: with an error, and where a method
+        of the user may add to them.
+      is_open: whether only a run can tell what `run` gets.
     """
 
-    where: str
+    here: Findings
     name: str
     loop: ActionLoop
     calls: Calls
-    outputs: metrics.LoopOutputs | None
+    outputs: metrics.LoopOutputs | None = None
+    is_open: bool = False
 
     @property
     def trains(self) -> bool:
         """Whether it is the train loop."""
-        return self.where == TRAIN
+        return self.name == "train"

@@ -1,15 +1,20 @@
-"""What a check has found, and how it prints."""
+"""What a check finds, and how its report prints."""
 
+import contextlib
 import dataclasses
+import pathlib
+import re
 import textwrap
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 from jaxloop.actions.action import Action
 from jaxloop.forecast import Calls
 from jaxloop.text import printable
 
 _WIDTH = 110
+_PACKAGE = pathlib.Path(__file__).parent.parent
 
 
 @final
@@ -99,3 +104,84 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
     return textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
+
+
+# On the way -------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Findings(contextlib.AbstractContextManager[None]):
+    """Collects what is found at a place of the run. As a context, it takes what is raised as an error of the run.
+
+    >>> found = Findings()
+    >>> with found.at("the train loop"):
+    ...     raise KeyError("image")
+    >>> found.at("the train data").warn("They end early.")
+    >>> [(problem.where, problem.is_error) for problem in found.in_order()]
+    [('the train loop', True), ('the train data', False)]
+
+    Attributes:
+      where: the name of the place.
+      problems: the problems of all places, in the order in which they were found.
+      plan: how the run will go: lines by what they are about.
+    """
+
+    where: str = ""
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    plan: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def at(self, where: str) -> "Findings":
+        """Returns the same for another place."""
+        return dataclasses.replace(self, where=where)
+
+    def error(self, text: str) -> None:
+        """Adds a problem with which the run would fail."""
+        self.problems.append(Problem(self.where, text))
+
+    def warn(self, text: str) -> None:
+        """Adds a problem with which the run would not fail."""
+        self.problems.append(Problem(self.where, text, is_error=False))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.error(_told(error))
+        return isinstance(error, Exception)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the run would fail at this place."""
+        return any(problem.where == self.where and problem.is_error for problem in self.problems)
+
+    def in_order(self) -> list[Problem]:
+        """Returns all problems, errors first; what is wrong in several places is one."""
+        places: dict[tuple[str, bool], list[str]] = {}  # What is wrong with a step is so in training and in evaluation.
+        for problem in self.problems:
+            places.setdefault((problem.text, problem.is_error), []).append(problem.where)
+        joined = [Problem(" and ".join(dict.fromkeys(where)), *what) for what, where in places.items()]
+        return sorted(joined, key=lambda problem: not problem.is_error)
+
+
+def _told(error: Exception) -> str:
+    """An error as a text: ours as it is, another with its class and the line of the user that it came from."""
+    # JAX's own notes begin with a line of dashes.
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))
+    frames = [(frame, pathlib.Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    if frames and _is_of_jaxloop(frames[-1][1]) and isinstance(error, TypeError | ValueError | OSError):
+        return f"{error}{notes}"
+    users = [(frame, path) for frame, path in frames if not _is_of_jaxloop(path) and "site-packages" not in path.parts]
+    place = f"\n{_place_in_words(*users[-1])}" if users else ""
+    message = re.sub(
+        r"\n?The error occurred while tracing the function <lambda> at .*jaxloop/step.*|\n?See https.*", "", str(error)
+    )
+    return f"{type(error).__name__}: {message}{notes}{place}"
+
+
+def _is_of_jaxloop(path: pathlib.Path) -> bool:
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "examples")
+
+
+def _place_in_words(frame: traceback.FrameSummary, path: pathlib.Path) -> str:
+    is_cell = any(part.startswith("ipykernel_") for part in path.parts)
+    where = f"in a cell, line {frame.lineno}" if is_cell else f"at {path}:{frame.lineno}"
+    return f"{where}, in {frame.name}: {frame.line}"

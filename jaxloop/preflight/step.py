@@ -1,162 +1,206 @@
-"""The step: a batch's way through its hooks, and a trace of `run`."""
+"""The step: the state, a batch's way through the hooks, a trace of `run`, and the memory that it takes."""
 
 import dataclasses
 import inspect
-from typing import Any, final
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxloop import checks, metrics, types
-from jaxloop.action_loop import ActionLoop
+from jaxloop import checks, metrics, partition, types
 from jaxloop.layout import bytes_of, readable
-from jaxloop.preflight.findings import Findings
-from jaxloop.preflight.state import State, look_at_new_state
-from jaxloop.step import NO_OPTIMIZER, Step
+from jaxloop.preflight.experiment import Part, State
+from jaxloop.preflight.report import Findings
+from jaxloop.step import NO_OPTIMIZER, Step, Traced
 
 # More than so much of what steps return is too much to keep until the end of a loop.
 _MOST_OUTPUT_BYTES = 2**30
 
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Foreseen:
-    """What is known of a loop's steps.
-
-    Attributes:
-      outputs: like those of the loop; None where nobody knows them: with an error, and where a method of the user may
-        add to them.
-      is_open: whether only a run can tell what `run` gets.
-    """
-
-    outputs: metrics.LoopOutputs | None = None
-    is_open: bool = False
+# The state --------------------------------------------------------------------------------------------------
 
 
-def look_at_step(
-    where: str,
-    loop: ActionLoop,
-    state: State,
-    batch: types.Batch,
-    found: Findings,
-    *,
-    evaluates: bool = False,
-    longest_loop: int | None = None,
-) -> Foreseen:
-    """Takes a batch through a step's hooks and traces `run`.
-
-    Args:
-      evaluates: whether it is done as in an evaluation.
-      longest_loop: so many batches in the longest loop, for which outputs are kept; None if nobody knows.
-    """
-    step = loop.step
-    with found.finding(where):
-        if evaluates:
-            step.begin_evaluation()
-        known = _ready_for_run(loop, state, batch)
-        if known is None:
-            return Foreseen(is_open=True)
-        (ready,) = known
-        if not _can_be_traced(where, step, batch, ready, found):
-            return Foreseen()
-        if not evaluates:
-            with found.finding(where):
-                step.shard_batch(ready)
-        traced = step.trace(state.shapes, ready, evaluates=evaluates)
-        if not evaluates:
-            look_at_new_state(where, step, state.shapes, traced, found)
-        hooks = ((step, "end"), (loop, "end"), (loop, "update_outputs"))
-        if any(checks.is_of_user(thing, name) for thing, name in hooks):
-            return Foreseen()
-        _look_at_size(where, traced.outputs, longest_loop, found)
-        _look_for_losses_per_example(where, traced.outputs, found)
-        return Foreseen(_like_those_of_a_loop(traced.outputs))
-    return Foreseen()
+def check_state(given: Any, here: Findings) -> State:
+    """Checks whether a run can begin with a state."""
+    values = None
+    with here:
+        if given is None:
+            raise TypeError("The state is None. Give that of step.initialize_model(...), or its shapes.")
+        checks.check_alive(given, "OuterLoop(...)")
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
+            given = values = checks.adopt(given)
+        shapes = jax.tree.map(_shape_of, given)
+        step = getattr(shapes, "step", None)
+        checks.check_counter(step, is_scalar=step is None or not step.shape)
+        return State(shapes, values)
+    return State(None, values)
 
 
-def state_for_begin(state: State, step: Step) -> Any:
-    """The state for a step's `begin`: a `begin` of the user may want its values."""
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=_is_weak(leaf))
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def _state_for_begin(state: State, step: Step) -> Any:
+    """Returns the state for a step's `begin`: a `begin` of the user may want its values."""
     return state.shapes if state.values is None or not checks.is_of_user(step, "begin") else state.values
 
 
-def _ready_for_run(loop: ActionLoop, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
+# A step -----------------------------------------------------------------------------------------------------
+
+
+def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
+    """Takes the first batch of a loop through its step's hooks, and traces `run`; returns what is then foreseen of it.
+
+    Args:
+      part: the loop.
+      state: the state that is given.
+      first: the batch; empty if there is none.
+      longest_loop: so many batches in the longest loop, for which outputs are kept; None if nobody knows.
+    """
+    if state.shapes is None or not first:
+        return part
+    (batch,), here, step = first, part.here, part.loop.step
+    with here:
+        if not part.trains:
+            step.begin_evaluation()
+        known = _ready_for_run(part, state, batch)
+        if known is None:
+            return dataclasses.replace(part, is_open=True)
+        (ready,) = known
+        if not _can_be_traced(here, step, batch, ready):
+            return part
+        if part.trains:
+            with here:
+                step.shard_batch(ready)
+        traced = step.trace(state.shapes, ready, evaluates=not part.trains)
+        if part.trains:
+            _check_new_state(here, step, state.shapes, traced)
+        hooks = ((step, "end"), (part.loop, "end"), (part.loop, "update_outputs"))
+        if any(checks.is_of_user(thing, name) for thing, name in hooks):
+            return part
+        outputs = traced.outputs or {}
+        _check_size(here, outputs, longest_loop)
+        _check_for_losses_per_example(here, outputs)
+        # Not zeros, by which a metric may divide.
+        ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs)
+        like_outputs = metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
+        return dataclasses.replace(part, outputs=like_outputs)
+    return part
+
+
+def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a tuple with a batch as the hooks before `run` leave it; None where only a run can tell.
 
     So it is where the user has another way to `run`, and where `begin` wants values of a state that is given in
     shapes, or makes another one.
     """
-    step = loop.step
+    loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
     if any(checks.is_of_user(thing, name) for thing, names in ways.items() for name in names):
         return None
-    given = state_for_begin(state, step)
-    if not checks.is_of_user(step, "begin"):
-        return step.before_run(given, batch)[1:]
-    preprocessed = step.preprocessed(batch)
+    given = _state_for_begin(state, step)
+    ready = step.preprocessed(batch)
     try:
-        result = step.begin(given, preprocessed)
+        result = step.begin(given, ready)
     except Exception:
-        if state.values is None:
+        if state.values is None and checks.is_of_user(step, "begin"):
             return None
         raise
     new_state, ready = checks.check_pair(result, f"{type(step).__name__}.begin", "(state, batch)")
     return (ready,) if new_state is given else None
 
 
-def _can_be_traced(where: str, step: Step, batch: types.Batch, ready: types.Batch, found: Findings) -> bool:
-    """Says what is wrong with a batch that is ready for `run`; returns whether it can be traced."""
+def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
+    """Checks a batch that is ready for `run`; returns whether it can be traced."""
     problems = list(checks.problems_of_batch(ready))
     for problem in problems:
-        found.add(where, problem)
+        here.error(problem)
     if problems:
         return False
-    with found.finding(where):
+    with here:
         if changed := checks.problem_of_dtypes(ready):
-            found.warn(where, changed)
+            here.warn(changed)
     if checks.num_examples(batch) is None and not checks.is_of_user(step, "num_examples"):
-        found.warn(
-            where,
+        here.warn(
             "Each batch counts as one example, because its leaves don't share a leading axis: "
-            f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means.",
+            f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means."
         )
     return True
 
 
-def _look_for_losses_per_example(where: str, outputs: types.Output, found: Findings) -> None:
+def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> None:
+    """Checks whether a training step counts, and whether it is compiled anew for the state that it makes."""
+    kind = type(step).__name__
+    if hasattr(state, "step") and traced.updates not in (None, step.updates_per_step):
+        adds = f"adds {traced.updates} to state.step" if traced.updates else "returns state.step as it was"
+        here.error(f"{kind}.run {adds}. {checks.ways_to_count(step)}")
+    before, after = checks.leaves_by_path(state), checks.leaves_by_path(traced.state)
+    both = ((f"{kind}.run returns", after, before), ("The state that is given has", before, after))
+    for what, one, other in both:
+        weak = [path for path, leaf in one.items() if _is_weak(leaf) and not _is_weak(other[path])]
+        if weak:
+            here.warn(
+                f"{what} weakly typed leaves ({', '.join(weak[:4])}), so that run is compiled twice. A number such as "
+                "jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not."
+            )
+
+
+def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
+    """Warns of much that steps return, since it is kept until the loop ends."""
+    sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
+    needed = sum(sizes.values()) * (longest_loop or 0)
+    if needed > _MOST_OUTPUT_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        here.warn(
+            f"What a loop's {longest_loop:,} steps return is kept on the host until the loop ends, which takes "
+            f"{readable(needed)}, the most of it for the output {largest!r}, {readable(sizes[largest])} a step. Return "
+            "less of it, or have shorter loops (train_loop_steps)."
+        )
+
+
+def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
     """Warns of outputs that are missing in the history because they are arrays: losses, or all of them."""
-    is_array = lambda value: not metrics.is_metric(value) and hasattr(value, "shape") and value.ndim > 0
-    arrays = {name: value for name, value in (outputs or {}).items() if is_array(value)}
+    is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
+    arrays = {name: value for name, value in outputs.items() if is_array(value)}
     losses = [name for name in arrays if "loss" in name.lower()]
-    missing = list(arrays) if len(arrays) == len(outputs or {}) else losses
+    missing = list(arrays) if len(arrays) == len(outputs) else losses
     if missing:
         shown = ", ".join(f"{name!r}, {checks.describe(arrays[name])}" for name in missing)
-        found.warn(
-            where,
+        here.warn(
             f"The history holds scalars, so it would have nothing of {shown}. Return the mean over the examples, or a "
-            "clu metric.",
+            "clu metric."
         )
 
 
-def look_at_optimizer(where: str, step: Step, state: Any, found: Findings) -> None:
+# Its optimizer and its model --------------------------------------------------------------------------------
+
+
+def check_optimizer(part: Part, state: Any) -> None:
     """Warns of a training step that adds the gradients to the parameters."""
+    step = part.loop.step
     if step.train and getattr(state, "tx", None) is NO_OPTIMIZER:
-        found.warn(
-            where,
+        part.here.warn(
             f"{type(step).__name__} has train=True and no optimizer, so state.apply_gradients adds the gradients to "
             "the parameters, and the loss grows. Give it an Optax transformation: Step(base_prng, model, "
-            "optax.adam(1e-3), ...).",
+            "optax.adam(1e-3), ...)."
         )
 
 
-def look_at_model(where: str, step: Step, train_step: Step, found: Findings) -> None:
+def check_model(part: Part, train_step: Step) -> None:
     """Warns of an evaluation by a step whose model is not that of the state."""
-    trained, evaluated = train_step.model, step.model
+    trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
-        found.warn(
-            where,
+        part.here.warn(
             f"Its step has the model {_shown_model(evaluated)}, and the train step has {_shown_model(trained)}. The "
-            "state is that of the train step, so state.apply_fn calls the latter. Give both steps one model.",
+            "state is that of the train step, so state.apply_fn calls the latter. Give both steps one model."
         )
 
 
@@ -171,21 +215,54 @@ def _shown_model(model: Any) -> str:
     return model.__name__ if inspect.isclass(model) else " ".join(repr(model).replace("# attributes", "").split())
 
 
-def _look_at_size(where: str, outputs: types.Output, longest_loop: int | None, found: Findings) -> None:
-    """Says where what the steps return, which is kept until the loop ends, is very much."""
-    sizes = {name: bytes_of(value) for name, value in (outputs or {}).items() if not metrics.is_metric(value)}
-    largest = max(sizes, key=lambda name: sizes[name], default=None)
-    if longest_loop is None or largest is None or sum(sizes.values()) * longest_loop <= _MOST_OUTPUT_BYTES:
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None:
+    """Compiles the train step, and checks what it and the state take of a device."""
+    if state.shapes is None or not first:
         return
-    found.warn(
-        where,
-        f"What a loop's {longest_loop:,} steps return is kept on the host until the loop ends, which takes "
-        f"{readable(sum(sizes.values()) * longest_loop)}, the most of it for the output {largest!r}, "
-        f"{readable(sizes[largest])} a step. Return less of it, or have shorter loops (train_loop_steps).",
-    )
+    step, here = part.loop.step, part.here
+    with here:
+        layout = step.partitioner.report(state.shapes)
+        sizes = {
+            name: sum(leaf.bytes_per_device for leaf in layout.leaves if leaf.path.split("/")[0] == field)
+            for name, field in (("parameters", "params"), ("optimizer", "opt_state"))
+        }
+        shown = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size)
+        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device" + (f": {shown}" if shown else "")
+    if part.is_open or here.has_errors:  # It could not be compiled, or for something else than comes.
+        return
+    with here:
+        part.loop.compile(_state_for_begin(state, step), first[0])
+        cost = step.cost_analysis()
+        memory = partition.memory_of(jax.local_devices()[0])
+        flops = "" if cost.flops is None else f"{cost.flops:.3g} FLOPs; "
+        there = "" if memory is None else f" of {readable(memory)}"
+        here.plan["step"] = (
+            f"{flops}{readable(cost.peak_bytes)}{there} per device, of which {readable(cost.temp_bytes)} for "
+            "activations and gradients"
+        )
+        _check_room(here, cost.peak_bytes, memory)
 
 
-def _like_those_of_a_loop(outputs: types.Output) -> metrics.LoopOutputs:
-    # Not zeros, by which a metric may divide.
-    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs or {})
-    return metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
+def _check_room(here: Findings, size: int, memory: int | None) -> None:
+    """Checks whether a step takes more than a device, or this host, has."""
+    if memory is not None and size > memory:
+        here.error(
+            f"A step takes {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
+            "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or compute activations again in "
+            "the backward pass (jax.checkpoint)."
+        )
+    needed, there = size * len(jax.local_devices()), _bytes_of_host()
+    if jax.default_backend() == "cpu" and there is not None and needed > there:
+        text = f"A step takes {readable(needed)}, and this host has {readable(there)} of memory."
+        here.warn(f"{text} Take a smaller batch, or another host.")
+
+
+def _bytes_of_host() -> int | None:
+    """Returns the memory of this host; None where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
