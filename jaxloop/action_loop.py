@@ -335,6 +335,9 @@ class ActionLoop(StatLoop):
             self._count_loops(are_heard=False)
             return state, outputs
         state, outputs = super()._end_loop(state, outputs)
+        if self._is_inside and not self._interrupt.requested:  # Else an evaluation has no end.
+            name = f"{type(self).__name__}.end"
+            raise ValueError(f"{name} must call super().end(state, outputs), which measures and calls the actions.")
         self._call.state, run = state, self.run_info
         if self._is_inside or self._is_broken_off() or run is None or run.end_data is None or self._interrupt.requested:
             return state, outputs

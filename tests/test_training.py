@@ -469,3 +469,13 @@ def test_who_says_at_each_step_that_the_run_goes_on_does_not_end_it():
     action = Calls(lambda step_num, outputs: called.append(step_num), every(steps=5))
     state, _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))(STATE, BATCHES, 20, 10)
     assert int(state.step) == 20 and called == [5, 10, 15, 20]
+
+
+class ForgetsTheActions(jaxloop.TrainLoop):
+    def end(self, state, outputs):
+        return state, outputs
+
+
+def test_an_end_without_that_of_the_loop_is_told():
+    with pytest.raises(ValueError, match=r"ForgetsTheActions.end must call super\(\).end\(state, outputs\)"):
+        jaxloop.OuterLoop(ForgetsTheActions(STEP))(STATE, BATCHES, 20, 10)
