@@ -334,14 +334,16 @@ class ActionLoop(StatLoop):
             self._progress.newest = self._call.end
             self._count_loops(are_heard=False)
             return state, outputs
-        state, outputs = super()._end_loop(state, outputs)
-        if self._is_inside and not self._interrupt.requested:  # Else an evaluation has no end.
+        (state, outputs), run = super()._end_loop(state, outputs), self.run_info
+        is_heard_of = run is not None or self._agenda.slots
+        if self._is_inside and is_heard_of and not self._interrupt.requested:  # Else an evaluation has no end.
             name = f"{type(self).__name__}.end"
             raise ValueError(f"{name} must call super().end(state, outputs), which measures and calls the actions.")
-        self._call.state, run = state, self.run_info
+        self._call.state = state
         if self._is_inside or self._is_broken_off() or run is None or run.end_data is None or self._interrupt.requested:
             return state, outputs
-        self._stop_asked = self._job.any_stops(outputs.asks_to_stop)  # A checkpoint of this moment has to know it.
+        # A checkpoint of this moment has to know it.
+        self._stop_asked = self._job.any_stops(self._stop_asked or outputs.asks_to_stop)
         if self._call.data_ended and not self._stop_asked:
             run.end_data()
         now = self._progress.newest
@@ -409,7 +411,6 @@ class ActionLoop(StatLoop):
         self._stop_asked &= is_last  # What has asked for the end is known to a checkpoint of the last step.
         is_last |= self._now(self._progress.loops).is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
-        self._call.consumed = self.source.count - self._feed.num_ahead
         due = [slot for slot in self._due(now, at_end=at_end) if saves or not slot.saves]
         self._call_due(due, state, now, comes_last=False)
         self._evaluate(state, now, at_end)
@@ -432,8 +433,8 @@ class ActionLoop(StatLoop):
         return not (self._stop_asked or self._interrupt.requested)
 
     def _evaluate(self, state: Any, now: Elapsed, at_end: bool) -> None:
-        if self.run_info is not None and not self.run_info.evaluate(state, now, at_end):
-            self._stop_asked = True
+        goes_on = self.run_info is None or self.run_info.evaluate(state, now, at_end)
+        self._stop_asked |= not (goes_on or self._interrupt.requested)  # A signal asks for no end of the run.
 
     def _at_moment(self, now: Elapsed, state: Any) -> bool:
         self._progress.newest = now
@@ -580,7 +581,7 @@ class ActionLoop(StatLoop):
             "previous": (self.elapsed.previous or self.elapsed).to_dict(),
             "loop_count": self._progress.loops,
             "is_ending": self._is_ending and not self._trains,
-            "has_stopped": self._stop_asked and not self._interrupt.requested,
+            "has_stopped": self._stop_asked,
             "steps_in_loop": self._steps_in_loop() if is_inside else self.steps_before,
             "has_begun": self._began is not None and self._trains,
             "wraps_dataset": bool(self._began),

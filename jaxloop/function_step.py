@@ -229,6 +229,15 @@ class _NamedStep(FunctionStep):
     def __repr__(self) -> str:
         return self._name
 
+    @property
+    def places_batches(self) -> bool:
+        return self.partitioner.places_batches
+
+    def shard_batch(self, batch: Any) -> Any:
+        return super().shard_batch(batch) if self.train else super()._shard_short_batch(batch)
+
+    _shard_short_batch = shard_batch
+
 
 class _PairStep(_NamedStep):
     """Its batch is a pair: the batch itself, which is split over the devices, and what all of them get."""
@@ -237,14 +246,9 @@ class _PairStep(_NamedStep):
         own, broadcasts = batch
         return super().preprocess_batch(own), data.numpy_batch(broadcasts)
 
-    @property
-    def places_batches(self) -> bool:
-        return self.partitioner.places_batches
-
     def shard_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
-        own = super().shard_batch(own) if self.train else super()._shard_short_batch(own)
-        return own, _unbound(broadcasts, self.partitioner.mesh)
+        return super().shard_batch(own), _unbound(broadcasts, self.partitioner.mesh)
 
     _shard_short_batch = shard_batch
 

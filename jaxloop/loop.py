@@ -559,6 +559,11 @@ class Loop:
             until_all_end=not self._trains,
         )
 
+    def draw_from(self, source: Any) -> None:
+        """Has the next call count its batches by a source, from where that stands; None for no source."""
+        self.source = source
+        self._call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
+
     def batches_ahead(self, source: Any) -> int:
         """How many batches were drawn from a source, and not taken."""
         return self._feed.num_ahead if self._feed.dataset is source else 0

@@ -149,8 +149,7 @@ class OuterLoop:
         """Runs the experiment to its end.
 
         If something is due at a step inside a loop, the next batch is read before: so it is known whether the step is
-        the last one.
-        The position that a checkpoint keeps is the one before that batch.
+        the last one. The position that a checkpoint keeps is the one before that batch.
 
         It ends when `train_total_steps` are done, `stop` fires, the train dataset ends, a loop sets
         `outputs[STOP_LOOP]`, or Ctrl-C is pressed. However it ends, the actions are closed: checkpoints are committed

@@ -77,7 +77,8 @@ class Training:
         if says_so:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
-            state, loop.source = loop.step.prepare_state(state), run.source
+            state = loop.step.prepare_state(state)
+            loop.draw_from(run.source)
             if not loop.hold(state):  # What is due before the first step.
                 logging.info("Stopped before the first step, as an evaluation or an action asked.")
                 return state, None
@@ -129,7 +130,8 @@ class Training:
         assert run_info is not None
         while True:
             loop_count, loops_run = loop.loop_count, loop.progress.loops_run
-            self.newest, self.pass_has_ended, loop.source = None, False, run.source
+            self.newest, self.pass_has_ended = None, False
+            loop.draw_from(run.source)
             run_info.ends_with_data = self._is_last_pass(run.passes + 1)
             state, found = loop.train(state, iter(()) if run.source is None else run.source, self._steps_of_next_loop)
             self.newest = (state, loop.step_num)

@@ -414,3 +414,14 @@ def test_a_step_may_not_return_a_state_of_another_class():
     step = jf.step(lambda state, batch: (None, other(state.x)), donate=True)
     with pytest.raises(TypeError, match="Point came in, Point came out"):
         step(one(np.float32(0)), {"x": np.ones(1, np.float32)})
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_batch_that_does_not_divide_over_the_devices_is_replicated(donate, data_parallel):
+    @jf.step(partitioner=data_parallel(2), donate=donate)
+    def add(state, batch):
+        return {"sum": batch["x"].sum()}, state + batch["x"].sum()
+
+    batches = [{"x": np.ones(rows, np.float32)} for rows in (4, 3)]
+    state, history, _ = jf.loop(np.float32(0), batches, {jf.every(1): [add]})
+    assert float(state) == 7 and history.collect("sum") == [4, 3]

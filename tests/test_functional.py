@@ -1362,3 +1362,16 @@ def test_a_loop_that_was_stopped_and_is_run_again_has_all_of_its_rows(tmp_path):
     first = run()
     assert first[:2] == (15, 15) and first[2][-1] == (15, {"count": 14, "eval": {"state": 15}})
     assert run() == first
+
+
+def test_a_loop_that_is_stopped_before_its_first_step_is_saved_where_that_is_asked(tmp_path):
+    def stop(state, batch, elapsed, loop_state):
+        loop_state.stop_iteration = True
+
+    for place, tasks in {
+        "at 0": {jf.on_start: [stop], jf.at(steps=0) | jf.every(10): [jf.checkpoint(tmp_path / "at 0")]},
+        "on_start": {jf.on_start: [stop, jf.checkpoint(tmp_path / "on_start")]},
+        "on_end": {jf.on_start: [stop], jf.on_end: [jf.checkpoint(tmp_path / "on_end")]},
+    }.items():
+        jf.loop(0.0, [None] * 3, tasks)
+        assert checkpoints.all_steps(tmp_path / place) == [0], place

@@ -1094,3 +1094,19 @@ def test_an_action_of_an_evaluation_may_come_with_one_that_nobody_can_foresee():
     assert calls(1, last()) == "at the end" and calls(at(5), last()) == "at further steps"
     assert calls(last(), last()) == "at further steps and the end"
     assert calls(1, every(time=60)) == calls(every(100), every(time=60)) == "by the clock"
+
+
+@pytest.mark.parametrize("first_step", [40, 0])
+def test_an_action_of_evaluations_comes_where_check_says_from_whatever_step_the_state_is_of(first_step):
+    step, state, batches = examples.tiny_regression()
+    eval_step, _, _ = examples.tiny_regression(train=False)
+    action = Recorder(3)
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step, end_actions=[action])])
+    outer_loop(state, batches, 20, 10, [jaxloop.EvalSpec(batches[:3])])  # Of another run.
+    _, state, _ = examples.tiny_regression()
+    state = state.replace(step=jnp.asarray(first_step, state.step.dtype))
+    arguments = (batches, 100, 10, [jaxloop.EvalSpec(batches[:3])])
+    foretold = outer_loop.check(state, *arguments).calls[action].steps
+    action.steps.clear()
+    outer_loop(state, *arguments)
+    assert list(foretold) == action.steps == [step for step in (30, 60, 90) if step > first_step]

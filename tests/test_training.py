@@ -2,6 +2,7 @@
 
 import _thread
 import itertools
+import shutil
 import signal
 
 import clu.metrics
@@ -479,3 +480,48 @@ class ForgetsTheActions(jaxloop.TrainLoop):
 def test_an_end_without_that_of_the_loop_is_told():
     with pytest.raises(ValueError, match=r"ForgetsTheActions.end must call super\(\).end\(state, outputs\)"):
         jaxloop.OuterLoop(ForgetsTheActions(STEP))(STATE, BATCHES, 20, 10)
+
+
+class ReturnsAnotherDict(jaxloop.TrainLoop):
+    def end(self, state, outputs):
+        state, outputs = super().end(state, outputs)
+        return state, {"loss": outputs["loss"]}
+
+
+@pytest.mark.parametrize("at", [5, 10], ids=["inside a loop", "at its end"])
+def test_a_stop_is_heeded_whatever_the_hook_at_the_end_returns(at):
+    train_loop = ReturnsAnotherDict(STEP, end_actions=[Calls(stop_at(at), every(steps=5))])
+    state, _ = jaxloop.OuterLoop(train_loop)(STATE, BATCHES, 40, 10)
+    assert int(state.step) == at
+
+
+def test_a_stop_that_was_asked_before_ctrl_c_is_kept(tmp_path):
+    interrupts = [True]
+
+    class EvalData:
+        def __iter__(self):
+            for batch in BATCHES[:4]:
+                if interrupts:
+                    interrupts.clear()
+                    signal.raise_signal(signal.SIGINT)
+                yield batch
+
+    for _ in range(2):  # The second time only what Ctrl-C has kept from being measured is left to do.
+        outer_loop = experiment(tmp_path, Calls(stop_at(5), every(steps=5)), save=every(steps=5))
+        state, _ = outer_loop(STATE, DATA, 30, 10, [jaxloop.EvalSpec(EvalData())])
+    assert int(state.step) == 5 and checkpoint.all_steps(tmp_path) == [5]
+    assert [(step, list(logs)) for step, logs in rows(outer_loop)] == [(5, ["train"]), (5, ["eval"])]
+
+
+def test_a_batch_that_another_call_has_drawn_ahead_is_none_of_this_one(tmp_path):
+    actions = [Calls(stop_at(7), every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions))
+    outer_loop(STATE, iter(BATCHES), 30, 10)
+    checkpoint_of_first = checkpoint.run(tmp_path, 0)["positions"]
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    outer_loop(STATE, DATA, 30, 10)
+    counts = [
+        positions[0]["data"]["count"] for positions in (checkpoint_of_first, checkpoint.run(tmp_path, 0)["positions"])
+    ]
+    assert counts == [0, 0]

@@ -157,8 +157,8 @@ class _StepCallback(CallbackOf):
 class _LoopCallback(CallbackOf):
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
         state, outputs = self.of(loop_state.state, [loop_state.batch])
-        if outputs.pop(types.STOP_LOOP, False):
-            loop_state.stop_iteration = True
+        loop_state.stop_iteration |= outputs.asks_to_stop
+        outputs.pop(types.STOP_LOOP, None)
         # The statistics of one batch say nothing.
         values = {name: value for name, value in metrics.summarize(outputs).items() if not name.startswith("jaxloop/")}
         return *_outputs_and_logs(values), state

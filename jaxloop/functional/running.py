@@ -119,7 +119,7 @@ def loop(
                 if is_last:
                     loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
                     due = plan.due(loop_state.elapsed)
-            due.call(loop_state, stopwatch)
+            due.call(loop_state, stopwatch, ends_loop=not loop_state.elapsed.is_last)
             if loop_state.stop_iteration or interruptible.requested:
                 break
             drawn = plan.draw(loop_state, counting, interruptible.outermost)
@@ -293,10 +293,14 @@ class _Due:
         self.has_actions = any(isinstance(callback, ActionCallback) for callback in called)
         self.saves = any(callback.saves for callback in called)
 
-    def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch) -> None:
+    def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch, *, ends_loop: bool = False) -> None:
+        """Calls the callbacks; with `ends_loop`, what saves is left to the end where one of them has asked for it.
+
+        The end follows at this step, and a checkpoint has what is reported there.
+        """
         for callback in self.callbacks:
-            if callback.saves and loop_state.stop_iteration and not loop_state.elapsed.is_last:
-                continue  # It is called at the end, which follows at this step, with what is reported there.
+            if callback.saves and ends_loop and loop_state.stop_iteration:
+                continue
             try:
                 if callback.time_goes_to == "rest":  # As it does already.
                     callback(loop_state)

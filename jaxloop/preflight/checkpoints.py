@@ -62,7 +62,12 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
     start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
     if loop_steps is not None:
         start = dataclasses.replace(start, loops=start.steps // loop_steps)
-    last = {name: (each.loop_count, each.elapsed if continues else start) for name, each, _ in experiment.evaluations}
+    last = {}
+    for name, each, spec in experiment.evaluations:
+        count = each.loop_count if continues else 0
+        if loop_steps is not None and spec.should_eval_fn is None and spec.schedule is None:
+            count = start.loops // (spec.eval_loop_interval or 1)
+        last[name] = count, each.elapsed if continues else start
     return Begin(start, passes=experiment.passes if continues else 0, evaluations=last)
 
 
