@@ -22,7 +22,8 @@ from jaxloop import encoding, types
 
 def fetch(tree: Any) -> Any:
     """Reads a tree from the devices, waiting for it; scalars come as NumPy scalars."""
-    if jax.default_backend() != "cpu":
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))  # Else JAX need not be started.
+    if has_arrays and jax.default_backend() != "cpu":
         tree = jax.device_get(tree)  # Which begins to copy all before it waits for the first.
     return view(tree)
 
@@ -38,11 +39,11 @@ def view(tree: Any) -> Any:
 def _reader_of(kind: type) -> Callable[[Any], Any]:
     if issubclass(kind, np.ndarray):
         return _unwrap_scalar
-    if kind is type(jnp.zeros(())):
+    if not issubclass(kind, jax.Array):
+        return lambda leaf: leaf
+    if kind is type(jnp.zeros(())):  # Which starts JAX, if it has not.
         return _read
-    if issubclass(kind, jax.Array):  # Such as typed keys.
-        return lambda leaf: _unwrap_scalar(jax.device_get(leaf))
-    return lambda leaf: leaf
+    return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # Of typed keys, say.
 
 
 def wait(tree: Any) -> Any:

@@ -310,7 +310,8 @@ def damage_many(directory, tell, *, count, seed):
 
 def end_everywhere(directory, tell):
     """Ends runs at each place by an exception, and by SIGTERM, and goes on with them; returns what then differs."""
-    run = functools.partial(whole_run.run, source="index", program=whole_run.make_program(), save=4)
+    # Not by threads: a signal from one may come when the run is over.
+    run = functools.partial(whole_run.run, source="index", program=whole_run.make_program(), save=4, background=False)
     visits, problems = collections.Counter(), {}
     whole = run(directory / "whole", watch=lambda *place: visits.update([place]))
     del visits["compile", 0]  # That was once.

@@ -391,7 +391,7 @@ def test_a_step_that_can_not_be_fused_after_all_loses_no_batch(tmp_path):
         run(at_once=8)
     resumed = run(at_once=1)
     whole = train(1, map(batch_of, range(40)), step=make_step(cls=ChangesState))[0]
-    np.testing.assert_array_equal(resumed.params["kernel"], whole.params["kernel"])
+    np.testing.assert_allclose(resumed.params["kernel"], whole.params["kernel"], rtol=1e-5)  # XLA rounds as it likes.
 
 
 def test_a_dispatch_that_fails_where_single_steps_do_not_is_told_once(warnings_logged, monkeypatch):

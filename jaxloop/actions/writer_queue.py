@@ -121,7 +121,7 @@ class WriterQueue:
         self._pending: list[Call] = []
         self._count = 0  # The number of the last call.
         self._thread: threading.Thread | None = None
-        self._hurry = threading.Event()  # An action waits for the thread.
+        self._hurry, self._has_ended = threading.Event(), threading.Event()  # An action waits; the thread has ended.
         self._errors: list[BaseException] = []  # To be raised; one at most.
         self._is_halted = False  # After an error, until an action asks for more.
         self._unflushed_step: int | None = None  # The newest step that was written since the last flush.
@@ -231,6 +231,7 @@ class WriterQueue:
             # After what the writer itself may have registered, and so called before: it is still open then.
             atexit.register(self._finish)
             thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=True)
+            self._has_ended.clear()
             thread.start()
             self._thread = thread
 
@@ -244,10 +245,10 @@ class WriterQueue:
         self._join()
 
     def _join(self) -> None:
-        thread = self._thread
-        if thread is not None:
+        if self._thread is not None:
             self._hurry.set()
-            thread.join()
+            # In Python 3.11 a thread counts as ended once Ctrl-C has interrupted its `join`.
+            self._has_ended.wait()
 
     def _work(self) -> None:
         self._hurry.wait(PAUSE_SECS)
@@ -260,6 +261,7 @@ class WriterQueue:
                     if not self._pending and self._thread is not None:
                         atexit.unregister(self._finish)
                     self._thread = None
+                    self._has_ended.set()
                     return
                 call = self._pending[0]
             try:

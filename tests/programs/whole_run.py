@@ -237,6 +237,7 @@ def run(
     writer: Any = None,
     more_actions: Sequence[actions.Action] = (),
     steps_per_dispatch: int = 1,
+    background: bool = True,
 ) -> dict[str, Any]:
     """Runs the experiment, or goes on with it.
 
@@ -245,6 +246,7 @@ def run(
       program: for many runs in one process; None for a new one.
       save: how many steps lie between two checkpoints.
       saves: whether any is written.
+      background: whether threads write the summaries.
 
     Returns:
       What the run came to; `ids` and `written` are of this process alone.
@@ -263,8 +265,8 @@ def run(
     writer = Writer(watch) if writer is None else writer
     stopping = Stopping("test/loss", patience=1000, restore_best=True)
     train_actions = [
-        actions.SummaryAction(writer, every(3), prefix="every_3/"),
-        actions.SummaryAction(writer, 2, prefix="two_loops/"),
+        actions.SummaryAction(writer, every(3), prefix="every_3/", background=background),
+        actions.SummaryAction(writer, 2, prefix="two_loops/", background=background),
         stopping,
         actions.CheckpointAction(directory / "checkpoints", every(save), keep=keep)
         if saves
@@ -280,7 +282,11 @@ def run(
             end_actions=train_actions,
             steps_per_dispatch=steps_per_dispatch,
         ),
-        [jaxloop.EvalLoop(eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/")])],
+        [
+            jaxloop.EvalLoop(
+                eval_step, end_actions=[actions.SummaryAction(writer, 2, prefix="test/", background=background)]
+            )
+        ],
         jaxloop.CheckpointSpec(directory / "checkpoints"),
         workdir=directory,
         log_interval=1 if loop_steps else every(5) | every(loops=1) | last(),
