@@ -334,7 +334,8 @@ class ActionLoop(StatLoop):
             self._progress.newest = self._call.end
             self._count_loops(are_heard=False)
             return state, outputs
-        (state, outputs), run = super()._end_loop(state, outputs), self.run_info
+        state, outputs = super()._end_loop(state, outputs)
+        run = self.run_info
         is_heard_of = run is not None or self._agenda.slots
         if self._is_inside and is_heard_of and not self._interrupt.requested:  # Else an evaluation has no end.
             name = f"{type(self).__name__}.end"

@@ -208,6 +208,7 @@ class Watch:
 
     def call(self, compiled: Any, carry: Any, batch: Any, *, fuses: bool = False) -> Any:
         """Gives a batch to the devices as `compiled.call` does, with the flags; or as many as are stacked."""
+        # Without data there is no leaf, and what was stacked has the number of steps as its length.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
         if compiled.looking is not self._looking:  # Whose flags are in an array of their own.
             self._send()

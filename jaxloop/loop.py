@@ -416,9 +416,8 @@ class Loop:
         call = self._call
         program, queue = call.program, call.queue
         assert program is not None and queue is not None
-        if program.own is not None or (
-            self._job.is_shared and secs < math.inf
-        ):  # All have one clock, which goes on step by step.
+        clock_is_shared = self._job.is_shared and secs < math.inf  # It goes on step by step.
+        if program.own is not None or clock_is_shared:
             room = 1
         else:
             room = min(left, -(-(step - self._progress.steps) // self._updates))

@@ -22,17 +22,22 @@ from jaxloop import encoding, types
 
 def fetch(tree: Any) -> Any:
     """Reads a tree from the devices, waiting for it; scalars come as NumPy scalars."""
-    has_arrays = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))  # Else JAX need not be started.
+    leaves, structure = jax.tree.flatten(tree)
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Else JAX need not be started.
     if has_arrays and jax.default_backend() != "cpu":
-        tree = jax.device_get(tree)  # Which begins to copy all before it waits for the first.
-    return view(tree)
+        leaves = jax.device_get(leaves)  # Which begins to copy all before it waits for the first.
+    return jax.tree.unflatten(structure, _viewed(leaves))
 
 
 def view(tree: Any) -> Any:
     """As `fetch`, of values in the memory of the host, for who knows that they are computed: else it waits."""
     leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _viewed(leaves))
+
+
+def _viewed(leaves: Sequence[Any]) -> list[Any]:
     read = {kind: _reader_of(kind) for kind in set(map(type, leaves))}
-    return jax.tree.unflatten(structure, [read[type(leaf)](leaf) for leaf in leaves])
+    return [read[type(leaf)](leaf) for leaf in leaves]
 
 
 @functools.cache

@@ -156,6 +156,13 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
     return tuple(specs)
 
 
+def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
+    """Returns how many evaluations come in so many train loops; None where that takes more than to count loops."""
+    if spec.schedule is not None or spec.should_eval_fn is not None:
+        return None
+    return train_loops // (spec.eval_loop_interval or 1)
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:

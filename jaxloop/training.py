@@ -13,7 +13,7 @@ from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
 from jaxloop.sources import reshuffles
-from jaxloop.specs import CheckpointSpec, RunSpec
+from jaxloop.specs import CheckpointSpec, RunSpec, evaluations_in
 from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, go_to
 
 
@@ -243,8 +243,8 @@ class Training:
         if loop_steps is not None and (resumed is None or not resumed.knows_position):
             loop.loop_count = step_num // loop_steps
             for each in self.evaluations.items:
-                if each.spec.should_eval_fn is None and each.spec.schedule is None:
-                    each.loop.loop_count = loop.loop_count // (each.spec.eval_loop_interval or 1)
+                if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
+                    each.loop.loop_count = number
         if spec is not None and saved[-1:] <= [step_num]:  # Else damaged ones were moved since.
             listed[checkpoint.absolute(spec.checkpoint_dir)] = saved
         check_no_newer_checkpoints(loop, step_num, listed)

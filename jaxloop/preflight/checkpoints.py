@@ -15,7 +15,7 @@ from jaxloop.preflight.data import TrainData
 from jaxloop.preflight.experiment import Experiment, State
 from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Elapsed
-from jaxloop.specs import CheckpointSpec
+from jaxloop.specs import CheckpointSpec, evaluations_in
 from jaxloop.training import step_num_of
 
 # Resuming ---------------------------------------------------------------------------------------------------
@@ -64,10 +64,9 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
         start = dataclasses.replace(start, loops=start.steps // loop_steps)
     last = {}
     for name, each, spec in experiment.evaluations:
-        count = each.loop_count if continues else 0
-        if loop_steps is not None and spec.should_eval_fn is None and spec.schedule is None:
-            count = start.loops // (spec.eval_loop_interval or 1)
-        last[name] = count, each.elapsed if continues else start
+        counted = None if loop_steps is None else evaluations_in(start.loops, spec)
+        number = counted if counted is not None else each.loop_count if continues else 0
+        last[name] = number, each.elapsed if continues else start
     return Begin(start, passes=experiment.passes if continues else 0, evaluations=last)
 
 
