@@ -85,10 +85,12 @@ class Agenda:
       actions: the actions.
 
     Attributes:
+      actions: as given.
       slots: the actions, those first that were attached.
     """
 
     def __init__(self, actions: ActionList):
+        self.actions: ActionList = actions
         self._own = [Slot(actions, index) for index in range(len(actions.actions))]
         self.detach_all()
 

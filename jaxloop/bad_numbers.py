@@ -17,6 +17,9 @@ from jaxloop import checks, metrics, structures, types
 NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
 
+STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
+"""How many steps of a call `nan_policy="skip"` has left out; only where it has."""
+
 # For how many steps the devices keep flags.
 MAX_STEPS = _ROWS = 32
 
@@ -303,6 +306,10 @@ class Guard:
         """Returns the steps that were left out since the last time this was asked."""
         new, self._told = self.skipped[self._told :], len(self.skipped)
         return new
+
+    def measure(self) -> dict[str, Any]:
+        """Returns the number of skipped steps as a statistic, where there are any."""
+        return {STAT_SKIPPED_STEPS: len(self.skipped)} if self.skipped else {}
 
     def weights(self, weights: list[int]) -> list[int]:
         """Returns the weights of the steps of the loop, those of skipped ones being 0."""

@@ -58,12 +58,13 @@ class EvalLoop(ActionLoop):
             clock=clock,
             max_steps_in_flight=max_steps_in_flight,
         )
-        self._evaluates = True
-        self._set_steps_per_dispatch(steps_per_dispatch)
+        self.engine.stepper.evaluates = True
+        self.engine.stepper.set_steps_per_dispatch(steps_per_dispatch)
+        self.engine.observers.append(self._count_batch)
         if step.train:
             logging.warning("EvalLoop got %s", self.said_of_training)
         self._endless_after = endless_after
-        self._is_bounded = False
+        self._is_bounded, self._num_batches = False, 0
 
     @property
     def said_of_training(self) -> str:
@@ -86,7 +87,7 @@ class EvalLoop(ActionLoop):
                 "return_state_from_step=True has no place in an EvalLoop, which can't change the state. Use a "
                 "TrainLoop or an ActionLoop for steps that do."
             )
-        self._is_bounded = num_steps is not None
+        self._is_bounded, self._num_batches = num_steps is not None, 0
         _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
         return state, outputs
 
@@ -94,13 +95,12 @@ class EvalLoop(ActionLoop):
         # Part of an evaluation is none: no action shall take its means for those of the dataset.
         return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
-    def _count_steps(self, *, undone: bool = False) -> int:
-        taken, new = len(self.num_examples), super()._count_steps(undone=undone)
-        if not self._is_bounded and taken - new < self._endless_after < taken:
+    def _count_batch(self, batch: types.Batch) -> None:
+        self._num_batches += 1
+        if not self._is_bounded and self._num_batches == self._endless_after + 1:
             logging.warning(
                 "The evaluation by %r has run more than %d steps, and its dataset has not ended. If it repeats without "
                 "end, set num_steps in its EvalSpec, or give data that end.",
                 self.step,
                 self._endless_after,
             )
-        return new

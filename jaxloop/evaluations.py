@@ -43,9 +43,9 @@ class Evaluation:
 
     def run(self, state: Any, elapsed: Elapsed) -> metrics.LoopOutputs:
         """Evaluates a state of a training that is so far; returns the outputs."""
-        loop, spec = self.loop, self.spec
-        assert loop.run_info is not None
-        loop.run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
+        loop, spec, run_info = self.loop, self.spec, self.loop.engine.moments.run
+        assert run_info is not None
+        run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
         dataset = spec.dataset if self.source is None else self.source
         with keeping_random_state(dataset):
             _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
@@ -69,10 +69,11 @@ class Evaluation:
 
     def end_again(self, state: Any, elapsed: Elapsed) -> bool:
         """Calls what an exception in an end action has kept from being called; returns whether the run goes on."""
-        if not self.loop.is_ending or self.loop.run_info is None:
+        engine, run_info = self.loop.engine, self.loop.engine.moments.run
+        if not engine.progress.is_ending or run_info is None:
             return True
-        self.loop.run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
-        return self.loop.end_again(state)
+        run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
+        return engine.end_again(state)
 
 
 @final
@@ -112,8 +113,9 @@ class Evaluations:
         outputs = self._run_due(state, asked, EvalContext(False, elapsed.steps, elapsed.loops), elapsed)
         if elapsed.is_last and not self.job.requests.requested:
             for each in self.items:
-                if each.loop.run_info is not None and each.loop.run_info.elapsed is not None:
-                    each.loop.hold(state, is_last=True)  # Its actions whose schedule waits for the last step.
+                moments = each.loop.engine.moments
+                if moments.run is not None and moments.run.elapsed is not None:
+                    moments.hold(state, is_last=True)  # Its actions whose schedule waits for the last step.
         return all(goes_on) and not _asks_to_stop(outputs)
 
     def once(self, state: Any, step_num: int) -> metrics.LoopOutputs | None:
@@ -170,7 +172,7 @@ class Evaluations:
                     each.check_length()
                 if each.loop.was_interrupted:
                     break
-                stops = not each.loop.call_last(state) or stops or last.asks_to_stop
+                stops = not each.loop.engine.moments.call_last(state) or stops or last.asks_to_stop
         else:
             stops = self.job.any_stops(stops) if last is not None else stops
         if last is not None and stops:

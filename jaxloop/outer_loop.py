@@ -10,10 +10,11 @@ from absl import logging
 from etils import epath
 
 from jaxloop import agreement, checkpoint, checks, distributed, failures, files, lock, metrics, preflight, types
-from jaxloop.action_loop import ActionLoop, Run
+from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import History
+from jaxloop.moments import Run
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
@@ -183,7 +184,7 @@ class OuterLoop:
             raise error
         checks.check_alive(state, "OuterLoop(...)")
         spec = dataclasses.replace(spec, stop=None if spec.stop is None else spec.stop.as_stop())
-        described = [spec, *self._loops]
+        described = [spec, *(loop.engine for loop in self._loops)]
         self._job.check_same("The run", lambda: [line for each in described for line in each.description()])
         self._rescued_state, requests = None, self._job.requests
         _begin_counting(self._loops)
@@ -192,7 +193,7 @@ class OuterLoop:
             training = None
             try:
                 evaluations, training = self._join_loops(spec)
-                with first_loop.stopwatch.counting("rest"):
+                with first_loop.engine.progress.stopwatch.counting("rest"):
                     if training is None:
                         outputs = self._evaluate(state, evaluations)
                     else:
@@ -314,24 +315,24 @@ class OuterLoop:
         evaluations = Evaluations(
             [Evaluation(*each, sources.get(each[1].name)) for each in zip(self._eval_loops, specs, strict=True)],
             self._job,
-            None if train_loop is None else train_loop.stopwatch,
+            None if train_loop is None else train_loop.engine.progress.stopwatch,
         )
         if train_loop is not None:
-            parts = {each.spec.name: each.loop for each in evaluations.items}
+            parts = {each.spec.name: each.loop.engine for each in evaluations.items}
             keys = train_loop.step.base_prng
-            whole = WholeRun(train_loop, parts, sources, self._history, keys, self._job, self._passes)
+            whole = WholeRun(train_loop.engine, parts, sources, self._history, keys, self._job, self._passes)
             training = Training(
                 train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers
             )
             run.snapshot, run.can_resume = whole.snapshot, bool(self._savers)
             run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
         for loop in self._loops:
-            loop.detach_all()
-            loop.run_info = dataclasses.replace(run)
+            loop.engine.moments.detach_all()
+            loop.engine.moments.run = dataclasses.replace(run)
         if train_loop is not None:
-            train_loop.attach(_Recorder(self._history, "train", self._log_interval))
+            train_loop.engine.moments.attach(_Recorder(self._history, "train", self._log_interval))
         for each in evaluations.items:
-            each.loop.attach(_Recorder(self._history, each.spec.name, 1))
+            each.loop.engine.moments.attach(_Recorder(self._history, each.spec.name, 1))
         return evaluations, training
 
     def _evaluate(self, state: Any, evaluations: Evaluations) -> metrics.LoopOutputs | None:
@@ -355,19 +356,20 @@ class OuterLoop:
     def _record_failure(self, error: BaseException) -> None:
         """Records the step that failed, once all checkpoints are committed."""
         loop, workdir = self._train_loop, self._directory_of_failures
-        if not isinstance(loop, TrainLoop) or loop.failed_step is None or workdir is None:
+        failed_step = None if loop is None else loop.engine.stepper.call.failed_step
+        if not isinstance(loop, TrainLoop) or failed_step is None or workdir is None:
             return
         if self._job.is_shared:
             logging.info("No record of the failure is made in %s: it would take the batches of all processes.", workdir)
             return
-        if not isinstance(error, Exception) or not loop.stopwatch.steps:  # The very first step fails again at once.
+        if not isinstance(error, Exception) or not loop.spent.steps:  # The very first step fails again at once.
             return
-        state = self._rescued_state if loop.step_num == loop.failed_step - loop.step.updates_per_step else None
+        state = self._rescued_state if loop.step_num == failed_step - loop.step.updates_per_step else None
         failure = failures.Failure(
-            loop.failed_step,
+            failed_step,
             error,
             loop.nan_policy,
-            loop.kept_batches,
+            loop.engine.kept_by_step(),
             state,
             directories_of(loop, self._checkpoint_spec),
         )
@@ -377,15 +379,15 @@ class OuterLoop:
         errors = []
         for action in _all_actions(self._loops):
             try:
-                with self._loops[0].stopwatch.counting(action.time_goes_to):
+                with self._loops[0].engine.progress.stopwatch.counting(action.time_goes_to):
                     action.close()
             except Exception as error:
                 error.add_note(f"when {action!r} was closed at the end of the run")
                 logging.exception("%r could not be closed.", action)
                 errors.append(error)
         for loop in self._loops:
-            loop.run_info = None
-            loop.detach_all()
+            loop.engine.moments.run = None
+            loop.engine.moments.detach_all()
         self._history.close()
         if errors and raise_errors:
             raise errors[0]
@@ -394,7 +396,7 @@ class OuterLoop:
 def _begin_counting(loops: Sequence[ActionLoop]) -> None:
     """Has the loops and their actions count from here how often they are called."""
     for loop in loops:
-        loop.progress.loops_run = loop.progress.longest_loop = 0
+        loop.engine.progress.loops_run = loop.engine.progress.longest_loop = 0
         for each in loop.action_lists:
             each.calls = [0] * len(each.actions)
 
@@ -403,19 +405,19 @@ def _warn_of_what_never_ran(loops: Sequence[ActionLoop], evaluations: Evaluation
     """Lists in one warning the actions and evaluations that were never called in a run, and the reasons."""
     lines, action_lists = [], {}
     for loop in loops:
-        for each in loop.action_lists if loop.progress.loops_run else ():
+        for each in loop.action_lists if loop.engine.progress.loops_run else ():
             action_lists.setdefault(id(each), (each, loop))  # Two loops may share a step.
     for each, loop in action_lists.values():
-        runs, most_steps = loop.progress.loops_run, loop.progress.longest_loop
+        runs, most_steps = loop.engine.progress.loops_run, loop.engine.progress.longest_loop
         happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
         for action in [action for action, calls in zip(each.actions, each.calls, strict=True) if not calls]:
             if isinstance(action.interval, Schedule):
                 lines.append(f"{action!r} of {loop!r}: its schedule did not fire up to step {loop.step_num}")
             else:
                 lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
-    train_loops = sum(loop.progress.loops_run for loop in loops[: len(loops) - len(evaluations.items)])
+    train_loops = sum(loop.engine.progress.loops_run for loop in loops[: len(loops) - len(evaluations.items)])
     for each in evaluations.items:
-        if train_loops and not each.loop.progress.loops_run:
+        if train_loops and not each.loop.engine.progress.loops_run:
             when = f"{each.spec.when} never let it run after one of the {train_loops} train loops"
             lines.append(f"{each.loop!r}: {when}")
     if lines:

@@ -1,5 +1,6 @@
 """How far a loop is, counted on the host."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -28,6 +29,10 @@ class Progress:
       agreed_secs: with other processes, the seconds of training that the stopwatch of the first had counted at the
         newest batch; None in a process that is alone.
       secs_before: the seconds of training when the batch before the newest came.
+      steps_before: batches of the next loop on which an earlier call, or run, has trained: it is gone on with.
+      began: whether the hook `begin` has returned another iterator than it was given; None before it was called.
+      is_inside: whether a loop has begun, and was not ended or broken off.
+      is_ending: whether the end actions have what they are to see, and not all were called.
       loops_run: loops that were run in this process.
       longest_loop: the most batches that one of these had.
     """
@@ -40,6 +45,10 @@ class Progress:
         self.newest: Elapsed = Elapsed()
         self.agreed_secs: float | None = 0.0 if is_shared else None
         self.secs_before: float = 0.0
+        self.steps_before: int = 0
+        self.began: bool | None = None
+        self.is_inside: bool = False
+        self.is_ending: bool = False
         self.loops_run: int = 0
         self.longest_loop: int = 0
         self._offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
@@ -57,15 +66,29 @@ class Progress:
         """Returns what `secs` is when `time` is this."""
         return time - self._offset
 
+    def has_come(self, step: int, secs: float) -> bool:
+        """Returns whether a step, or a time by the stopwatch, has come."""
+        return self.steps >= step or (secs < math.inf and self.secs() >= secs)
+
     def resume(self, elapsed: Elapsed) -> None:
         """Goes on counting from where an earlier run, in this process or another, left off."""
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()
         self.newest, self._newest_batch = elapsed.without_previous(), None
+        self.begin_anew()
 
     def begin_loop(self) -> None:
-        """Forgets which batch was the newest: what was before the next look is the last look."""
-        self._newest_batch = None
+        """Begins a loop, or goes on with one: the last look is what was before the next one."""
+        self._newest_batch, self.is_inside = None, True
+
+    def end_loop(self, number: int = 1) -> None:
+        """Counts loops that have ended; the next one has not begun."""
+        self.loops += number
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets the loop under way."""
+        self.steps_before, self.began, self.is_inside, self.is_ending = 0, None, False, False
 
     def count(self, num_examples: Sequence[int], updates: int = 1, *, trains: bool = True) -> None:
         """Counts steps.

@@ -185,7 +185,8 @@ class StatLoop(Loop):
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(step, clock=clock, max_steps_in_flight=max_steps_in_flight)
-        self._statistics = Statistics(step, self.stopwatch, stat_names, global_batch_size)
+        self._statistics = Statistics(step, self.engine.progress.stopwatch, stat_names, global_batch_size)
+        self.engine.moments.statistics = self._statistics
 
     @property
     def peak_flops_per_sec(self) -> float | None:
@@ -199,21 +200,10 @@ class StatLoop(Loop):
     def peak_flops_per_sec(self, value: float | None) -> None:
         self._statistics.peak_flops_per_sec = value
 
-    def _begin_loop(self) -> None:
-        super()._begin_loop()
-        self._statistics.begin_loop()
-
-    def _observers(self) -> list[Callable[[types.Batch], None]]:
-        return [*super()._observers(), *self._statistics.observers()]
-
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # The outputs are on the host, so the device has finished; without outputs, wait for the state.
         if not outputs:
-            with self.stopwatch.counting("device"):
+            with self.engine.progress.stopwatch.counting("device"):
                 metrics.wait(state)
-        outputs.update(self._stats(state))
+        outputs.update(self.engine.moments.measure(state))
         return super().end(state, outputs)
-
-    def _stats(self, state: Any, spent: timing.Spent | None = None) -> dict[str, Any]:
-        """Returns the statistics of an interval, by name; None for that of the loop."""
-        return self._statistics.of(state, spent, updates=self._updates)

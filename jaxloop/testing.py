@@ -24,7 +24,7 @@ import numpy as np
 from jaxloop import checks, metrics
 from jaxloop.checkpoint import CheckpointWriter
 from jaxloop.history import History
-from jaxloop.loop import Loop
+from jaxloop.stepper import Stepper
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
@@ -200,8 +200,8 @@ class _Observed:
       states: digests of the states, after those updates at which the host has one.
     """
 
-    def __init__(self, loop: Loop):
-        self.updates, self._start = loop.step.updates_per_step, loop.step_num
+    def __init__(self, stepper: Stepper):
+        self.updates, self._start = stepper.call.updates, stepper.step_num
         self.batches: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
         self.states: dict[int, Any] = {}
@@ -226,7 +226,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
     where that batch was to be in the same dispatch.
     """
     observed: dict[int, _Observed] = {}
-    feed_of, push, take, save = Loop._feed_of, Loop._push, Loop._take, CheckpointWriter.save
+    feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._take_in, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
     def kill_after(number: int) -> None:
@@ -235,9 +235,9 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def observed_feed(self: Loop, dataset: Any) -> Any:
+    def observed_feed(self: Stepper, dataset: Any) -> Any:
         is_new, feed = self._feed.dataset is not dataset, feed_of(self, dataset)
-        if self._trains and is_new:
+        if self.call.trains and is_new:
             seen, draw = observed.setdefault(id(self), _Observed(self)), feed._draw
 
             def observed_draw() -> Any:
@@ -249,14 +249,14 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
             feed._draw = observed_draw
         return feed
 
-    def observed_push(self: Loop, state: Any, num_steps: int) -> None:
+    def observed_push(self: Stepper, state: Any, num_steps: int) -> None:
         push(self, state, num_steps)
-        if self._trains:
+        if self.call.trains:
             observed[id(self)].states[self.step_num] = _digest(state)
             kill_after(self.step_num)
 
-    def observed_take(self: Loop, arrived: Any) -> None:
-        for outputs in arrived.rows() if self._trains else ():
+    def observed_take(self: Stepper, arrived: Any) -> None:
+        for outputs in arrived.rows() if self.call.trains else ():
             observed[id(self)].add(observed[id(self)].outputs, outputs)
         take(self, arrived)
 
@@ -264,7 +264,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Loop._feed_of, Loop._push, Loop._take = observed_feed, observed_push, observed_take
+    Stepper._feed_of, Stepper.push, Stepper._take_in = observed_feed, observed_push, observed_take
     CheckpointWriter.save = saved
     return observed
 

@@ -53,7 +53,7 @@ class Training:
           state: what to begin with, unless there is a checkpoint.
           says_so: logs from where to where the training goes.
         """
-        loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.run_info
+        loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.engine.moments.run
         assert run_info is not None
         state, step_num, resumed = self._resume(state)
         if spec.total_steps is not None or spec.loop_steps is not None:
@@ -78,14 +78,14 @@ class Training:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
             state = loop.step.prepare_state(state)
-            loop.draw_from(run.source)
-            if not loop.hold(state):  # What is due before the first step.
+            loop.engine.stepper.draw_from(run.source)
+            if not loop.engine.moments.hold(state):  # What is due before the first step.
                 logging.info("Stopped before the first step, as an evaluation or an action asked.")
                 return state, None
         self.newest, self.has_begun = (state, step_num), True
         state, outputs, has_ended = self._train(state)
         if has_ended and (loop.step_num > step_num or resumed is not None):
-            loop.hold(state, is_last=True)  # What waits for the last step, and can know only now.
+            loop.engine.moments.hold(state, is_last=True)  # What waits for the last step, and can know only now.
         return state, outputs
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
@@ -107,7 +107,7 @@ class Training:
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
         """Saves the state as of the last whole step before an exception; None where there is none."""
         if state is None and self.savers:
-            logging.error("The state of step %d is not saved: %s", step_num, self.loop.rescue_problem)
+            logging.error("The state of step %d is not saved: %s", step_num, self.loop.engine.rescued[1])
         # To save takes all processes; and who ends the program at once does not wait for it.
         if state is not None and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state, step_num)
@@ -126,16 +126,18 @@ class Training:
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None, bool]:
         """Trains to the end; returns the state, the outputs of the last loop, and False where a signal has ended it."""
-        loop, run, run_info, outputs = self.loop, self.run, self.loop.run_info, None
+        loop, engine, run, outputs = self.loop, self.loop.engine, self.run, None
+        run_info, progress = engine.moments.run, engine.progress
         assert run_info is not None
         while True:
-            loop_count, loops_run = loop.loop_count, loop.progress.loops_run
+            loop_count, loops_run = progress.loops, progress.loops_run
             self.newest, self.pass_has_ended = None, False
-            loop.draw_from(run.source)
+            engine.stepper.draw_from(run.source)
             run_info.ends_with_data = self._is_last_pass(run.passes + 1)
-            state, found = loop.train(state, iter(()) if run.source is None else run.source, self._steps_of_next_loop)
+            batches = iter(()) if run.source is None else run.source
+            state, found = engine.train(state, batches, self._steps_of_next_loop)
             self.newest = (state, loop.step_num)
-            if loop.progress.loops_run > loops_run or loop.loop_count > loop_count:
+            if progress.loops_run > loops_run or progress.loops > loop_count:
                 outputs = found
             if self.run.job.requests.requested:
                 if loop.was_interrupted and not self.savers:  # The loop under way has not come to its end.
@@ -146,16 +148,17 @@ class Training:
                 found[types.STOP_LOOP] = True
                 logging.info("Stopped at step %d, as outputs[%r] asked.", loop.step_num, types.STOP_LOOP)
                 return state, outputs, True
-            if loop.data_have_ended and not self.pass_has_ended:
+            data_ended = engine.stepper.call.data_ended
+            if data_ended and not self.pass_has_ended:
                 self._end_pass()
-            goes_on = self._has_next_pass(loop.step_num) if loop.data_have_ended else loop.loop_count > loop_count
+            goes_on = self._has_next_pass(loop.step_num) if data_ended else progress.loops > loop_count
             if loop.elapsed.is_last or not goes_on:
                 return state, outputs, True
 
     def _steps_of_next_loop(self) -> int | None:
         step_num = self.loop.step_num
         # A run may have been broken off after the last step of a loop, and before its end.
-        only_ends = self.loop.steps_before > 0 and self.spec.ends_loop(step_num)
+        only_ends = self.loop.engine.progress.steps_before > 0 and self.spec.ends_loop(step_num)
         return 0 if only_ends else self.spec.steps_of_next_loop(step_num)
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
@@ -210,7 +213,7 @@ class Training:
     def _end_that_is_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
         """Returns which end a run is at already, in words; None if there is something left to train."""
         spec, loop = self.spec, self.loop
-        if loop.steps_before and spec.ends_loop(step_num):
+        if loop.engine.progress.steps_before and spec.ends_loop(step_num):
             return None
         ends = {
             "a run that was stopped there, as an evaluation or an action asked (to train on from its state, take "
@@ -331,7 +334,7 @@ class Training:
         if not resumed.was_broken_off or elapsed.previous is None:
             return True
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
-        return self.loop.hold(state, at_end=loop_has_ended, is_last=is_last, saves=False)
+        return self.loop.engine.moments.hold(state, at_end=loop_has_ended, is_last=is_last, saves=False)
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:

@@ -54,12 +54,7 @@ class Part(Protocol):
     """A part of a run that remembers something: a loop with its actions, say.
 
     What the part that trains remembers has `elapsed`, `previous` (a step before), `steps_in_loop` and `has_stopped`.
-
-    Attributes:
-      steps_before: how many steps of the loop under way it did before it was broken off.
     """
-
-    steps_before: int
 
     @property
     def batches_consumed(self) -> int:
@@ -73,8 +68,8 @@ class Part(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         """Takes that over."""
 
-    def resume(self, elapsed: Elapsed) -> None:
-        """Goes on from here without it."""
+    def resume(self, elapsed: Elapsed, steps_before: int = 0) -> None:
+        """Goes on from here without it, after so many steps of the loop under way."""
 
     def batches_ahead(self, source: Any) -> int:
         """Returns how many batches it has drawn from a source, and not used."""
@@ -236,8 +231,7 @@ class WholeRun:
             opened.path.parent,
         )
         for part in self._parts.values():
-            part.resume(resumed.elapsed)
-        self.main.steps_before = resumed.steps_in_loop
+            part.resume(resumed.elapsed, resumed.steps_in_loop if part is self.main else 0)
         self.resume_history(opened.step)
         self.passes = resumed.elapsed.loops
 

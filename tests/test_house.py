@@ -24,8 +24,9 @@ partition.choice partition models metrics output_queue ledger bad_numbers histor
 fingerprint sources position data actions.action actions.writer_queue actions.monitor
 actions.checkpoint_action actions.early_stopping_action actions.learning_rate_action actions.periodic_action
 actions.profile_action actions.progress_action actions.summary_action actions.event_file actions.writers
-actions.action_list actions compiled step feed program loss_step function_step counting progress agenda loop stat_loop
-action_loop train_loop eval_loop specs forecast whole_run evaluations training preflight.report preflight.experiment
+actions.action_list actions compiled step feed program loss_step function_step counting progress agenda stepper
+moments engine loop stat_loop action_loop train_loop eval_loop specs forecast whole_run evaluations training
+preflight.report preflight.experiment
 preflight.step preflight.data preflight.checkpoints preflight.actions preflight failures outer_loop
 functional.log_entries functional.loop_state functional.tools functional.callbacks functional.running functional
 fitting testing examples launch

@@ -216,9 +216,9 @@ def test_data_that_others_hold_go_on_in_another_run():
 @pytest.mark.parametrize(
     ("options", "ends"),
     [
-        ({}, 1),  # The last, whose end is that of the run.
+        ({}, 2),  # The first, which shows what a step reports, and the last, whose end is that of the run.
         ({"log_interval": 1}, 50),
-        ({"log_interval": 10}, 5),
+        ({"log_interval": 10}, 6),
     ],
 )
 def test_nobody_waits_at_the_end_of_a_loop_where_nothing_is_due(options, ends, monkeypatch):

@@ -190,8 +190,6 @@ def _keep_all(
 class _LoopPart:
     """What a checkpoint keeps of a loop and its callbacks."""
 
-    steps_before = 0
-
     def __init__(
         self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator, feed: Feed
     ):
@@ -224,7 +222,7 @@ class _LoopPart:
             if str(index) in kept_states:
                 callback.kept_state = kept_states[str(index)]
 
-    def resume(self, elapsed: Elapsed) -> None:
+    def resume(self, elapsed: Elapsed, steps_before: int = 0) -> None:
         pass
 
     def batches_ahead(self, source: Any) -> int:
