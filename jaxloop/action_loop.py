@@ -7,7 +7,7 @@ from typing import Any
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
-from jaxloop.agenda import Agenda
+from jaxloop.engine.agenda import Agenda
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 

@@ -12,7 +12,7 @@ from typing import Literal, final
 
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
-from jaxloop.agenda import Slot
+from jaxloop.engine.agenda import Slot
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 

@@ -11,7 +11,7 @@ import optax
 from absl import logging
 
 from jaxloop import checks, data, metrics, models, partition, structures, types
-from jaxloop.program import Program
+from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
 
 # More values of statics than this are probably meant to be broadcasts.

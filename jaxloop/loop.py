@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxloop import checks, metrics, timing, types
-from jaxloop.engine import Engine
+from jaxloop.engine.engine import Engine
 from jaxloop.schedules import Elapsed
 from jaxloop.step import Step
 from jaxloop.types import Batch as Batch

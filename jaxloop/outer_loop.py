@@ -12,9 +12,9 @@ from etils import epath
 from jaxloop import agreement, checkpoint, checks, distributed, failures, files, lock, metrics, preflight, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.engine.moments import Run
 from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import History
-from jaxloop.moments import Run
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE

@@ -23,8 +23,8 @@ import numpy as np
 
 from jaxloop import checks, metrics
 from jaxloop.checkpoint import CheckpointWriter
+from jaxloop.engine.stepper import Stepper
 from jaxloop.history import History
-from jaxloop.stepper import Stepper
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:

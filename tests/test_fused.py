@@ -13,7 +13,8 @@ from programs import whole_run
 from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
 
 import jaxloop
-from jaxloop import bad_numbers, every, program
+from jaxloop import bad_numbers, every
+from jaxloop.engine import program
 
 
 class FusableStep(jaxloop.Step):
@@ -285,7 +286,7 @@ def test_auto_tries_on_copies_and_loses_no_step(faster, policy, monkeypatch):
         return faster
 
     tried, found, data = program.find_steps_per_dispatch, [], [batch_of(number) for number in range(75)]
-    monkeypatch.setattr("jaxloop.stepper.find_steps_per_dispatch", find)
+    monkeypatch.setattr("jaxloop.engine.stepper.find_steps_per_dispatch", find)
     state, outputs, noted, step = train("auto", iter(data), 70, interval=every(steps=40), nan_policy=policy)
     expected, expected_outputs, expected_noted, _ = train(
         faster, iter(data), 70, interval=every(steps=40), nan_policy=policy
@@ -317,7 +318,7 @@ def test_auto_leaves_what_can_not_be_fused_and_what_is_too_short_alone():
 
 def test_a_run_that_goes_on_keeps_what_auto_has_found(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("jaxloop.stepper.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
+    monkeypatch.setattr("jaxloop.engine.stepper.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
     for total in (80, 160):
         step = make_step()
         save = jaxloop.CheckpointAction(tmp_path, interval=every(steps=80))

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import jaxloop
 from jaxloop import examples, testing
-from jaxloop.program import Program
+from jaxloop.engine.program import Program
 
 
 def make_run(workdir, make_data=lambda batches: batches, change=lambda step: None, **options):

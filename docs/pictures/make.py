@@ -1,6 +1,6 @@
 """Makes the pictures of the documentation, beside itself: `python docs/pictures/make.py`.
 
-house.svg and step.svg are drawn here, in colours that can be read on a light and on a dark page. learning_curves.png is
+modules.svg and step.svg are drawn here, in colours that can be read on a light and on a dark page. learning_curves.png is
 what the program of docs/start_here.md draws: it is run.
 """
 
@@ -58,37 +58,39 @@ class Picture:
         path.write_text("\n".join([*self.parts, "</svg>"]) + "\n")
 
 
-def house():
-    """The modules in layers, the doors at the top."""
-    picture = Picture(1000, 596, "The modules of jaxloop in layers. Imports point downwards.")
+def modules():
+    """The modules in layers."""
+    picture = Picture(1000, 664, "The modules of jaxloop in layers. Imports point downwards.")
     left, width, height, gap = 20, 700, 56, 12
     third, half = (width - 2 * gap) / 3, (width - gap) / 2
     rows = [
-        [("Doors", "functional · fitting · testing · launch · examples", width, VIOLET)],
+        [("APIs and tools", "functional · fitting · testing · launch · examples", width, VIOLET)],
         [("The experiment", "outer_loop · training · evaluations · whole_run · specs · preflight", width, BLUE)],
-        [("Loops", "train_loop, eval_loop on action_loop on stat_loop on loop · agenda · progress", width, BLUE)],
-        [("Steps", "program · step · loss_step · function_step · compiled · feed · models", width, BLUE)],
+        [("Loops", "loop · stat_loop · action_loop · train_loop · eval_loop", width, BLUE)],
+        [("The engine", "engine/: engine · moments · stepper · progress · agenda · ledger · program", width, BLUE)],
+        [("Steps", "step · loss_step · function_step · compiled · feed · models", width, BLUE)],
         [("Actions", "actions/: one file an action", width, BLUE)],
         [
             ("Data", "data · position · sources", third, GREEN),
-            ("What was measured", "history · ledger · metrics", third, GREEN),
+            ("Metrics", "history · metrics", third, GREEN),
             ("On disk", "checkpoint · seal", third, GREEN),
         ],
         [
-            ("Where", "partition · layout", half, ORANGE),
+            ("Placement", "partition · layout", half, ORANGE),
             ("Processes", "distributed · agreement · interrupt · lock", half, ORANGE),
         ],
-        [("Words", "types · schedules · checks · encoding · timing", width, SLATE)],
+        [("Basics", "types · schedules · checks · encoding · timing", width, SLATE)],
     ]
     notes = [
-        ["ways in, and what is beside them"],
+        ["ways to use it; tests; examples"],
         ["check, resume, evaluations, stop"],
-        ["begin, moments, end"],
-        ["program alone repeats steps"],
+        ["constructors and hooks"],
+        ["takes steps, calls what is due"],
+        ["what happens to one batch"],
         ["side effects, called by loops"],
-        ["metrics alone reads device values,", "checkpoint alone knows Orbax"],
+        ["metrics reads device values,", "checkpoint knows Orbax"],
         ["where arrays live;", "how processes agree"],
-        ["what all the rest", "is written in"],
+        ["used by all"],
     ]
     for number, (row, lines) in enumerate(zip(rows, notes, strict=True)):
         y, x = 16 + number * (height + gap), left
@@ -99,8 +101,8 @@ def house():
             picture.text(
                 left + width + 48, y + height / 2 + 4 + (place - (len(lines) - 1) / 2) * 16, line, anchor="start"
             )
-    picture.arrow((left + width + 24, 20), (left + width + 24, 8 * (height + gap)))
-    picture.text(left + width + 24, 8 * (height + gap) + 18, "imports", size=12)
+    picture.arrow((left + width + 24, 20), (left + width + 24, 9 * (height + gap)))
+    picture.text(left + width + 24, 9 * (height + gap) + 18, "imports", size=12)
     return picture
 
 
@@ -186,7 +188,7 @@ def run_page(page):
 
 if __name__ == "__main__":
     here = pathlib.Path(__file__).parent.resolve()
-    house().write(here / "house.svg")
+    modules().write(here / "modules.svg")
     step().write(here / "step.svg")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         os.environ["MPLBACKEND"] = "agg"

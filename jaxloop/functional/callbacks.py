@@ -13,13 +13,13 @@ from absl import logging
 from jaxloop import metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.periodic_action import PeriodicAction, is_periodic
+from jaxloop.engine.program import Program
 from jaxloop.function_step import CompiledFunction, name_of, outputs_logs_and_state
 from jaxloop.functional.log_entries import Logs, NewestReady, entries, named, num_examples
 from jaxloop.functional.loop_state import ARGUMENTS, Callback, LoopState, arguments, num_arguments, write
 from jaxloop.functional.tools import BarTool, Tool
 from jaxloop.history import History
 from jaxloop.loop import Loop
-from jaxloop.program import Program
 from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.step import Step
 from jaxloop.text import printable

@@ -12,6 +12,7 @@ from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, lock, timing
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
+from jaxloop.engine.program import Program, Stretch
 from jaxloop.feed import Feed, as_iterator
 from jaxloop.function_step import name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
@@ -20,7 +21,6 @@ from jaxloop.functional.tools import CheckpointTool, Tool
 from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
-from jaxloop.program import Program, Stretch
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always
 from jaxloop.sources import NO_DATA
 from jaxloop.whole_run import WholeRun

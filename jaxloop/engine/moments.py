@@ -10,11 +10,11 @@ from absl import logging
 from jaxloop import agreement, metrics
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
-from jaxloop.agenda import Agenda, Slot
+from jaxloop.engine.agenda import Agenda, Slot
+from jaxloop.engine.progress import Progress
+from jaxloop.engine.stepper import Stepper
 from jaxloop.history import History
-from jaxloop.progress import Progress
 from jaxloop.schedules import Elapsed, Goal, Schedule
-from jaxloop.stepper import Stepper
 from jaxloop.timing import Spent
 
 

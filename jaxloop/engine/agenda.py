@@ -8,7 +8,7 @@ from absl import logging
 from jaxloop import encoding, metrics, timing
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
-from jaxloop.ledger import Ledger, Series
+from jaxloop.engine.ledger import Ledger, Series
 from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 
 

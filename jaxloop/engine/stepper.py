@@ -8,11 +8,11 @@ import numpy as np
 from absl import logging
 
 from jaxloop import agreement, bad_numbers, checks, metrics, partition, types
+from jaxloop.engine.ledger import Ledger
+from jaxloop.engine.program import STEPS_TRIED, Program, Stretch, find_steps_per_dispatch
+from jaxloop.engine.progress import Progress
 from jaxloop.feed import Feed
-from jaxloop.ledger import Ledger
 from jaxloop.output_queue import Arrived, OutputQueue
-from jaxloop.program import STEPS_TRIED, Program, Stretch, find_steps_per_dispatch
-from jaxloop.progress import Progress
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import Step
 

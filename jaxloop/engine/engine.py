@@ -13,14 +13,14 @@ from absl import logging
 from jaxloop import agreement, checks, encoding, metrics, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
-from jaxloop.agenda import class_name, matched, remembered
+from jaxloop.engine.agenda import class_name, matched, remembered
+from jaxloop.engine.ledger import Ledger
+from jaxloop.engine.moments import Moments
+from jaxloop.engine.progress import Progress
+from jaxloop.engine.stepper import Call, Stepper
 from jaxloop.feed import as_iterator
-from jaxloop.ledger import Ledger
-from jaxloop.moments import Moments
-from jaxloop.progress import Progress
 from jaxloop.schedules import NEVER, Elapsed, earliest
 from jaxloop.step import Step
-from jaxloop.stepper import Call, Stepper
 from jaxloop.text import printable
 
 
