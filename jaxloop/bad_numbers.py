@@ -209,7 +209,7 @@ class Watch:
         self._on_their_way.clear()
         self.steps = self._sent = self._read = 0
 
-    def call(self, compiled: Any, carry: Any, batch: Any, *, fuses: bool = False) -> Any:
+    def call(self, compiled: Any, carry: Any, batch: Any, form: Any = None, *, fuses: bool = False) -> Any:
         """Gives a batch to the devices as `compiled.call` does, with the flags; or as many as are stacked."""
         # Without data there is no leaf, and what was stacked has the number of steps as its length.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
@@ -218,7 +218,7 @@ class Watch:
             self._looking, self._flags = compiled.looking, compiled.looking.no_flags(compiled.leave(carry))
         elif self.steps - self._sent + num_steps > _ROWS:
             self._send()
-        carry, (outputs, self._flags) = compiled.call(carry, (batch, self._flags))
+        carry, (outputs, self._flags) = compiled.call(carry, (batch, self._flags), form)
         self.steps += num_steps
         return carry, outputs
 

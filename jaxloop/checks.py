@@ -299,7 +299,7 @@ def empty_dataset(dataset: Any) -> ValueError:
     )
 
 
-_form = operator.attrgetter("shape", "dtype")
+_form = operator.attrgetter("shape", "dtype", "__class__")
 
 
 @final
@@ -308,11 +308,12 @@ class BatchWatch:
 
     Attributes:
       num_rows: the length of the leading axis that the leaves of the last batch share; None where they don't.
+      form: equal for batches whose leaves have the same names, shapes and dtypes; None before the first.
     """
 
     def __init__(self):
         self.num_rows: int | None = None
-        self._form: list[Any] | None = None  # Names, shapes and dtypes of the last batch.
+        self.form: list[Any] | None = None
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
         self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
@@ -321,8 +322,12 @@ class BatchWatch:
         self._has_device_arrays = False  # Which may be laid out in several ways.
         self._has_warned = False
 
-    def look(self, batch: Any, step: Any) -> int | None:
-        """Looks at the next batch of a step, whose `max_batch_shapes` says how many shapes may come.
+    def look(self, batches: Sequence[Any], step: Any) -> int | None:
+        """Looks at the next batches of a step, whose `max_batch_shapes` says how many shapes may come.
+
+        Args:
+          batches: one, or several with the shapes and dtypes of the first.
+          step: the step.
 
         Returns:
           The length of the leading axis that all leaves of the batch share; None where they don't.
@@ -330,16 +335,18 @@ class BatchWatch:
         Raises:
           ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them; or there are too many shapes.
         """
+        batch = batches[0]
         try:
             form = [*batch, *map(_form, batch.values())]
         except (AttributeError, TypeError):  # Something else than a dict of arrays.
-            form = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(batch)]
+            leaves, structure = structures.flatten(batch)
+            form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
         if self._has_device_arrays:
             form += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch)]
-        if form != self._form:
+        if form != self.form:
             self._look_closely(batch, form, step)
-        if self._wide:
-            self._check_range(batch)
+        for each in batches if self._wide else ():
+            self._check_range(each)
         return self.num_rows
 
     def _check_range(self, batch: Any) -> None:
@@ -369,7 +376,7 @@ class BatchWatch:
             self._tell_of_change(by_path, leaves, step)
         self._arrays = self._arrays or self._shapes_by_path(by_path)
         self._seen.add(key)
-        self._form, self._leaves = form, leaves
+        self.form, self._leaves = form, leaves
         self.num_rows = num_examples(batch)
         items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
         has_arrays_alone = all(isinstance(leaf, np.ndarray) for leaf in items.values())

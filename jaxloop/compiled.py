@@ -69,6 +69,7 @@ class Compiled:
                 options["out_shardings"] = (place, (place, partitioner.output_sharding))
         self._signatures: list[dict[str, str]] = []
         self._of_each_structure = OfEachStructure(lambda: self._compile(run, options))
+        self._newest: tuple[Any, Any] = (None, None)  # The structures of the newest call, and its function.
 
     def enter(self, state: Any) -> Any:
         """Makes of a state what `call` takes."""
@@ -78,15 +79,26 @@ class Compiled:
         """Makes a state of what `enter` or `call` has returned."""
         return carry[0].whole(carry[1]) if self._is_flat else carry
 
-    def call(self, carry: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Gives a batch to the devices; returns the new carry, the old one being donated, and the outputs."""
-        if self._is_flat:
-            flat, step = carry
-            flat, (step, outputs) = self._of_each_structure(flat, (step, batch))
-            return (flat, step), outputs
+    def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
+        """Gives a batch to the devices; returns the new carry, the old one being donated, and the outputs.
+
+        Args:
+          carry: see `enter`.
+          batch: the batch.
+          form: what is equal for batches of one structure, see `checks.BatchWatch`; None to look at the batch, which
+            takes a twentieth of a small step.
+        """
         if self._evaluates:
             return carry, self._of_each_structure(carry, batch)
-        return self._of_each_structure(carry, batch)
+        if not self._is_flat:
+            return self._of_each_structure(carry, batch)
+        flat, step = carry
+        key, (newest_key, function) = (flat.structure, form), self._newest
+        if form is None or key != newest_key:
+            function = self._of_each_structure.of(flat, (step, batch))
+            self._newest = (key, function)
+        flat, (step, outputs) = function(flat, (step, batch))
+        return (flat, step), outputs
 
     def lower(self, state: Any, batch: types.Batch) -> jax.stages.Lowered:
         """Lowers what `call` would compile for this state and batch; what is compiled of that, `call` finds."""

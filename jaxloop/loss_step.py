@@ -223,8 +223,8 @@ class LossStep(NumpyStep):
         may_fill = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
         return may_fill or checks.is_of_user(self, "begin")
 
-    def look_at(self, batch: types.Batch) -> int | None:
-        return super().look_at(batch.batch if isinstance(batch, _MaskedBatch) else batch)
+    def look_at(self, *batches: types.Batch) -> int:
+        return super().look_at(*(batch.batch if isinstance(batch, _MaskedBatch) else batch for batch in batches))
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
         placed = super().place(batch, evaluates=evaluates)

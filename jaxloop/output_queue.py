@@ -231,9 +231,9 @@ class OutputQueue:
 
     The host reads no value from a device before it has to: only when it is asked to, with `drain`, or when the devices
     hold those of more than `most_steps_held` steps, so that their memory does not grow. Where their memory is the
-    host's, there is nothing to be read: values are taken as soon as they are computed, while they are in its caches. It
-    waits for them only when it is more than `max_steps_in_flight` ahead, so that their queue of pending steps does not
-    grow either.
+    host's, there is nothing to be read: values are taken some at a time once they are computed, while they are in its
+    caches. It waits for them only when it is more than `max_steps_in_flight` ahead, so that their queue of pending
+    steps does not grow either.
 
     States of `clu.metrics` are merged one after the other, from the first to the last. So it does not matter to a bit
     of them where a chunk ends, nor whether another queue had begun.
@@ -269,6 +269,7 @@ class OutputQueue:
         self._steps = 0  # Of the newest.
         self._chunks: list[_Chunk] = []  # Those before.
         self._held = 0  # Their steps.
+        self._num_outputs = 0  # Of their steps; several in one dispatch have one.
         self._merged: dict[str, Any] = {}
         self._are_plain = True  # Of all but the newest.
         # Arrays of some steps, with the number of steps up to the next such, oldest first.
@@ -296,13 +297,14 @@ class OutputQueue:
         chunk = _Chunk(self.newest, self._steps)
         if not self._is_on_host:
             chunk.send()
-        elif self._chunks and all(chunk.is_computed() for chunk in self._chunks):
+        elif self._num_outputs >= self._chunk_size and all(chunk.is_computed() for chunk in self._chunks):
             self._take_chunks(arrived, metrics.view)
         most_held = self._most_held if chunk.is_light() else self.max_steps_in_flight
         if self._held + self._steps >= most_held:
             self._take_chunks(arrived, metrics.fetch)
         self._chunks.append(chunk)
         self._held += chunk.num_steps
+        self._num_outputs += len(chunk.outputs)
         self.newest, self._steps = [], 0
         return arrived
 
@@ -326,7 +328,7 @@ class OutputQueue:
 
     def _take_chunks(self, arrived: Arrived, read: Callable[[Any], Any]) -> None:
         self._read(self._chunks, arrived, read)
-        self._chunks, self._held = [], 0
+        self._chunks, self._held, self._num_outputs = [], 0, 0
 
     def _read(self, chunks: Sequence[_Chunk], arrived: Arrived, read: Callable[[Any], Any], others: Any = None) -> Any:
         with self._stopwatch.counting("device"):
@@ -349,7 +351,7 @@ class OutputQueue:
             self._sums_before = {}
         self._in_flight.clear()
         self._chunks, self.newest, self._merged = [], [], {}
-        self._steps = self._held = self._num_in_flight = 0
+        self._steps = self._held = self._num_outputs = self._num_in_flight = 0
         return arrived, merged
 
     def are_plain(self) -> bool:

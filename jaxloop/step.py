@@ -190,7 +190,7 @@ class Step:
         self._known_leaf: Callable[[], Any] = _NOTHING
         self._rescued_state: Any = None
         self._has_said_count = False
-        self._batch_watch = checks.BatchWatch()
+        self.batch_watch: checks.BatchWatch = checks.BatchWatch()
         self._num_params: int | None = None
         self._num_flops: float | None = None
         self._cost: cost.Cost | None = None
@@ -610,9 +610,14 @@ class Step:
         """Whether `begin` reads the state, which then has to be put together for it before each step."""
         return self._has_own("begin")
 
-    def look_at(self, batch: types.Batch) -> int | None:
-        """Looks at a batch of training that is ready for `run`, see `BatchWatch.look`."""
-        return self._batch_watch.look(batch, self)
+    def look_at(self, *batches: types.Batch) -> int:
+        """Looks at batches of training that are ready for `run`, see `BatchWatch.look`; returns how many rows each has.
+
+        Args:
+          *batches: one batch, or several with the structure, shapes and dtypes of the first.
+        """
+        rows = self.batch_watch.look(batches, self)
+        return self.count_examples(batches[0]) if rows is None else rows
 
     @property
     def watch(self) -> bad_numbers.Watch | None:

@@ -52,7 +52,11 @@ class OfEachStructure:
         self._of = functools.lru_cache(MOST_STRUCTURES)(lambda structure: compile())
 
     def __call__(self, *args: Any) -> Any:
-        return self._of(jax.tree.structure(args))(*args)
+        return self.of(*args)(*args)
+
+    def of(self, *args: Any) -> Any:
+        """Returns the function that is compiled for arguments of this structure."""
+        return self._of(jax.tree.structure(args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the function for arguments like these, which may be shapes."""

@@ -1,7 +1,7 @@
 """Makes the pictures of the documentation, beside itself: `python docs/pictures/make.py`.
 
-modules.svg and step.svg are drawn here, in colours that can be read on a light and on a dark page. learning_curves.png is
-what the program of docs/start_here.md draws: it is run.
+modules.svg and step.svg are drawn here, in colours that can be read on a light and on a dark page. learning_curves.png
+is what the program of docs/start_here.md draws: it is run.
 """
 
 import contextlib

@@ -83,7 +83,7 @@ class Program:
         self._compiled, self._call = step.dispatcher(evaluates=evaluates)
         has_own = lambda name: checks.is_overridden(step, name, Step)
         self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
-        self._reads_state = step.begin_reads_state
+        self._reads_state, self._batch_watch = step.begin_reads_state, step.batch_watch
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
         self._places = evaluates or step.places_batches or has_own("place")
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
@@ -128,16 +128,18 @@ class Program:
     def _take_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Takes one step."""
         carry, batch, num_examples = self._prepare(carry, batch)
+        rows = 0 if self._evaluates else self.step.look_at(batch)
+        num_examples = rows if num_examples is None else num_examples
         try:
             placed = self.step.place(batch, evaluates=self._evaluates) if self._places else batch
-            carry, outputs = self._call(carry, placed)
+            carry, outputs = self._call(carry, placed, self._batch_watch.form)
         except Exception as error:
             self.step.explain(error, batch)
             raise
         return carry, outputs, num_examples
 
-    def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-        """Takes a batch through the hooks before `run`, and looks at it; counts its examples."""
+    def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
+        """Takes a batch through the hooks before `run`; counts its examples, unless `Step.look_at` will."""
         step, num_examples = self.step, None
         if self._counts:
             num_examples = step.count_examples(batch)
@@ -148,9 +150,6 @@ class Program:
                 carry = self._compiled.enter(new_state)
         elif self._preprocesses:
             batch = step.preprocessed(batch)
-        rows = None if self._evaluates else step.look_at(batch)
-        if num_examples is None:
-            num_examples = step.count_examples(batch) if rows is None else rows
         return carry, batch, num_examples
 
     # Several steps in one dispatch ---------------------------------------------------------------------
@@ -209,8 +208,10 @@ class Program:
         whole = stacked(prepared)
         if whole is None:
             return None
+        rows = 0 if self._evaluates else self.step.look_at(*prepared)
+        numbers = [rows if number is None else number for number in numbers]
         try:
-            carry, outputs = call(carry, self.step.place_stacked(whole))
+            carry, outputs = call(carry, self.step.place_stacked(whole), self._batch_watch.form)
         except Exception as error:
             self.step.explain(error, prepared[0])
             raise
