@@ -91,7 +91,7 @@ class ActionLoop(StatLoop):
     def loop_count(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"loop_count must be a non-negative int, got {value!r}.")
-        self.engine.count_from(value)
+        self.engine.set_loops(value)
 
     def __call__(
         self,

@@ -158,7 +158,7 @@ class Training:
     def _steps_of_next_loop(self) -> int | None:
         step_num = self.loop.step_num
         # A run may have been broken off after the last step of a loop, and before its end.
-        only_ends = self.loop.engine.progress.steps_before > 0 and self.spec.ends_loop(step_num)
+        only_ends = self.loop.engine.progress.batches_before > 0 and self.spec.ends_loop(step_num)
         return 0 if only_ends else self.spec.steps_of_next_loop(step_num)
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
@@ -213,7 +213,7 @@ class Training:
     def _end_that_is_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
         """Returns which end a run is at already, in words; None if there is something left to train."""
         spec, loop = self.spec, self.loop
-        if loop.engine.progress.steps_before and spec.ends_loop(step_num):
+        if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
         ends = {
             "a run that was stopped there, as an evaluation or an action asked (to train on from its state, take "

@@ -68,7 +68,7 @@ class Part(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         """Takes that over."""
 
-    def resume(self, elapsed: Elapsed, steps_before: int = 0) -> None:
+    def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
         """Goes on from here without it, after so many steps of the loop under way."""
 
     def batches_ahead(self, source: Any) -> int:

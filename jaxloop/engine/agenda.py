@@ -18,7 +18,7 @@ class Slot:
 
     Attributes:
       called_at: the step after which it was called last.
-      is_left: whether it was due at this step, and was left to the last moment of the run.
+      is_postponed: whether it was due at this step, and is to be called at the last moment of the run.
       spent_before: what the loop had spent then.
       cursor: up to which position in the ledger it has seen the outputs.
     """
@@ -31,13 +31,13 @@ class Slot:
         self.reads_outputs: bool = self.action.uses_outputs and self.action.waits_for_outputs
         self.saves: bool = self.action.time_goes_to == "checkpoints"
         self.called_at: int | None = None
-        self.is_left: bool = False
+        self.is_postponed: bool = False
         self.spent_before: timing.Spent = timing.Spent()
         self.cursor: int = cursor
 
     def forget(self, spent: timing.Spent) -> None:
         """Begins anew."""
-        self.cursor, self.called_at, self.spent_before, self.is_left = 0, None, spent, False
+        self.cursor, self.called_at, self.spent_before, self.is_postponed = 0, None, spent, False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the action remembers, as JSON can hold it."""
@@ -50,7 +50,7 @@ class Slot:
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
         """Returns whether it is called now, at the end of the loop of this number; None inside a loop."""
-        if self.is_left:
+        if self.is_postponed:
             return True
         if loop is None and not self.is_scheduled:
             return False
@@ -67,7 +67,8 @@ class Slot:
 
         Args:
           ledger: what it may read.
-          newest: returns the newest values that are there, for an action that doesn't read, inside a loop.
+          newest: returns the newest scalars that have arrived, for an action that doesn't wait; None at the end of a
+            loop.
         """
         series = self.reads(ledger)
         if series is not None:

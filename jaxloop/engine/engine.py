@@ -106,12 +106,12 @@ class Engine:
                         state, iterator = self._begin(call.state, dataset)
                         state, found = self._loop.run(state, iterator, steps_of_loop())
                         progress.count_loop(len(call.num_examples))
-                        if call.num_examples or progress.steps_before:  # Else no batch: there is nothing to end.
+                        if call.num_examples or progress.batches_before:  # Else no batch: there is nothing to end.
                             found = _weighted(found, self.stepper.ledger.weights)
-                            state, outputs = self._end_loop(state, found)
+                            state, outputs = self._finish_loop(state, found)
                         elif call.has_passed_end:  # It turns out that this was the last one.
                             call.was_interrupted = False  # It was not amid a loop.
-                            state, outputs = self._end_by_hook(state, self.stepper.ledger.ended)
+                            state, outputs = self._call_end_hook(state, self.stepper.ledger.ended)
                         call.state = state
                         if not self._goes_on(outputs):
                             break
@@ -149,7 +149,7 @@ class Engine:
             progress.begin_anew()
             if trains:
                 stepper.ledger.end_part()
-        if progress.began is None and not progress.steps_before:
+        if progress.began is None and not progress.batches_before:
             stepper.ledger.begin_loop()
         progress.is_ending = False
         self.moments.begin_call()
@@ -180,9 +180,9 @@ class Engine:
         if self.progress.began is None:
             self.moments.call_beginnings(state)
 
-    def _end_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+    def _finish_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
         """Ends a loop by the hook `end`; then, in a run, evaluates, and calls what comes last."""
-        state, outputs = self._end_by_hook(state, outputs)
+        state, outputs = self._call_end_hook(state, outputs)
         call, moments, run, requests = self.stepper.call, self.moments, self.moments.run, self.job.requests
         if self.progress.is_inside and not requests.requested:  # Else an evaluation has no end.
             if run is not None or moments.agenda.slots:
@@ -196,12 +196,12 @@ class Engine:
         moments.stop_asked = self.job.any_stops(moments.stop_asked or outputs.asks_to_stop)
         if call.data_ended and not moments.stop_asked:
             run.end_data()
-        now = self.progress.newest
+        now = self.progress.last_look
         if not moments.follow(moments.due(now, at_end=True), state, now, at_end=True):
             outputs[types.STOP_LOOP] = True
         return state, outputs
 
-    def _end_by_hook(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
+    def _call_end_hook(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
         weights = list(outputs.num_examples)
         state, ended = checks.check_result(self._loop.end(state, outputs), f"{type(self._loop).__name__}.end")
         return state, _weighted(ended, weights)
@@ -213,11 +213,11 @@ class Engine:
             return
         if self._is_broken_off():
             # Here is no end of a loop, only a step of one that goes on in a later call.
-            progress.newest = now = moments.look()
+            progress.last_look = now = moments.look()
             moments.call_due(moments.due(now), state, now, comes_last=False)
-            progress.steps_before, progress.is_inside = self._steps_in_loop(), False
+            progress.batches_before, progress.is_inside = self._steps_in_loop(), False
             return
-        progress.newest = now = moments.now(ends_loop=True)
+        progress.last_look = now = moments.now(ends_loop=True)
         ledger.end_loop(metrics.LoopOutputs(outputs, getattr(outputs, "num_examples", ())))
         progress.is_ending = True
         moments.call_due(moments.due(now, at_end=True), state, now, comes_last=False)
@@ -238,10 +238,10 @@ class Engine:
         run = self.moments.run
         if run is None or run.end_data is None or self.job.requests.requested or self.progress.is_inside:
             return False
-        return not (outputs.asks_to_stop or self.progress.newest.is_last or self.stepper.call.data_ended)
+        return not (outputs.asks_to_stop or self.progress.last_look.is_last or self.stepper.call.data_ended)
 
     def _steps_in_loop(self) -> int:
-        return self.progress.steps_before + len(self.stepper.call.num_examples)
+        return self.progress.batches_before + len(self.stepper.call.num_examples)
 
     # Loops of whose end nobody is to hear ----------------------------------------------------------------
 
@@ -285,9 +285,9 @@ class Engine:
             progress.loops_run += passed - 1
             call.begin_next_loop(since)
             progress.end_loop(passed if since else passed - 1)
-            progress.newest = dataclasses.replace(progress.newest, loops=progress.loops)
+            progress.last_look = dataclasses.replace(progress.last_look, loops=progress.loops)
             if not since:
-                progress.newest = self.moments.now(ends_loop=True)
+                progress.last_look = self.moments.now(ends_loop=True)
                 progress.end_loop()
             call.has_passed_end, call.silent_ends = True, ends[passed:]
             self.moments.statistics.begin_loop()
@@ -360,24 +360,24 @@ class Engine:
 
     # Going on where it was -------------------------------------------------------------------------------
 
-    def resume(self, elapsed: Elapsed, steps_before: int = 0) -> None:
+    def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
         """Goes on counting from where an earlier run, in this process or another, left off.
 
         Args:
           elapsed: how far that was.
-          steps_before: how many batches of the loop under way it had trained on.
+          batches_before: how many batches of the loop under way it had trained on.
         """
         self.progress.resume(elapsed)
         self.moments.last_beginning, self.kept = elapsed.without_previous(), KeptBatches()
         self._forget()
-        self.progress.steps_before = steps_before
+        self.progress.batches_before = batches_before
 
-    def count_from(self, loops: int) -> None:
+    def set_loops(self, loops: int) -> None:
         """Goes on with so many loops that have ended."""
         if loops != self.progress.loops:  # What the actions have not seen yet belongs to another run.
             self._forget()
         self.progress.loops, self.progress.is_inside = loops, False
-        self.progress.newest = dataclasses.replace(self.progress.newest, loops=loops)
+        self.progress.last_look = dataclasses.replace(self.progress.last_look, loops=loops)
 
     def _forget(self) -> None:
         self.progress.begin_anew()
@@ -421,7 +421,7 @@ class Engine:
             "loop_count": progress.loops,
             "is_ending": progress.is_ending and not trains,
             "has_stopped": moments.stop_asked,
-            "steps_in_loop": self._steps_in_loop() if is_inside else progress.steps_before,
+            "steps_in_loop": self._steps_in_loop() if is_inside else progress.batches_before,
             "has_begun": progress.began is not None and trains,
             "wraps_dataset": bool(progress.began),
             "last_beginning": moments.last_beginning.to_dict(),
@@ -436,9 +436,9 @@ class Engine:
         """Takes over what `state_dict` of a loop with the same actions returned, in this process or another."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
-        progress.newest = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
+        progress.last_look = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
         progress.loops, progress.is_ending = state_dict["loop_count"], state_dict["is_ending"]
-        if state_dict["has_begun"] or progress.steps_before:
+        if state_dict["has_begun"] or progress.batches_before:
             progress.began = state_dict["wraps_dataset"]
         self.moments.last_beginning = Elapsed(**state_dict["last_beginning"])
         if stepper.steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
@@ -455,7 +455,7 @@ class Engine:
         self.stepper.call.trains, progress.is_inside = False, True
         now, moments.stop_asked = moments.now(ends_loop=True), False
         moments.call_due(moments.due(now, at_end=True), state, now, comes_last=False)
-        progress.newest = now
+        progress.last_look = now
         progress.end_loop()
         return moments.call_last(state)
 

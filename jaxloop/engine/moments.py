@@ -94,17 +94,21 @@ class Moments:
     @property
     def elapsed(self) -> Elapsed:
         """How far the training is, see `Loop.elapsed`."""
-        newest, progress = self._progress.newest, self._progress
+        newest, progress = self._progress.last_look, self._progress
         return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.look()
 
     def look(self, loops: int | None = None) -> Elapsed:
         """Returns how far the training is. Schedules in terms of time are asked from one look to the next."""
         if self.run is None or self.run.elapsed is None:
             return self._progress.look(loops)
-        return dataclasses.replace(self.run.elapsed, previous=self._progress.newest.without_previous())
+        return dataclasses.replace(self.run.elapsed, previous=self._progress.last_look.without_previous())
 
     def now(self, *, ends_loop: bool = False) -> Elapsed:
-        """Returns how far the training is, and whether this is the last step of the run; the end of a loop or not."""
+        """Returns how far the training is, with `is_last` where the run ends here.
+
+        Args:
+          ends_loop: whether a loop ends at this step.
+        """
         call, run = self._stepper.call, self.run
         now = self.look(self._progress.loops + ends_loop)
         self._spent_at_look = self._progress.stopwatch.spent()
@@ -120,7 +124,7 @@ class Moments:
 
     def goal(self) -> Goal:
         """Returns up to where nothing is due: no action, no evaluation, and not the stop of the run."""
-        now, run = self._progress.newest, self.run
+        now, run = self._progress.last_look, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.look()
         others = () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
@@ -144,7 +148,7 @@ class Moments:
         """Begins a call of the loop."""
         self.stop_asked = False
         for slot in self.agenda.slots:
-            slot.is_left = False
+            slot.is_postponed = False
             if not self._stepper.call.trains:  # Each call sees the same step again.
                 slot.called_at = None
 
@@ -184,7 +188,7 @@ class Moments:
 
     def hold_inside(self, state: Any, now: Elapsed) -> bool:
         """Calls what is due inside a loop; returns whether the loop goes on."""
-        self._progress.newest, stepper = now, self._stepper
+        self._progress.last_look, stepper = now, self._stepper
         due = self.due(now)
         reads = any(slot.reads_outputs for slot in due)
         if reads or any(slot.saves for slot in due):
@@ -210,7 +214,7 @@ class Moments:
 
     def call_last(self, state: Any) -> bool:
         """Calls the actions of the end of a loop that come last; returns whether the run goes on."""
-        now = self._progress.newest
+        now = self._progress.last_look
         self.call_due(self.due(now, at_end=True), state, now, comes_last=True)
         return not self.stop_asked
 
@@ -226,8 +230,8 @@ class Moments:
     ) -> None:
         """Calls those of the due actions that come last, or those that don't; what saves is called after the others.
 
-        With `ends_run`, where one of them has asked for the end of the run, what saves is left to the last moment of
-        the run, which follows at this step: the checkpoint is to have the last row and the last evaluation in it.
+        With `ends_run`, where one of them has asked for the end of the run, what saves is postponed to the last moment
+        of the run, which follows at this step: the checkpoint is to have the last row and the last evaluation in it.
         """
         ledger = self._stepper.ledger
         if not comes_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
@@ -240,8 +244,8 @@ class Moments:
             self.stop_asked = self._job.any_stops(self.stop_asked)
         # A checkpoint is of the run after all else, also of what early stopping remembers.
         for slot in called:
-            slot.is_left = slot.saves and ends_run and self.stop_asked
-            if slot.saves and not slot.is_left:
+            slot.is_postponed = slot.saves and ends_run and self.stop_asked
+            if slot.saves and not slot.is_postponed:
                 self._call_action(slot, state, now, newest)
         self.agenda.trim(ledger)
 

@@ -60,7 +60,7 @@ class Program:
     """Takes batches through the hooks of a step, and to the devices, one at a time or several in one dispatch.
 
     Args:
-      step: a step with nothing to do on the host after `run`, see `Step.work_after_run`; of another, say how in `own`.
+      step: a step with nothing to do on the host after `run`, see `Step.work_after_run`; for any other, give `own`.
       evaluates: keeps the state.
       own: takes one step, `(state, batch) -> (state, outputs, number of examples)`, in the place of all else.
 

@@ -25,14 +25,14 @@ class Progress:
       steps: completed updates.
       samples: examples of the batches so far.
       loops: loops that have ended.
-      newest: the progress as of the last look, or as it was given to `resume`.
+      last_look: the progress as of the last look, or as it was given to `resume`.
       agreed_secs: with other processes, the seconds of training that the stopwatch of the first had counted at the
         newest batch; None in a process that is alone.
       secs_before: the seconds of training when the batch before the newest came.
-      steps_before: batches of the next loop on which an earlier call, or run, has trained: it is gone on with.
+      batches_before: how many batches of the loop under way an earlier call, or run, has trained on.
       began: whether the hook `begin` has returned another iterator than it was given; None before it was called.
       is_inside: whether a loop has begun, and was not ended or broken off.
-      is_ending: whether the end actions have what they are to see, and not all were called.
+      is_ending: whether end actions are being called, some of them perhaps not yet.
       loops_run: loops that were run in this process.
       longest_loop: the most batches that one of these had.
     """
@@ -42,10 +42,10 @@ class Progress:
         self.steps: int = 0
         self.samples: int = 0
         self.loops: int = 0
-        self.newest: Elapsed = Elapsed()
+        self.last_look: Elapsed = Elapsed()
         self.agreed_secs: float | None = 0.0 if is_shared else None
         self.secs_before: float = 0.0
-        self.steps_before: int = 0
+        self.batches_before: int = 0
         self.began: bool | None = None
         self.is_inside: bool = False
         self.is_ending: bool = False
@@ -74,11 +74,11 @@ class Progress:
         """Goes on counting from where an earlier run, in this process or another, left off."""
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()
-        self.newest, self._newest_batch = elapsed.without_previous(), None
+        self.last_look, self._newest_batch = elapsed.without_previous(), None
         self.begin_anew()
 
     def begin_loop(self) -> None:
-        """Begins a loop, or goes on with one: the last look is what was before the next one."""
+        """Begins a loop, or goes on with one; until its first batch, `previous` is the last look."""
         self._newest_batch, self.is_inside = None, True
 
     def end_loop(self, number: int = 1) -> None:
@@ -88,7 +88,7 @@ class Progress:
 
     def begin_anew(self) -> None:
         """Forgets the loop under way."""
-        self.steps_before, self.began, self.is_inside, self.is_ending = 0, None, False, False
+        self.batches_before, self.began, self.is_inside, self.is_ending = 0, None, False, False
 
     def count(self, num_examples: Sequence[int], updates: int = 1, *, trains: bool = True) -> None:
         """Counts steps.
@@ -117,7 +117,7 @@ class Progress:
         Args:
           loops: how many loops have ended; None for as many as were counted.
         """
-        earlier, loops = self.newest, self.loops if loops is None else loops
+        earlier, loops = self.last_look, self.loops if loops is None else loops
         if self._newest_batch is not None:
             updates, examples = self._newest_batch
             steps, samples = self.steps - updates, self.samples - examples

@@ -40,7 +40,7 @@ class Call:
       counted: how many of these have been counted in the progress.
       settled: how many of these have been counted in the ledger.
       passed: how many batches were taken since `run` was called that belong to loops before this one.
-      silent_ends: where loops end, by step, among those that `run` takes now, and nobody is to hear of it.
+      silent_ends: the steps at which a loop ends inside the present `run`, where nothing is due.
       has_passed_end: whether the end of the last loop was passed, and nobody has heard of it.
       place: where an exception comes from: the step, or words.
       was_interrupted: whether a signal ended it amid a loop.
@@ -288,7 +288,7 @@ class Stepper:
         """Takes one step by `_run_one_step`."""
         call = self.call
         call.examples_at_hand = num_examples = self._step.count_examples(batch)
-        number = self._progress.steps_before + len(call.num_examples)
+        number = self._progress.batches_before + len(call.num_examples)
         state, outputs = self._loop._run_one_step(state, batch, number)
         return state, outputs, num_examples
 

@@ -222,7 +222,7 @@ class _LoopPart:
             if str(index) in kept_states:
                 callback.kept_state = kept_states[str(index)]
 
-    def resume(self, elapsed: Elapsed, steps_before: int = 0) -> None:
+    def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
         pass
 
     def batches_ahead(self, source: Any) -> int:
