@@ -85,13 +85,14 @@ class Ledger:
         self._ended = LoopOutputs()  # Of the loops that have ended last.
         self._last_steps = 0  # Of the last one of them.
         self._unread = LoopOutputs()
-        self._passed: _Passed | None = None  # Ended loops, of which not all outputs are here.
-        self._arrived = 0  # Steps of the loop whose outputs are being taken.
+        self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops whose outputs are on their way.
+        self._arrived = 0  # Steps of the first of these, or of the loop under way, whose outputs are here.
 
     def begin_loop(self) -> None:
         """Drops what a loop under way has reported: another one begins."""
         self.loop, self.weights, self.sums, self._unread = LoopOutputs(), [], {}, LoopOutputs()
-        self._passed, self._arrived = None, 0
+        self._passed.clear()
+        self._arrived = 0
 
     def take(
         self,
@@ -111,9 +112,9 @@ class Ledger:
         """
         blocks = collections.deque(arrived.blocks)
         while True:
-            left = None if self._passed is None else len(self._passed.weights) - self._arrived
-            if self._passed is not None and left == 0:
-                self._end_passed(self._passed, keeps_parts, keeps_loops)
+            left = len(self._passed[0].weights) - self._arrived if self._passed else None
+            if left == 0:
+                self._end_passed(self._passed.popleft(), keeps_parts, keeps_loops)
                 continue
             if not blocks:
                 return
@@ -138,8 +139,7 @@ class Ledger:
             self.parts.add(passed.position, self._unread)
         if keeps_loops:
             self.loops.add(passed.position, self._ended.copy())
-        self._unread, self.loop = LoopOutputs(None, later), LoopOutputs()
-        self._passed, self._arrived = None, 0
+        self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
 
     def count(self, weights: Sequence[int]) -> None:
         """Counts steps, each of which stands for as many examples."""
@@ -176,9 +176,7 @@ class Ledger:
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
         last_steps = len(weights) if last_steps is None else last_steps
-        if self._passed is not None:
-            weights, unread = self._passed.weights + weights, self._passed.unread_weights + unread
-        self._passed = _Passed(position, last_steps, weights, unread)
+        self._passed.append(_Passed(position, last_steps, weights, unread))
 
     def end_loop(self, outputs: LoopOutputs) -> None:
         """Ends the loop, and the part since the last reading, with what `end` has made of the outputs."""
@@ -215,7 +213,7 @@ class Ledger:
 
 @final
 class _Passed(NamedTuple):
-    """Loops that have ended before their outputs were here."""
+    """One loop, or several, that have ended before their outputs were here."""
 
     position: int
     last_steps: int
