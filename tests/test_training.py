@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import jaxloop
 from jaxloop import checkpoint, every, examples, last, never
+from jaxloop.engine.ledger import Ledger
+from jaxloop.output_queue import Arrived
 from jaxloop.stat_loop import STAT_LIFE_TIME_SECS
 
 STEP, STATE, BATCHES = examples.tiny_regression()
@@ -389,6 +391,16 @@ def test_a_loop_that_is_gone_on_with_returns_what_it_has_reported_since(tmp_path
         else:
             _, outputs = outer_loop(STATE, data, None, 6)
             assert len(outputs["loss"]) == len(outputs.num_examples) == 4
+
+
+def test_what_is_kept_of_loops_without_a_halt_does_not_grow_with_their_number():
+    ledger = Ledger()
+    for number in range(100):  # The outputs arrive five steps late.
+        ledger.count([8] * 10)
+        ledger.pass_ends()
+        num_arrived = 10 if number else 5
+        ledger.take(Arrived([({"loss": [1.0] * num_arrived}, num_arrived)]))
+        assert len(ledger.loop.get("loss", ())) <= 10
 
 
 # What a run must not lose ----------------------------------------------------------------------------
