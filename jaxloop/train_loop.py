@@ -94,6 +94,7 @@ class TrainLoop(ActionLoop):
         if nan_policy not in bad_numbers.POLICIES:
             raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
         stepper = self.engine.stepper
+        stepper.checks_count = True
         stepper.set_steps_per_dispatch(steps_per_dispatch)
         if nan_policy != "ignore" and (stepper.steps_at_once or 1) > bad_numbers.MAX_STEPS:
             raise ValueError(

@@ -12,6 +12,7 @@ from clu import metrics as clu_metrics
 from flax import linen as nn
 
 from jaxloop import actions, data, every, examples, metrics, partition, types
+from jaxloop.action_loop import ActionLoop
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -137,6 +138,8 @@ def test_an_iterator_that_raises_loses_nothing():
         loop(state, failing_dataset(batches, after=5), num_steps=10)
     assert "in the dataset, after step 5" in caught.value.__notes__[0]
     assert int(loop.rescued_state.step) == 5
+    with pytest.raises(ValueError, match="donated"):  # Who tries the old state again still has the other.
+        loop(state, iter(batches), 1)
     rescued, _ = loop(loop.rescued_state, iter(batches), 1)
     assert int(rescued.step) == 6 and loop.rescued_state is None
 
@@ -157,6 +160,19 @@ def test_a_step_that_raises_loses_nothing():
         loop(step.initialize_model([1, 1]), ({"x": np.full(2, i)} for i in range(9)))
     assert caught.value.__notes__ == ["in Fails(model=Dense, train=False), after step 3, in Loop(" + repr(step) + ")"]
     assert int(loop.rescued_state.step) == 3
+
+
+@pytest.mark.parametrize("loop_class", [Loop, ActionLoop])
+def test_a_loop_that_is_no_train_loop_takes_steps_that_make_no_update(loop_class):
+    class Looks(Step):
+        def run(self, state, batch):
+            return state, {"largest": batch["x"].max()}
+
+    step = Looks(jax.random.key(0), nn.Dense(1))
+    state, outputs = loop_class(step, **{} if loop_class is Loop else {"stat_names": []})(
+        step.initialize_model([1, 1]), [{"x": np.full(2, float(number))} for number in range(3)]
+    )
+    assert outputs["largest"] == [0, 1, 2] and int(state.step) == 0
 
 
 def test_what_an_earlier_call_rescued_is_not_rescued_again():

@@ -137,8 +137,8 @@ class Engine:
         stepper, progress = self.stepper, self.progress
         if stepper.call.failed_step is not None:
             self.kept = KeptBatches()
-        self.rescued = (None, None)
         call = stepper.begin_call(state, trains=trains)
+        self.rescued = (None, None)  # Not before: a donated state is refused, and the one to go on from is kept.
         step_num = stepper.read_step_num(call.state)
         if trains:
             if step_num != progress.steps:
@@ -350,7 +350,8 @@ class Engine:
         """Returns what is called with each batch."""
         run, statistics = self.moments.run, self.moments.statistics
         counting = [] if statistics is None else statistics.observers()
-        keeping = [self.kept.add] if run is not None and run.keeps_batches else []
+        keeps = run is not None and run.keeps_batches and self.stepper.call.trains
+        keeping = [self.kept.add] if keeps else []
         return [*self.observers, *counting, *keeping]
 
     def _before_drawing_ahead(self, now: Elapsed) -> None:
@@ -452,7 +453,8 @@ class Engine:
     def end_again(self, state: Any) -> bool:
         """Calls the end actions that were not come to, where one of them raised; returns whether the run goes on."""
         progress, moments = self.progress, self.moments
-        self.stepper.call.trains, progress.is_inside = False, True
+        call = self.stepper.call
+        call.trains, call.updates, progress.is_inside = False, 1, True
         now, moments.stop_asked = moments.now(ends_loop=True), False
         moments.call_due(moments.due(now, at_end=True), state, now, comes_last=False)
         progress.last_look = now

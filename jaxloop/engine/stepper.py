@@ -111,6 +111,7 @@ class Stepper:
       source: counts the batches that are drawn.
       guard: finds bad numbers.
       evaluates: whether no call changes the state.
+      checks_count: whether `state.step` must be what is counted here.
       steps_at_once: how many steps are taken in one dispatch; None until that is found out.
       readers: returns whether somebody reads the parts, and the loops, of the ledger.
     """
@@ -123,6 +124,7 @@ class Stepper:
         self.source: Any = _Uncounted()
         self.guard: bad_numbers.Guard = bad_numbers.Guard(None)
         self.evaluates: bool = False
+        self.checks_count: bool = False
         self.steps_at_once: int | None = 1
         self.readers: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self._feed = Feed(iter(()))
@@ -449,7 +451,7 @@ class Stepper:
 
     def _check_count(self, state: Any) -> None:
         """Raises where `state.step` is not what the loop has counted; reads it after the first steps alone."""
-        if not self.call.trains or not hasattr(state, "step"):
+        if not self.checks_count or not self.call.trains or not hasattr(state, "step"):
             return
         step_num, batches = self._progress.steps, len(self.call.num_examples)
         most_steps = self._most_steps or np.iinfo(getattr(state.step, "dtype", np.int64)).max
