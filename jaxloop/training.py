@@ -82,6 +82,9 @@ class Training:
             if not loop.engine.moments.hold(state):  # What is due before the first step.
                 logging.info("Stopped before the first step, as an evaluation or an action asked.")
                 return state, None
+        if run.job.requests.requested:  # Perhaps amid an evaluation of this step, which the next run does again.
+            logging.warning("Ended by %s, before a step was taken.", run.job.requests.signal_name)
+            return state, None
         self.newest, self.has_begun = (state, step_num), True
         state, outputs, has_ended = self._train(state)
         if has_ended and (loop.step_num > step_num or resumed is not None):

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jaxloop
-from jaxloop import checkpoint, every, examples, last, never
+from jaxloop import at, checkpoint, every, examples, last, never
 from jaxloop.engine.ledger import Ledger
 from jaxloop.output_queue import Arrived
 from jaxloop.stat_loop import STAT_LIFE_TIME_SECS
@@ -463,6 +463,35 @@ class Wrapping(jaxloop.TrainLoop):
     def begin(self, state, dataset):
         state, iterator = super().begin(state, dataset)
         return state, map(lambda batch: batch, iterator)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_an_evaluation_that_a_signal_keeps_from_its_step_is_done_by_the_next_run(first, tmp_path):
+    def press(context):
+        _thread.interrupt_main()
+        return True
+
+    def run(interrupted_at=None, should_eval=None):
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(STEP, end_actions=[jaxloop.CheckpointAction(tmp_path / "checkpoints")], stat_names=[]),
+            [jaxloop.EvalLoop(EVAL_STEP, stat_names=[])],
+            jaxloop.CheckpointSpec(tmp_path / "checkpoints"),
+            workdir=tmp_path,
+        )
+
+        def fetch(number):
+            if number == interrupted_at:
+                _thread.interrupt_main()
+            return BATCHES[number]
+
+        spec = jaxloop.EvalSpec(BATCHES[:2], schedule=every(steps=4) | at(steps=0), should_eval_fn=should_eval)
+        state, _ = outer_loop(STATE, jaxloop.from_index(fetch), 8, 4, [spec])
+        return int(state.step), [row.elapsed.steps for row in outer_loop.history if set(row.logs) - {"train"}]
+
+    if first:  # Its evaluation is left to the next run.
+        assert run(interrupted_at=3)[0] == 4
+    assert run(should_eval=press)[0] == first
+    assert run() == (8, [0, 4, 8])
 
 
 def test_a_stopped_run_keeps_its_place_in_data_that_a_hook_has_wrapped(tmp_path):
