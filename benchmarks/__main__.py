@@ -1,4 +1,4 @@
-"""Measures, prints tables, and writes the report; see `python -m benchmarks --help`."""
+"""Runs the benchmarks, prints tables and writes the report; see `python -m benchmarks --help`."""
 
 import argparse
 import pathlib
@@ -7,22 +7,24 @@ import subprocess
 import sys
 
 from benchmarks import part, report
-from benchmarks.contestants import SCAN_LENGTH, PassesWithStart
+from benchmarks.contestants import SCAN_LENGTH, TimedPasses
 
-MULTIPLE = SCAN_LENGTH * PassesWithStart.num_passes
+MULTIPLE = SCAN_LENGTH * TimedPasses.num_passes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="How long jaxloop takes.")
-    parser.add_argument("--workloads", default=",".join(part.NAMES), help="what to measure, of %(default)s")
-    parser.add_argument("--rounds", type=int, help="how many rounds of each workload count")
-    parser.add_argument("--steps", type=int, help=f"how many steps a round has, a multiple of {MULTIPLE}")
-    parser.add_argument("--devices", default="8", help="over how many virtual devices W4 is split: 8, or 2,4,8")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs the benchmarks of jaxloop.")
+    parser.add_argument(
+        "--workloads", default=",".join(part.NAMES), help="comma-separated parts to run (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, help="timed rounds per workload")
+    parser.add_argument("--steps", type=int, help=f"steps per round, a multiple of {MULTIPLE}")
+    parser.add_argument("--devices", default="8", help="virtual devices of W4, such as 8 or 2,4,8")
     parser.add_argument("--output", type=pathlib.Path, help="the Markdown file to write, such as BENCHMARKS.md")
     options = parser.parse_args()
     names = options.workloads.split(",")
     if unknown := set(names) - set(part.NAMES):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(part.NAMES)}")
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; choose from {', '.join(part.NAMES)}")
     if options.steps is not None and (options.steps <= 0 or options.steps % MULTIPLE):
         parser.error(f"--steps must be a multiple of {MULTIPLE}, got {options.steps}")
 
@@ -33,21 +35,21 @@ def main() -> int:
             try:
                 measured = part.measure(name, options.rounds, options.steps, devices)
             except subprocess.CalledProcessError:
-                failed.append(name)  # Why, it has told itself.
+                failed.append(name)  # It printed the reason.
                 continue
             if devices != 8:
                 measured[0].name = f"{name} on {devices} devices"
             if name == part.GPU and not measured:
-                print("The GPU part was not run: JAX has no GPU here.\n")
+                print("The GPU part was not run: JAX found no GPU.\n")
             for comparison in measured:
                 print(report.text_table(comparison), flush=True)
             comparisons += measured
     if options.output is not None:
         plot = pathlib.Path(__file__).parent / "benchmarks.png"
         command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-        was_asked = part.GPU in names
-        text = report.markdown(comparisons, command, plot, options.output, failed, was_asked)
-        report.plot(comparisons, plot)  # Afterwards, for the commit to be told as it was.
+        gpu_requested = part.GPU in names
+        text = report.markdown(comparisons, command, plot, options.output, failed, gpu_requested)
+        report.plot(comparisons, plot)  # After `markdown`, so that the new picture doesn't make the commit dirty.
         options.output.write_text(text)
     if failed:
         print(f"Failed: {', '.join(failed)}.", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Who trains a workload: loops, each written as its users write it.
+"""The loops that train a workload, each written as its users would write it.
 
-A contestant is a function of a workload that does what a program does once, and returns a function `train(num_steps)`.
-That makes a fresh state, trains, waits for the devices, and returns the seconds a step took and the parameters that
-came out. The state is made before the clock starts; what a loop does at its begin and end counts.
+A contestant is a function that receives a workload, does what a program does once, and returns `train(num_steps)`. Each
+call of `train` makes a new state, trains it, waits for the devices, and returns the seconds per step and the final
+parameters. The clock starts after the state is made, and includes what a loop does at its start and end.
 """
 
 import io
@@ -29,11 +29,11 @@ LOG_EVERY = 100
 
 
 class Absent(Exception):
-    """A contestant does not take part, and why."""
+    """Raised by a contestant that can't run a workload, with the reason."""
 
 
 class Trained(NamedTuple):
-    """What `train` returns: seconds a step, of CPU time too (of all threads of the process), and the parameters."""
+    """The result of `train`: elapsed time and CPU time (of all threads) per step, and the parameters."""
 
     secs_per_step: float
     cpu_secs_per_step: float
@@ -41,13 +41,13 @@ class Trained(NamedTuple):
 
 
 class Watch:
-    """Counts the time from when it is made."""
+    """Measures the time since it was created."""
 
     def __init__(self):
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def trained(self, num_steps: int, params: Any) -> Trained:
-        """What so many steps took up to now, of which these parameters came."""
+        """Returns the result for steps that have just ended with these parameters."""
         seconds, cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         return Trained(seconds / num_steps, cpu_seconds / num_steps, params)
 
@@ -57,7 +57,7 @@ Contestant = Callable[[Workload], Train]
 
 
 class Terminal(io.StringIO):
-    """Where a bar is drawn as on a terminal."""
+    """A simulated terminal for progress bars."""
 
     def isatty(self):
         return True
@@ -70,12 +70,12 @@ def flax_state(workload: Workload) -> train_state.TrainState:
     state = train_state.TrainState.create(
         apply_fn=workload.model.apply, params=workload.new_params(), tx=workload.optimizer
     )
-    # With a Python number for the step, the first call would compile a second time.
+    # With a Python number as the step, the train step would be compiled twice.
     return jax.block_until_ready(jax.device_put(state.replace(step=jnp.int32(0)), _replicated(workload)))
 
 
 def hand_written_loop(workload: Workload) -> Train:
-    """The least that trains. It keeps no outputs, and looks at nothing before the end."""
+    """The minimal loop: it keeps no outputs, and reads nothing before the end."""
     step = jax.jit(workload.train_step, donate_argnums=0)
     place = _placing(workload, PartitionSpec("data"))
 
@@ -90,8 +90,8 @@ def hand_written_loop(workload: Workload) -> Train:
     return train
 
 
-def hand_written_loop_that_keeps_losses(workload: Workload) -> Train:
-    """The same, for who wants to see a curve: it keeps the loss of each step, and reads them all at the end."""
+def hand_written_loop_keeping_losses(workload: Workload) -> Train:
+    """The minimal loop, plus a loss curve: it keeps the loss of each step, and reads them all at the end."""
     step = jax.jit(workload.train_step, donate_argnums=0)
 
     def train(num_steps):
@@ -107,8 +107,8 @@ def hand_written_loop_that_keeps_losses(workload: Workload) -> Train:
     return train
 
 
-def hand_written_loop_with_all(workload: Workload) -> Train:
-    """The same with what an experiment has: every 100 steps a line as of a bar, a TensorBoard event, and a row."""
+def hand_written_loop_with_logs(workload: Workload) -> Train:
+    """The minimal loop, plus a progress line, a TensorBoard event and a history row every 100 steps."""
     import tensorboardX
 
     step = jax.jit(workload.train_step, donate_argnums=0)
@@ -137,9 +137,9 @@ def hand_written_loop_with_all(workload: Workload) -> Train:
 
 
 def hand_written_scan(workload: Workload) -> Train:
-    """Stacks 32 batches on the host, and scans over them in one dispatch."""
+    """Stacks 32 batches on the host and scans over them in one dispatch."""
     if not workload.scans:
-        raise Absent("XLA is ten times slower at convolutions inside a scan on a CPU.")
+        raise Absent("On a CPU, XLA is ten times slower at convolutions inside a scan.")
     steps = jax.jit(lambda state, batches: jax.lax.scan(workload.train_step, state, batches), donate_argnums=0)
     place = _placing(workload, PartitionSpec(None, "data"))
 
@@ -164,7 +164,7 @@ def _replicated(workload: Workload) -> Any:
 
 
 def _placing(workload: Workload, spec: PartitionSpec) -> Callable[[Any], Any]:
-    """Puts host batches on the devices. On a single one the jitted call does, which is faster."""
+    """Returns a function that puts batches on the devices. For one device the jitted call does so itself, faster."""
     if workload.num_devices == 1:
         return lambda batch: batch
     sharding = NamedSharding(_mesh(workload), spec)
@@ -172,7 +172,7 @@ def _placing(workload: Workload, spec: PartitionSpec) -> Callable[[Any], Any]:
 
 
 def clu_style_loop(workload: Workload) -> Train:
-    """As the examples of clu: the metrics of each step are merged into a collection, read every 100 steps."""
+    """Merges the metrics of each step into a collection and reads it every 100 steps, as in the examples of clu."""
 
     @flax.struct.dataclass
     class TrainMetrics(clu_metrics.Collection):
@@ -204,7 +204,7 @@ def clu_style_loop(workload: Workload) -> Train:
 
 
 class WorkloadStep(jaxloop.Step):
-    """Repeats the function that the loops by hand repeat."""
+    """Runs the same step function as the hand-written loops."""
 
     def __init__(self, workload: Workload, **options: Any):
         super().__init__(jax.random.key(0), workload.model, workload.optimizer, train=True, **options)
@@ -234,11 +234,11 @@ def make_step(workload: Workload, layout: Callable[[Any], jaxloop.Partitioner] |
 
 
 def train_loop(layout: Callable[[Any], jaxloop.Partitioner] | None = None, **options: Any) -> Contestant:
-    """A `TrainLoop` with options. What it returns are the losses of all steps, on the host."""
+    """Returns a contestant that calls a `TrainLoop` with options. The loop returns all losses, on the host."""
 
     def contestant(workload):
         if options.get("steps_per_dispatch") == SCAN_LENGTH and not workload.scans:
-            raise Absent("XLA is ten times slower at convolutions inside a scan on a CPU.")
+            raise Absent("On a CPU, XLA is ten times slower at convolutions inside a scan.")
         step = make_step(workload, layout)
         loop = jaxloop.TrainLoop(step, **options)
 
@@ -254,8 +254,8 @@ def train_loop(layout: Callable[[Any], jaxloop.Partitioner] | None = None, **opt
     return contestant
 
 
-def train_loop_with_all(workload: Workload) -> Train:
-    """What an experiment has: a bar, summaries in TensorBoard files and a history; the last two every 100 steps."""
+def train_loop_with_logs(workload: Workload) -> Train:
+    """An `OuterLoop` with a progress bar, and with TensorBoard summaries and history rows every 100 steps."""
     step, when = WorkloadStep(workload), jaxloop.every(steps=LOG_EVERY)
 
     def train(num_steps):
@@ -275,7 +275,7 @@ def train_loop_with_all(workload: Workload) -> Train:
 
 
 def functional_loop(workload: Workload) -> Train:
-    """The loop language: a compiled function at each step, whose loss goes to the history."""
+    """The functional loop: a compiled function for each step, whose loss goes into the history."""
 
     def with_logs(state, batch):
         state, outputs = workload.train_step(state, batch)
@@ -293,10 +293,10 @@ def functional_loop(workload: Workload) -> Train:
     return train
 
 
-class PassesWithStart:
-    """Two passes over a workload's batches, half of the steps each; notes when the second one began.
+class TimedPasses:
+    """Two passes over a workload's batches, with half of the steps each, timed from the start of the second one.
 
-    For what compiles at the start of each call: that is in the first pass, and the clock starts with the second.
+    Use it for contestants that compile at the start of each call: the first pass then includes the compilation.
     """
 
     num_passes = 2
@@ -304,31 +304,31 @@ class PassesWithStart:
     def __init__(self, workload: Workload, num_steps: int):
         self._batches = workload.batches()
         self._pass_length = num_steps // self.num_passes
-        self._begun = 0
+        self._passes_started = 0
         self._watch = Watch()
 
     def __call__(self):
-        self._begun += 1
-        if self._begun == 2:
+        self._passes_started += 1
+        if self._passes_started == 2:
             self._watch = Watch()
         return itertools.islice(self._batches, self._pass_length)
 
     def trained(self, params: Any) -> Trained:
-        """What the steps took from the start of the second pass to now, of which these parameters came."""
+        """Returns the result for the steps of the second pass, which has just ended with these parameters."""
         return self._watch.trained(self._pass_length * (self.num_passes - 1), params)
 
 
 def fit(workload: Workload) -> Train:
-    """One call, without a bar; two epochs, of which the first, where it compiles, does not count."""
+    """One call of `jaxloop.fit` without a progress bar: two epochs. The first one, which compiles, doesn't count."""
 
     def train(num_steps):
-        passes = PassesWithStart(workload, num_steps)
+        passes = TimedPasses(workload, num_steps)
         state, _ = jaxloop.fit(
-            workload.model,  # Whose first parameters are those of the others: the seed is the same.
+            workload.model,  # The same seed gives it the same initial parameters.
             passes,
             loss=cross_entropy,
             optimizer=workload.optimizer,
-            num_epochs=passes.num_passes,
+            train_epochs=passes.num_passes,
             progress=None,
         )
         jax.block_until_ready(state)

@@ -1,4 +1,4 @@
-"""What there is to see on a GPU only: a model that fills it, and loops that can't keep up with it."""
+"""Measurements on a GPU: a model that keeps it busy, and models so small that the host limits the speed."""
 
 import dataclasses
 import statistics
@@ -13,21 +13,21 @@ from benchmarks.rounds import Comparison, compare
 
 
 def matmul_peak(size: int = 8192, times: int = 50) -> float:
-    """The floating-point operations a second of a large multiplication in bfloat16: what there is to be had."""
+    """Returns the FLOPs per second of a large bfloat16 matrix product: the most that a model can reach."""
 
     @jax.jit
     def multiply(one, other):
         product = jax.lax.fori_loop(0, times, lambda _, matrix: matrix @ other, one)
         return product[0, 0]
 
-    # Of random numbers: with zeros, a chip takes less power, and is faster. So scaled, the products keep their size.
+    # Random numbers, because a chip uses less power on zeros, and is faster. The scale keeps the products bounded.
     matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / size**0.5
     seconds = [moments.timed(lambda: multiply(matrix, matrix)) for _ in range(4)][1:]  # The first one compiles.
     return 2 * size**3 * times / min(seconds)
 
 
 def transformer_step(num_rounds: int = 4) -> Comparison:
-    """Step time, and the share of the peak that the model makes use of."""
+    """Compares step times, and computes the share of the peak that the model reaches."""
     workload = transformer.workload()
     chosen = {name: lineup.contestants_for(workload)[name] for name in (REFERENCE, DEFAULTS, AUTO)}
     comparison = compare(workload, chosen, num_rounds)
@@ -42,7 +42,7 @@ def transformer_step(num_rounds: int = 4) -> Comparison:
 
 
 def small_model(name: str, num_rounds: int = 8) -> Comparison:
-    """A model whose step takes less time than to start it."""
+    """Compares contestants on a model whose step takes less time to compute than to dispatch."""
     workload = workloads.workload(name)
     workload = dataclasses.replace(workload, name=f"{name} on the GPU", title=f"{workload.title}, on the GPU")
     fastest = (REFERENCE, SCAN, DEFAULTS, FUSED, AUTO)
@@ -55,7 +55,7 @@ def on_gpu(moment: Callable[[], Comparison]) -> Comparison:
 
 
 def compare_all() -> list[Comparison]:
-    """All of it; nothing where JAX has no GPU."""
+    """Runs all GPU measurements; returns an empty list if JAX has no GPU."""
     if jax.default_backend() != "gpu":
         return []
     return [

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.contestants import Absent, Contestant, PassesWithStart
+from benchmarks.contestants import Absent, Contestant, TimedPasses
 from benchmarks.workloads import CNN, MLP, Deep, Workload
 
 
 def keras_fit(steps_per_execution: int) -> Contestant:
-    """The model and optimizer of a workload in Keras, from the same parameters; compiled once, in the first round.
+    """Returns a contestant that trains the model of a workload in Keras, from the same parameters.
 
-    As with jaxloop's `fit`, the clock starts with the second of two epochs.
+    Keras compiles once, in the first round. As with jaxloop's `fit`, the clock starts with the second of two epochs.
     """
 
     def contestant(workload):
@@ -32,7 +32,7 @@ def keras_fit(steps_per_execution: int) -> Contestant:
             for variable in model.optimizer.variables if model.optimizer.built else ():
                 if variable is not model.optimizer.learning_rate:
                     variable.assign(np.zeros(variable.shape, variable.dtype))
-            passes = PassesWithStart(workload, num_steps)
+            passes = TimedPasses(workload, num_steps)
             pairs = ((batch["x"], batch["label"]) for _ in range(passes.num_passes) for batch in passes())
             model.fit(
                 pairs,
@@ -52,12 +52,12 @@ def keras_fit(steps_per_execution: int) -> Contestant:
 
 def _import_keras() -> Any:
     if importlib.util.find_spec("keras") is None:
-        raise Absent("Keras is not installed: pip install keras.")
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # Read when Keras is imported.
+        raise Absent("Keras is not installed. Run `pip install keras`.")
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads it on import.
     import keras
 
     if keras.backend.backend() != "jax":
-        raise Absent(f"Keras runs on {keras.backend.backend()} here: set KERAS_BACKEND=jax.")
+        raise Absent(f"Keras uses the {keras.backend.backend()} backend. Set KERAS_BACKEND=jax.")
     return keras
 
 
@@ -77,7 +77,7 @@ def _model(keras: Any, workload: Workload) -> Any:
                 x = layers.Add()([x, layers.Dense(width)(layers.ReLU()(x))])
             outputs = layers.Dense(10, use_bias=False)(x)
         case _:
-            raise Absent(f"{workload.name} is not written in Keras.")
+            raise Absent(f"The model of {workload.name} has no Keras version.")
     return keras.Model(inputs, outputs)
 
 
@@ -91,16 +91,16 @@ def _optimizer(keras: Any, workload: Workload) -> Any:
             return keras.optimizers.SGD(1e-3, momentum=0.9)
         case "W3":
             return keras.optimizers.Adam(1e-5, epsilon=1e-8)
-    raise Absent(f"The optimizer of {workload.name} is not written in Keras.")
+    raise Absent(f"The optimizer of {workload.name} has no Keras version.")
 
 
 def _weights(params: dict[str, dict[str, Any]]) -> list[Any]:
-    """The parameters of a Linen model as Keras has them: layer by layer, the kernel first."""
+    """Returns the parameters of a Linen model in the order of Keras: layer by layer, the kernel first."""
     return [params[layer][kind] for layer in sorted(params) for kind in ("kernel", "bias") if kind in params[layer]]
 
 
 def _params(like: dict[str, dict[str, Any]], weights: list[Any]) -> dict[str, dict[str, Any]]:
-    """The way back."""
+    """Returns Keras weights as the parameters of the Linen model; the inverse of `_weights`."""
     names = [(layer, kind) for layer in sorted(like) for kind in ("kernel", "bias") if kind in like[layer]]
     params: dict[str, dict[str, Any]] = {layer: {} for layer in like}
     for (layer, kind), weight in zip(names, weights, strict=True):

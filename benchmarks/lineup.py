@@ -1,4 +1,4 @@
-"""Who takes part in what, and under which name."""
+"""The contestants of each workload, and their names."""
 
 from benchmarks.contestants import (
     SCAN_LENGTH,
@@ -9,18 +9,18 @@ from benchmarks.contestants import (
     fsdp,
     functional_loop,
     hand_written_loop,
-    hand_written_loop_that_keeps_losses,
-    hand_written_loop_with_all,
+    hand_written_loop_keeping_losses,
+    hand_written_loop_with_logs,
     hand_written_scan,
     train_loop,
-    train_loop_with_all,
+    train_loop_with_logs,
 )
 from benchmarks.keras_contestant import keras_fit
 from benchmarks.workloads import Workload
 
 REFERENCE = "hand-written loop"
-KEEPING = "hand-written loop that keeps its losses"
-BY_HAND_WITH_ALL = "hand-written loop with summaries, read every 100 steps"
+KEEPS_LOSSES = "hand-written loop that keeps its losses"
+HAND_WRITTEN_WITH_LOGS = "hand-written loop with summaries, read every 100 steps"
 SCAN = "hand-written scan of 32"
 DEFAULTS = "TrainLoop"
 FUSED = "TrainLoop, steps_per_dispatch=32"
@@ -28,7 +28,7 @@ AUTO = "TrainLoop, steps_per_dispatch='auto'"
 ON_ONE_DEVICE = "TrainLoop, DataParallelPartitioner on one device"
 FSDP = "TrainLoop, FSDPPartitioner"
 NAN_POLICY = "TrainLoop, nan_policy='raise'"
-WITH_ALL = "TrainLoop, with bar, summaries and history, read every 100 steps"
+WITH_LOGS = "TrainLoop, with bar, summaries and history, read every 100 steps"
 FUNCTIONAL = "functional loop"
 FIT = "fit, without a bar"
 CLU = "clu-style loop"
@@ -37,7 +37,7 @@ KERAS_32 = "Keras 3 on JAX, steps_per_execution=32"
 
 
 def contestants_for(workload: Workload) -> dict[str, Contestant]:
-    """The contestants of a workload by name, the reference first."""
+    """Returns the contestants of a workload by name, the reference first."""
     is_parallel = workload.num_devices > 1
     layout = data_parallel if is_parallel else None
     lineup: dict[str, Contestant] = {
@@ -49,12 +49,12 @@ def contestants_for(workload: Workload) -> dict[str, Contestant]:
     }
     if is_parallel:
         return lineup | {FSDP: train_loop(fsdp)}
-    lineup[KEEPING] = hand_written_loop_that_keeps_losses
+    lineup[KEEPS_LOSSES] = hand_written_loop_keeping_losses
     if workload.name == "W0":
         lineup[ON_ONE_DEVICE] = train_loop(data_parallel)
     if workload.name in ("W0", "W2", "W3"):
         lineup[NAN_POLICY] = train_loop(nan_policy="raise")
     if workload.name == "W1":
-        lineup |= {WITH_ALL: train_loop_with_all, BY_HAND_WITH_ALL: hand_written_loop_with_all}
+        lineup |= {WITH_LOGS: train_loop_with_logs, HAND_WRITTEN_WITH_LOGS: hand_written_loop_with_logs}
     lineup |= {FUNCTIONAL: functional_loop, FIT: fit, CLU: clu_style_loop}
     return {**lineup, KERAS: keras_fit(1), KERAS_32: keras_fit(SCAN_LENGTH)}

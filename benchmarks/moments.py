@@ -1,4 +1,4 @@
-"""What does not happen in each step: the end of a loop, a checkpoint, waiting for data, the start of a program."""
+"""Costs that don't occur at every step: the end of a loop, a checkpoint, waiting for data, the start of a program."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from benchmarks.rounds import Comparison, take_turns
 from jaxloop import checkpoint
 from jaxloop.function_step import FunctionStep
 
-# Who is compared with whom.
+# The names of the contestants that are compared here.
 BARE_SAVE, SAVE = "CheckpointManager.save of Orbax", "CheckpointAction.save"
 BARE_RESTORE, RESTORE = "CheckpointManager.restore of Orbax", "checkpoint.restore"
 BARE_IMPORT, IMPORT = "import jax, flax, optax, orbax.checkpoint", "import jaxloop"
@@ -33,16 +33,16 @@ SLOWER, PREFETCH = "the slower of the two alone", f"{DEFAULTS}, jaxloop.prefetch
 
 
 def timed(fn: Callable[[], Any]) -> float:
-    """The seconds that a call takes, with what it has the devices do."""
+    """Returns the seconds that a call takes, including its work on the devices."""
     start = time.perf_counter()
     jax.block_until_ready(fn())
     return time.perf_counter() - start
 
 
-def compared(
+def compare_functions(
     name: str, title: str, contestants: Mapping[str, Callable[[], float]], num_rounds: int, unit: str
 ) -> Comparison:
-    """Takes turns among functions that return seconds, the first of which is the reference."""
+    """Compares functions that return seconds, by calling them in turns. The first one is the reference."""
     rounds = take_turns(contestants, num_rounds)
     seconds = {each: [results[each] for results in rounds] for each in contestants}
     return Comparison(name, title, next(iter(contestants)), seconds, unit=unit)
@@ -52,7 +52,7 @@ def compared(
 
 
 class StampedBatches:
-    """Batches without end, with the time at which each hundredth was drawn."""
+    """An endless iterator over batches that records the time of every hundredth batch."""
 
     def __init__(self, batches: Iterator[Any]):
         self._batches, self._count = batches, 0
@@ -63,16 +63,16 @@ class StampedBatches:
 
     def __next__(self):
         self._count += 1
-        if self._count % 100 == 50:  # Far from the ends of loops, which are at multiples of 100.
+        if self._count % 100 == 50:  # Far from the ends of loops, at multiples of 100.
             self.times.append(time.perf_counter())
         return next(self._batches)
 
 
 def loop_boundary(num_rounds: int = 20, num_steps: int = 8000) -> Comparison:
-    """Where a loop ends and the next begins, with nothing to be done between them.
+    """Measures the cost of ending one loop and starting the next if nothing is due in between.
 
-    The least time of a hundred steps with such a boundary among them, and of a hundred without. (Their median scatters
-    by more than what is looked for.)
+    It compares the minimum time of a hundred steps that include such a boundary with that of a hundred steps without
+    one. (The noise of the medians is larger than the difference.)
     """
     workload = workloads.workload("W0")
     step = WorkloadStep(workload)
@@ -84,9 +84,9 @@ def loop_boundary(num_rounds: int = 20, num_steps: int = 8000) -> Comparison:
         outer_loop(new_state(workload, step), batches, num_steps, loop_steps, log_train_total_steps=False)
         return min(after - before for before, after in itertools.pairwise(batches.times))
 
-    comparison = compared(
+    comparison = compare_functions(
         "loop boundary",
-        "100 steps of W0 with the end of a loop among them, against 100 steps without",
+        "100 steps of W0 that include the end of a loop, relative to 100 steps that don't",
         {"one loop": lambda: secs_per_hundred(None), "loops of 100 steps": lambda: secs_per_hundred(100)},
         num_rounds,
         unit="us",
@@ -97,7 +97,7 @@ def loop_boundary(num_rounds: int = 20, num_steps: int = 8000) -> Comparison:
 
 
 def short_loops(num_rounds: int = 8, num_steps: int = 10_000) -> Comparison:
-    """As many steps in loops of ten, with nothing due at the ends of these, and in one loop."""
+    """Compares loops of ten steps, with nothing due at their ends, with the same number of steps in one loop."""
     workload = workloads.workload("W0")
     step = WorkloadStep(workload)
 
@@ -112,7 +112,7 @@ def short_loops(num_rounds: int = 8, num_steps: int = 10_000) -> Comparison:
     rounds = take_turns({ONE_LOOP: lambda: run(None), SHORT_LOOPS: lambda: run(10)}, num_rounds)
     seconds = {name: [results[name].secs_per_step for results in rounds] for name in (ONE_LOOP, SHORT_LOOPS)}
     cpu_seconds = {name: [results[name].cpu_secs_per_step for results in rounds] for name in (ONE_LOOP, SHORT_LOOPS)}
-    title = f"{num_steps:,} steps of W0 in loops of ten, and in one loop"
+    title = f"{num_steps:,} steps of W0 in loops of ten steps, relative to one loop"
     return Comparison("short loops", title, ONE_LOOP, seconds, cpu_seconds=cpu_seconds)
 
 
@@ -120,7 +120,7 @@ def short_loops(num_rounds: int = 8, num_steps: int = 10_000) -> Comparison:
 
 
 def state_of_size(megabytes: int) -> dict[str, Any]:
-    """A state in matrices of a MB, and the step."""
+    """Returns a state of this many matrices of 1 MB each, and a step."""
     key = jax.random.key(0)
     matrices = {
         f"{index:03}": jax.random.normal(jax.random.fold_in(key, index), (512, 512)) for index in range(megabytes)
@@ -129,7 +129,7 @@ def state_of_size(megabytes: int) -> dict[str, Any]:
 
 
 def checkpoint_stall(megabytes: int, num_rounds: int = 8) -> Comparison:
-    """For how long a loop waits when a checkpoint is saved. It is written in the background, which does not count."""
+    """Measures how long a save blocks the loop. Writing in the background doesn't count."""
     state, steps = state_of_size(megabytes), itertools.count(1)
     with tempfile.TemporaryDirectory() as directory:
         manager = ocp.CheckpointManager(
@@ -147,9 +147,9 @@ def checkpoint_stall(megabytes: int, num_rounds: int = 8) -> Comparison:
             action.flush()
             return seconds
 
-        comparison = compared(
+        comparison = compare_functions(
             f"checkpoint of {megabytes} MB",
-            f"how long an asynchronous save of {megabytes} MB holds the loop up",
+            f"how long an asynchronous save of {megabytes} MB blocks the loop",
             {BARE_SAVE: bare, SAVE: ours},
             num_rounds,
             unit="ms",
@@ -161,7 +161,7 @@ def checkpoint_stall(megabytes: int, num_rounds: int = 8) -> Comparison:
 
 
 def restore(megabytes: int = 200, num_rounds: int = 6) -> Comparison:
-    """Reading a checkpoint, which jaxloop verifies by its checksums first."""
+    """Measures a restore. jaxloop verifies the checksums first."""
     state = state_of_size(megabytes)
     with tempfile.TemporaryDirectory() as directory:
         manager = ocp.CheckpointManager(f"{directory}/bare")
@@ -172,9 +172,9 @@ def restore(megabytes: int = 200, num_rounds: int = 6) -> Comparison:
         action.close()
         restore_args = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), state)
         args = ocp.args.PyTreeRestore(item=state, restore_args=restore_args)
-        comparison = compared(
+        comparison = compare_functions(
             f"restoring {megabytes} MB",
-            f"reading a checkpoint of {megabytes} MB, by jaxloop with its checksums",
+            f"restoring a checkpoint of {megabytes} MB; jaxloop verifies its checksums",
             {
                 BARE_RESTORE: lambda: timed(lambda: manager.restore(1, args=args)),
                 RESTORE: lambda: timed(lambda: checkpoint.restore(action.directory, 1, state)),
@@ -190,7 +190,7 @@ def restore(megabytes: int = 200, num_rounds: int = 6) -> Comparison:
 
 
 def power(matrix: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A step that multiplies a matrix as often as the batch says, and so takes as long as is wanted."""
+    """A step that squares a matrix `batch["times"]` times, so that its duration can be chosen."""
     matrix = jax.lax.fori_loop(0, batch["times"][0], lambda _, matrix: jnp.tanh(matrix @ matrix), matrix)
     return matrix, {"loss": matrix[0, 0]}
 
@@ -200,7 +200,7 @@ def new_matrix() -> jax.Array:
 
 
 def slow_data(secs: float = 11e-3, num_steps: int = 50, num_rounds: int = 5) -> Comparison:
-    """Data that take as long to make as the step takes on the device: at best, one hides behind the other."""
+    """Measures data that take as long to make as the step takes on the device; ideally they overlap completely."""
     step, loop = jax.jit(power, donate_argnums=0), jaxloop.TrainLoop(FunctionStep(power, train=True))
     batch = {"times": np.array([_times_for(secs, step)])}
 
@@ -210,21 +210,21 @@ def slow_data(secs: float = 11e-3, num_steps: int = 50, num_rounds: int = 5) -> 
             matrix, _ = step(matrix, batch)
         return matrix
 
-    def making():
+    def slow_batches():
         for _ in range(num_steps):
             time.sleep(secs)
             yield batch
 
     secs_per_step = lambda train: lambda: timed(train) / num_steps
-    comparison = compared(
+    comparison = compare_functions(
         "slow data",
-        f"data that take {1e3 * secs:.0f} ms a batch, and a step that takes about as long",
+        f"data that take {1e3 * secs:.0f} ms per batch, and a step that takes about as long",
         {
-            "data alone": secs_per_step(lambda: list(making())),
+            "data alone": secs_per_step(lambda: list(slow_batches())),
             "step alone, by hand": secs_per_step(lambda: by_hand([batch] * num_steps)),
-            REFERENCE: secs_per_step(lambda: by_hand(making())),
-            DEFAULTS: secs_per_step(lambda: loop(new_matrix(), making())),
-            PREFETCH: secs_per_step(lambda: loop(new_matrix(), jaxloop.prefetch(making()))),
+            REFERENCE: secs_per_step(lambda: by_hand(slow_batches())),
+            DEFAULTS: secs_per_step(lambda: loop(new_matrix(), slow_batches())),
+            PREFETCH: secs_per_step(lambda: loop(new_matrix(), jaxloop.prefetch(slow_batches()))),
         },
         num_rounds,
         unit="ms a step",
@@ -236,7 +236,7 @@ def slow_data(secs: float = 11e-3, num_steps: int = 50, num_rounds: int = 5) -> 
 
 
 def _times_for(secs: float, step: Callable[..., Any]) -> int:
-    """How many multiplications take so long."""
+    """Returns the number of multiplications that take this long."""
     many = 200
     take = lambda: timed(lambda: step(new_matrix(), {"times": np.array([many])}))
     take()  # Compiles.
@@ -247,15 +247,15 @@ def _times_for(secs: float, step: Callable[..., Any]) -> int:
 
 
 def import_time(num_rounds: int = 7) -> Comparison:
-    """Importing jaxloop against importing what it is made of, each in a process of its own, as bytecode."""
+    """Compares importing jaxloop with importing its dependencies, each in a new process, from bytecode."""
 
     def importing(line):
         program = f"import time; start = time.perf_counter(); {line}; print(time.perf_counter() - start)"
         return lambda: float(_run([sys.executable, "-c", program]))
 
-    return compared(
+    return compare_functions(
         "import",
-        "importing jaxloop, against importing what it is made of",
+        "importing jaxloop, relative to importing its dependencies",
         {
             BARE_IMPORT: importing(BARE_IMPORT),
             IMPORT: importing(IMPORT),
@@ -266,7 +266,7 @@ def import_time(num_rounds: int = 7) -> Comparison:
 
 
 def second_start(num_rounds: int = 3) -> Comparison:
-    """A program that is started for the second time, with what it compiled at the first in a cache."""
+    """Compares the first start of a program with the second, which finds the compiled programs in a cache."""
     firsts, seconds = [], []
     for _ in range(num_rounds):
         with tempfile.TemporaryDirectory() as directory:
@@ -276,7 +276,7 @@ def second_start(num_rounds: int = 3) -> Comparison:
             if "absent" in firsts[-1]:
                 break
     names = ("first start", "second start")
-    title = "training the CNN of W2 for a few steps, from the first line of the program"
+    title = "training the CNN of W2 for a few steps, timed from the first line of the program"
     if "absent" in firsts[-1]:
         return Comparison("second start", title, names[0], {}, dict.fromkeys(names, firsts[-1]["absent"]), unit="s")
     comparison = Comparison(

@@ -1,6 +1,6 @@
-"""Measures one part, in a process of its own: no part inherits what another has compiled, or its memory and threads.
+"""Measures one part in its own process, so that no part inherits compiled programs, memory or threads of another.
 
-`python -m benchmarks.part W0 results.json` writes what it measured; `measure` starts such a process, and reads that.
+`python -m benchmarks.part W0 results.json` writes the results. `measure` starts such a process and reads them.
 """
 
 import argparse
@@ -25,19 +25,19 @@ def measure(name: str, num_rounds: int | None, num_steps: int | None, num_device
     """Measures a part in a new process.
 
     Args:
-      name: one of `NAMES`.
-      num_rounds: how many rounds of a workload count; None for as many as give steady medians.
-      num_steps: how many steps a round has; None for what the workload says.
-      num_devices: over how many W4 is split.
+      name: One of `NAMES`.
+      num_rounds: Timed rounds of a workload; None for enough to give stable medians.
+      num_steps: Steps per round; None for the workload's default.
+      num_devices: The number of virtual devices of W4.
 
     Raises:
-      subprocess.CalledProcessError: it failed, and has told why.
+      subprocess.CalledProcessError: The process failed. It printed the reason.
     """
     environment = dict(os.environ)
     if name != GPU:
         environment["JAX_PLATFORMS"] = "cpu"
     if name == "W4":
-        # Both are read when JAX starts. With fewer threads, several devices on few cores wait for each other for ever.
+        # JAX reads both when it starts. With fewer threads, several devices deadlock on few cores.
         environment["NPROC"] = "32"
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
     with tempfile.TemporaryDirectory() as directory:

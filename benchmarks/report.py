@@ -1,4 +1,4 @@
-"""Tables for a terminal and for Markdown, targets beside what was measured, and a picture."""
+"""The report: tables for the terminal and for Markdown, targets with their results, and a picture."""
 
 import datetime
 import importlib.metadata
@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.lineup import (
     AUTO,
-    BY_HAND_WITH_ALL,
     CLU,
     FIT,
     FUSED,
-    KEEPING,
+    HAND_WRITTEN_WITH_LOGS,
+    KEEPS_LOSSES,
     KERAS,
     KERAS_32,
     NAN_POLICY,
     REFERENCE,
     SCAN,
-    WITH_ALL,
+    WITH_LOGS,
 )
 from benchmarks.rounds import UNITS, Comparison, Spread
 from benchmarks.targets import REASONS, TARGETS, Target
@@ -29,22 +29,22 @@ from benchmarks.targets import REASONS, TARGETS, Target
 PACKAGES = ("jaxloop", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "clu", "keras")
 
 NOTES = {
-    REFERENCE: "`jax.jit(step, donate_argnums=0)` in a `for` loop, which keeps no outputs and reads nothing before the "
-    "end. NumPy batches go straight into the jitted call; over several devices, through one `jax.device_put`.",
-    KEEPING: "the same, with the loss of each step in a list, which `jax.device_get` reads at the end.",
-    BY_HAND_WITH_ALL: "the same, but every 100 steps it reads the losses, writes their mean with tensorboardX and in a "
-    "line on a terminal, and keeps it in a list.",
-    SCAN: "32 batches are stacked on the host, and one dispatch scans over them.",
-    FUSED: "the same in jaxloop, and the losses of all steps are on the host at the end.",
-    AUTO: "jaxloop chooses how many.",
-    NAN_POLICY: "looks for numbers that are not finite in each step.",
-    WITH_ALL: "an `OuterLoop` with a bar that is drawn as on a terminal, and TensorBoard files and a history every 100 "
-    "steps.",
-    FIT: "compiles anew in each call. It trains for two epochs; the clock starts with the second and stops when `fit` "
-    "has returned.",
-    CLU: "the loss of each step is merged into a `clu.metrics.Collection`, which is computed every 100 steps.",
-    KERAS: "`model.fit` with a generator of NumPy batches; two epochs, timed as `fit` is.",
-    KERAS_32: "the same; Keras dispatches these steps one by one, with its callbacks after 32 of them.",
+    REFERENCE: "`jax.jit(step, donate_argnums=0)` in a `for` loop that keeps no outputs and reads nothing before the "
+    "end. NumPy batches go straight into the jitted call; with several devices, through one `jax.device_put`.",
+    KEEPS_LOSSES: "also keeps the loss of each step in a list, which `jax.device_get` reads at the end.",
+    HAND_WRITTEN_WITH_LOGS: "also reads the losses every 100 steps, writes their mean with tensorboardX and on a "
+    "simulated terminal, and keeps it in a list.",
+    SCAN: "stacks 32 batches on the host and scans over them in one dispatch.",
+    FUSED: "does the same in jaxloop, but has the losses of all steps on the host at the end.",
+    AUTO: "lets jaxloop choose between 1 and 32 steps per dispatch.",
+    NAN_POLICY: "checks in each step that the numbers are finite.",
+    WITH_LOGS: "an `OuterLoop` with a progress bar on a simulated terminal. It writes TensorBoard files and history "
+    "rows every 100 steps.",
+    FIT: "trains for two epochs. The clock runs from the start of the second epoch until `fit` returns, because each "
+    "call compiles the step again.",
+    CLU: "merges the loss of each step into a `clu.metrics.Collection`, and computes it every 100 steps.",
+    KERAS: "calls `model.fit` with a generator of NumPy batches for two epochs. It is timed like jaxloop's `fit`.",
+    KERAS_32: "also calls `model.fit`. Keras dispatches the steps one by one, and calls its callbacks every 32 steps.",
 }
 
 
@@ -57,24 +57,24 @@ def _ratio(spread: Spread) -> str:
 
 
 def rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
-    """A heading, and for each contestant its name, its median time, its ratio to the reference, and its CPU time."""
-    table = [("", comparison.unit, "ratio (least to greatest)", "CPU" if comparison.cpu_seconds else "")]
+    """Returns a heading, then a row per contestant: name, median time, ratio to the reference, CPU time."""
+    table = [("", comparison.unit, "ratio (min to max)", "CPU time" if comparison.cpu_seconds else "")]
     for name, seconds in comparison.seconds.items():
         shown = lambda values: _number(statistics.median(values) * UNITS[comparison.unit])
         ratio = "1" if name == comparison.reference else _ratio(Spread.of(comparison.ratios(name)))
         cpu = shown(comparison.cpu_seconds[name]) if comparison.cpu_seconds else ""
         table.append((name, shown(seconds), ratio, cpu))
-    return table + [(name, "absent", "", "") for name in comparison.absent]
+    return table + [(name, "not run", "", "") for name in comparison.absent]
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """What else there is to say: figures, and why somebody is absent."""
+    """Returns a line for each figure, and for each contestant that was not run, with the reason."""
     figures = [f"{name}: {_number(value)}" for name, value in comparison.figures.items()]
-    return figures + [f"{name} is absent: {reason}" for name, reason in comparison.absent.items()]
+    return figures + [f"{name} was not run: {reason}" for name, reason in comparison.absent.items()]
 
 
 def text_table(comparison: Comparison) -> str:
-    """For a terminal."""
+    """Formats a comparison for the terminal."""
     table = rows(comparison)
     widths = [max(len(row[column]) for row in table) for column in range(4)]
     lines = [
@@ -85,6 +85,7 @@ def text_table(comparison: Comparison) -> str:
 
 
 def markdown_table(comparison: Comparison) -> str:
+    """Formats a comparison in Markdown, with its heading."""
     columns = 4 if comparison.cpu_seconds else 3
     lines = ["| " + " | ".join(row[:columns]) + " |" for row in rows(comparison)]
     lines.insert(1, "|---|---:|---|" + "---:|" * (columns - 3))
@@ -99,8 +100,8 @@ def _bullets(lines: Sequence[str]) -> list[str]:
 
 
 def targets_table(comparisons: Mapping[str, Comparison], targets: Sequence[Target] = TARGETS) -> str:
-    """What was to be reached beside what was; of what was not asked for, nothing."""
-    lines = ["| | | target, at most | measured | |", "|---|---|---:|---:|---|"]
+    """Returns a table of the targets with their results, leaving out comparisons that were not requested."""
+    lines = ["| benchmark | ratio or figure | target (at most) | measured | result |", "|---|---|---:|---:|---|"]
     for target in targets:
         if target.comparison in comparisons:
             measured = target.measured(comparisons)
@@ -113,7 +114,7 @@ def targets_table(comparisons: Mapping[str, Comparison], targets: Sequence[Targe
 
 
 def reasons(comparisons: Mapping[str, Comparison], targets: Sequence[Target] = TARGETS) -> list[str]:
-    """Why what was missed was missed, a line each, as far as it is known."""
+    """Returns a line for each missed target whose reason is known."""
     lines = []
     for target in targets:
         measured = target.measured(comparisons)
@@ -127,12 +128,17 @@ def reasons(comparisons: Mapping[str, Comparison], targets: Sequence[Target] = T
 # The report ------------------------------------------------------------------------------------------
 
 HOW = """\
-All contestants of a workload train the same model from the same parameters on the same 64 host batches, in turns; in \
-each round it is checked that they came to the same loss. Ratios are between times of the same round; shown are their \
-median, the least and the greatest. Times are medians over the rounds; what a loop does at its begin and its end is \
-part of them. The last column is the CPU time of the process, of all its threads, the arithmetic of the step included: \
-it is steadier where others use the machine too. A round that compiles comes first, and does not count. Each workload \
-has a process of its own."""
+All contestants of a workload train the same model from the same parameters on the same 64 host batches. They take \
+turns, and must reach the same loss in each round. Each workload runs in its own process, and its first round, which \
+compiles, doesn't count.
+
+| column | meaning |
+|---|---|
+| time | the median over the rounds, including what a loop does at its start and end |
+| ratio | the time relative to the reference in the same round: the median over the rounds, and the minimum and \
+maximum |
+| CPU time | the CPU time of the process over all threads, including the arithmetic of the step. It is less noisy than \
+the elapsed time if other programs use the machine. |"""
 
 
 def markdown(
@@ -141,17 +147,17 @@ def markdown(
     plot_file: pathlib.Path,
     output: pathlib.Path,
     failed: Sequence[str] = (),
-    gpu_was_asked: bool = True,
+    gpu_requested: bool = True,
 ) -> str:
-    """The whole report.
+    """Returns the whole report.
 
     Args:
-      comparisons: what was measured.
-      command: the line that measured it.
-      plot_file: the picture.
-      output: where the report will be, for the link to the picture.
-      failed: the parts that failed.
-      gpu_was_asked: whether it is to be said that there is no GPU, where there is none.
+      comparisons: The results.
+      command: The command line that produced them.
+      plot_file: The picture.
+      output: The file that the report will be written to. The link to the picture is relative to it.
+      failed: The parts that failed.
+      gpu_requested: Whether the GPU part was requested. The report then notes if there was no GPU.
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
     names = {name for comparison in comparisons for name in (*comparison.seconds, *comparison.absent)}
@@ -164,21 +170,21 @@ def markdown(
         f"![Ratios to the reference]({os.path.relpath(plot_file, output.parent)})",
         "## Targets",
         targets_table(by_name),
-        *(["Why what was missed was missed:", "\n".join(_bullets(missed)).strip()] if missed else []),
+        *(["Reasons for the missed targets:", "\n".join(_bullets(missed)).strip()] if missed else []),
         "## Contestants",
         "\n".join(_bullets([f"{name}: {note}" for name, note in NOTES.items() if name in names])).strip(),
-        "## Measured",
+        "## Results",
         *[markdown_table(comparison).strip() for comparison in comparisons],
     ]
-    if gpu_was_asked and not any("GPU" in name or name == "G0" for name in by_name):
-        sections += ["### GPU", "Not run: JAX has no GPU here."]
+    if gpu_requested and not any("GPU" in name or name == "G0" for name in by_name):
+        sections += ["### GPU", "Not run: JAX found no GPU."]
     if failed:
         sections += ["### Failed", f"{', '.join(failed)}."]
     return "\n\n".join(sections) + "\n"
 
 
 def machine() -> list[str]:
-    """The machine, and the versions of what runs on it."""
+    """Returns the machine, and the versions of the packages, as lines of text."""
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return [
@@ -213,7 +219,7 @@ def _commit() -> str:
 
 
 def plot(comparisons: Sequence[Comparison], file: pathlib.Path) -> None:
-    """Draws the median ratios of each workload as bars, with whiskers from the least to the greatest."""
+    """Draws the median ratios of each workload as bars, with whiskers from the minimum to the maximum."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
@@ -235,7 +241,7 @@ def plot(comparisons: Sequence[Comparison], file: pathlib.Path) -> None:
         medians = [spread.median for spread in spreads]
         whiskers = [[each.median - each.least for each in spreads], [each.greatest - each.median for each in spreads]]
         colors = ["tab:gray" if _is_peer(name) else "tab:blue" for name in names]
-        # Bars begin at the reference: to the left is faster, to the right slower.
+        # Bars start at the reference. Left is faster, right is slower.
         axes.barh(names, [median - 1 for median in medians], left=1, color=colors, height=0.7)
         axes.errorbar(medians, names, xerr=whiskers, fmt="none", ecolor="black", capsize=2, linewidth=0.8)
         for name, spread in zip(names, spreads, strict=True):
@@ -257,11 +263,11 @@ def plot(comparisons: Sequence[Comparison], file: pathlib.Path) -> None:
     axes = all_axes[-1, 0]
     axes.set_xscale("log")
     ratios = [ratio for each in comparisons for name in each.seconds for ratio in each.ratios(name)]
-    axes.set_xlim(min(ratios) / 1.25, max(ratios) * 1.25)  # Room for the numbers beside the bars.
+    axes.set_xlim(min(ratios) / 1.25, max(ratios) * 1.25)  # Leaves room for the numbers next to the bars.
     axes.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    figure.supxlabel("time over that of the reference in the same round (to the left: faster; blue: jaxloop)", size=9)
+    figure.supxlabel("time relative to the reference in the same round (left: faster; blue: jaxloop)", size=9)
     figure.savefig(file, dpi=100)
     plt.close(figure)
 

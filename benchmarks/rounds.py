@@ -1,8 +1,8 @@
-"""How contestants are timed: in turns, and compared within a round.
+"""Timing: contestants take turns, and are compared within a round.
 
-A machine is now faster, now slower, for seconds or minutes on end. So all take a turn in each round, in an order that
-shifts by one from round to round, and what counts is the ratio of two times in the same round: the median of these
-ratios over the rounds, and the least and the greatest.
+The speed of a machine changes for seconds or minutes at a time. So every contestant runs once per round, in an order
+that shifts by one from round to round, and times are only compared within a round. The result is the median of these
+ratios over the rounds, with their minimum and maximum.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from benchmarks.workloads import Workload
 
 
 class Spread(NamedTuple):
-    """The median of some values, the least and the greatest."""
+    """The median, minimum and maximum of some values."""
 
     median: float
     least: float
@@ -31,17 +31,17 @@ class Spread(NamedTuple):
 
 @dataclasses.dataclass
 class Comparison:
-    """Who took how long, round by round.
+    """The times of several contestants, round by round.
 
     Attributes:
-      name: of the workload, or of whatever was compared.
-      title: what it is.
-      reference: whom all are compared with.
-      seconds: by contestant, the time of each round; of a step or of whatever is repeated.
-      absent: by contestant, why it did not take part.
-      unit: of the times in tables, a key of `UNITS`.
-      figures: what else was measured, by a name that says the unit.
-      cpu_seconds: as `seconds`, the CPU time of the process, with all of its threads; empty where it was not measured.
+      name: The name of the workload, or of the other thing that was compared.
+      title: A short description.
+      reference: The contestant that the others are compared with.
+      seconds: For each contestant, the time in each round, per step or per repetition.
+      absent: For each contestant that was not run, the reason.
+      unit: The unit of the times in tables, a key of `UNITS`.
+      figures: Other measured values, by a name that includes the unit.
+      cpu_seconds: Like `seconds`, the CPU time of the process over all threads; empty if it was not measured.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Comparison:
     cpu_seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     def ratios(self, name: str, reference: str | None = None) -> list[float]:
-        """The times of a contestant over those of the reference, or of another, in the same rounds."""
+        """Returns the ratio in each round: a contestant's time over that of the reference, or of another contestant."""
         others = self.seconds[reference or self.reference]
         return [own / other for own, other in zip(self.seconds[name], others, strict=True)]
 
     def times(self, name: str) -> Spread:
-        """The times of a contestant in seconds."""
+        """Returns the spread of the times of a contestant, in seconds."""
         return Spread.of(self.seconds[name])
 
 
@@ -72,20 +72,20 @@ def take_turns(
     num_warmup: int = 1,
     check: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> list[dict[str, Any]]:
-    """Calls each contestant once a round, in an order that shifts; returns their results, round by round.
+    """Calls each contestant once per round, in an order that shifts; returns the results of each round.
 
     Args:
-      contestants: functions without arguments, by name.
-      num_rounds: how many rounds count.
-      num_warmup: how many come before them, in which programs are compiled and files get into caches.
-      check: called with the results of each round, by name; raises where they are not what they should be.
+      contestants: Functions without arguments, by name.
+      num_rounds: The number of rounds that count.
+      num_warmup: The number of rounds before them, which compile programs and fill file caches.
+      check: Receives the results of each round, by name, and raises if they are wrong.
     """
     names, rounds = list(contestants), []
     for number in range(num_warmup + num_rounds):
         shift = number % len(names)
         results = {}
         for name in names[shift:] + names[:shift]:
-            gc.collect()  # What others left is not to be collected on this one's time.
+            gc.collect()  # So that no contestant spends its time on the garbage of others.
             results[name] = contestants[name]()
         check(results)
         if number >= num_warmup:
@@ -96,10 +96,11 @@ def take_turns(
 def compare(
     workload: Workload, contestants: Mapping[str, Contestant], num_rounds: int, num_steps: int | None = None
 ) -> Comparison:
-    """Has contestants train a workload, the reference being the first of them.
+    """Trains a workload with each contestant, and compares their times. The first one is the reference.
 
     Raises:
-      AssertionError: one of them has come to another loss than the reference in the same round: it did not do the same.
+      AssertionError: A contestant reached a different loss than the reference in the same round, so they didn't train
+        the same.
     """
     num_steps = num_steps or workload.num_steps
     trains, absent = {}, {}
@@ -113,10 +114,10 @@ def compare(
     def check(results: dict[str, Trained]) -> None:
         expected = workload.final_loss(results[reference].params)
         for name, result in results.items():
-            text = f"{name} does not train {workload.name} as {reference} does: the loss differs"
+            text = f"{name} does not train {workload.name} as {reference} does: their losses differ"
             np.testing.assert_allclose(workload.final_loss(result.params), expected, rtol=1e-3, err_msg=text)
 
-    # The default argument is what `train` is at this turn of the comprehension.
+    # The default argument binds `train` now; otherwise all lambdas would call the last one.
     calls = {name: lambda train=train: train(num_steps) for name, train in trains.items()}
     rounds = take_turns(calls, num_rounds, check=check)
     seconds = {name: [results[name].secs_per_step for results in rounds] for name in trains}

@@ -1,6 +1,6 @@
-"""A program that trains for a few steps, for `moments.second_start`: `python -m benchmarks.start CACHE_DIRECTORY`.
+"""Trains for a few steps, for `moments.second_start`: `python -m benchmarks.start CACHE_DIRECTORY`.
 
-It prints how long that took from here on, imports included, and how many programs XLA compiled, as JSON.
+Prints two numbers as JSON: the seconds that it took, including imports, and the number of programs that XLA compiled.
 """
 
 import json
@@ -31,8 +31,8 @@ def main(cache_directory: str) -> dict[str, float | str]:
     step = contestants.WorkloadStep(workload)
     state, _ = jaxloop.TrainLoop(step)(step.initialize_model([1, *workload.input_shape]), workload.batches(), 3)
     jax.block_until_ready(state)
-    asked, found = counts.values()  # The first event comes with each program, also where the cache has it.
-    return {"seconds": time.perf_counter() - START, "compilations": asked - found}
+    compiled_or_cached, cached = counts.values()  # The first event also occurs for programs that are in the cache.
+    return {"seconds": time.perf_counter() - START, "compilations": compiled_or_cached - cached}
 
 
 if __name__ == "__main__":

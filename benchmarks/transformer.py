@@ -10,7 +10,7 @@ from benchmarks.workloads import Workload
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a normalisation and beside the residual stream."""
+    """Attention and an MLP, each with pre-normalization and a residual connection."""
 
     num_heads: int
 
@@ -20,7 +20,7 @@ class Block(nn.Module):
         dense = lambda features: nn.Dense(features, dtype=jnp.bfloat16)
         h = nn.LayerNorm(dtype=jnp.bfloat16)(x)
         query, key, value = jnp.split(dense(3 * width)(h).reshape(rows, length, 3 * self.num_heads, -1), 3, axis=2)
-        # cuDNN's kernel never holds the whole matrix of scores.
+        # cuDNN's kernel never stores the whole matrix of scores.
         kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
         h = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
         x += dense(width)(h.reshape(x.shape))
@@ -29,9 +29,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens `[rows, length]` to logits `[rows, length, vocabulary]`, the embedding being the head too."""
+    """Maps tokens `[rows, length]` to logits `[rows, length, vocabulary]`, with tied embeddings."""
 
-    vocabulary: int = 50304  # GPT-2's 50257, filled up to a multiple of 64.
+    vocabulary: int = 50304  # GPT-2's 50257, padded to a multiple of 64.
     length: int = 1024
     depth: int = 12
     width: int = 768
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
 
 
 def workload(model: Transformer | None = None, batch_size: int = 16, num_steps: int = 64) -> Workload:
-    """Random tokens, whose successors are to be told; AdamW."""
+    """Returns a workload that predicts random labels for random tokens, with AdamW."""
     model = Transformer() if model is None else model
     return Workload(
         name="G0",
@@ -65,10 +65,10 @@ def workload(model: Transformer | None = None, batch_size: int = 16, num_steps: 
 
 
 def step_flops(model: Transformer, num_params: int, batch_size: int) -> float:
-    """The floating-point operations of a training step that the model needs, as in the PaLM paper, appendix B.
+    """Returns the FLOPs that the model needs per training step, as in appendix B of the PaLM paper.
 
-    Six for each parameter and token, forward and backward, and those of attention, of which no half is taken off for
-    causality: https://arxiv.org/abs/2204.02311. The positions' embedding, which multiplies nothing, does not count.
+    There are six per parameter and token, forward and backward, plus those of attention, which are not halved for
+    causality: https://arxiv.org/abs/2204.02311. The position embedding doesn't count, because it multiplies nothing.
     """
     multiplied = num_params - model.length * model.width
     attention = 12 * model.depth * model.width * model.length

@@ -1,4 +1,4 @@
-"""What is trained: models, optimizers, and the batches that all contestants see in the same order."""
+"""The workloads: models, optimizers, and batches that all contestants read in the same order."""
 
 import dataclasses
 import functools
@@ -13,26 +13,26 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-NUM_BATCHES = 64  # Different ones, which come again and again.
+NUM_BATCHES = 64  # Distinct batches, which are repeated.
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model, its optimizer and its data, with the one function that all contestants repeat.
+    """A model, its optimizer and its data, with the step function that all contestants run.
 
     Attributes:
-      name: such as "W0".
-      title: what it is, in a few words.
-      model: called on the inputs, it returns logits.
-      optimizer: an Optax transformation.
-      batch_size: rows of a batch.
-      num_steps: how many steps a contestant takes in a round.
-      make_inputs: a function of a NumPy generator and a shape, the inputs of a batch; `[batch_size, *input_shape]`.
-      input_shape: of one example.
-      label_shape: of one example's labels, which are class numbers.
-      num_classes: how many there are.
-      num_devices: over how many the batch is split. More than one are virtual devices of the CPU.
-      scans: whether a scan over steps is worth a try. XLA's convolutions on a CPU are ten times slower inside one.
+      name: A name such as "W0".
+      title: A short description.
+      model: A module that maps inputs to logits.
+      optimizer: An Optax transformation.
+      batch_size: Rows per batch.
+      num_steps: Steps that a contestant trains per round.
+      make_inputs: Makes the inputs of a batch, `[batch_size, *input_shape]`, from a NumPy generator and that shape.
+      input_shape: The shape of one example.
+      label_shape: The shape of one example's labels, which are class numbers.
+      num_classes: The number of classes.
+      num_devices: The number of devices that the batch is split over; if more than one, virtual devices of the CPU.
+      scans: Whether to run scans over steps. On a CPU, XLA is ten times slower at convolutions inside a scan.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Workload:
 
     @functools.cached_property
     def data(self) -> list[dict[str, np.ndarray]]:
-        """The different batches, on the host."""
+        """The distinct batches, on the host."""
         rng = np.random.default_rng(0)
         inputs_shape, labels_shape = (self.batch_size, *self.input_shape), (self.batch_size, *self.label_shape)
         return [
@@ -62,30 +62,30 @@ class Workload:
         ]
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
-        """The batches from the first on, without end."""
+        """Returns an endless iterator that repeats the batches from the first one."""
         return itertools.cycle(self.data)
 
     @functools.cached_property
     def first_params(self) -> Any:
-        """The parameters that all begin with, on the host: a state that is made of them may be donated."""
+        """The initial parameters of all contestants, on the host, so that donating a state doesn't delete them."""
         variables = jax.jit(self.model.init)(jax.random.key(0), self.data[0]["x"])
         return jax.tree.map(np.asarray, variables["params"])
 
     def new_params(self) -> Any:
-        """A copy of `first_params` on the device."""
+        """Returns a copy of `first_params` on the device."""
         return jax.block_until_ready(jax.tree.map(jnp.array, self.first_params))
 
     def loss(self, params: Any, batch: dict[str, Any]) -> jax.Array:
-        """The mean loss of a batch."""
+        """Returns the mean loss of a batch."""
         return cross_entropy(self.model.apply({"params": params}, batch["x"]), batch).mean()
 
     def train_step(self, state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, jax.Array]]:
-        """One optimizer update of a Flax `TrainState`; pure, for whoever compiles it."""
+        """Makes one optimizer update of a Flax `TrainState`. Pure; contestants compile it."""
         loss, grads = jax.value_and_grad(self.loss)(state.params, batch)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     def final_loss(self, params: Any) -> float:
-        """The loss by which it is checked that contestants have trained the same: over the first eight batches."""
+        """Returns the loss on the first eight batches, to check that contestants have trained the same."""
         params = jax.tree.map(np.asarray, params)
         return statistics.mean(float(self._compiled_loss(params, batch)) for batch in self.data[:8])
 
@@ -95,15 +95,15 @@ class Workload:
 
 
 def cross_entropy(logits: jax.Array, batch: dict[str, Any]) -> jax.Array:
-    """The loss of each example (of a sequence, of each token)."""
+    """Returns the loss of each example, or of each token of a sequence."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
-# Layers have names whose alphabetical order is that of the calls, so that others can be given their weights.
+# Layers are named in the alphabetical order of their calls, so that Keras can be given their weights.
 
 
 class MLP(nn.Module):
-    """One hidden layer."""
+    """A network with one hidden layer."""
 
     width: int
 
@@ -125,7 +125,7 @@ class CNN(nn.Module):
 
 
 class Deep(nn.Module):
-    """Many small layers, so that a state has many leaves: with biases, and a head without, 2 * depth + 1."""
+    """Many small layers, so that the parameters have many leaves: 2 * depth + 1, as only the head has no bias."""
 
     depth: int
     width: int
@@ -143,7 +143,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def workload(name: str, num_devices: int = 8) -> Workload:
-    """The workload of a name; of W4, over so many devices."""
+    """Returns the workload with this name. `num_devices` applies only to W4."""
     match name:
         case "W0":
             model = MLP(width=16)
@@ -166,7 +166,7 @@ def workload(name: str, num_devices: int = 8) -> Workload:
                 num_steps=256,
                 num_devices=num_devices,
             )
-    raise ValueError(f"There is no workload {name!r}. There are {', '.join(NAMES)}.")
+    raise ValueError(f"Unknown workload {name!r}. Choose one of {', '.join(NAMES)}.")
 
 
 NAMES = ("W0", "W1", "W2", "W3", "W4")

@@ -23,7 +23,7 @@ author = "The jaxloop authors"
 copyright = "The jaxloop authors"
 release = version = jaxloop.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb", "sphinx_copybutton"]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 suppress_warnings = ["config.cache"]  # Those of myst-nb, whose options are not all picklable.
 
@@ -32,6 +32,11 @@ myst_enable_extensions = ["colon_fence", "fieldlist"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # A test executes them.
 nb_ipywidgets_js = {}
+
+# The button copies doctests without their prompts and outputs. Printed output has no button.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div.highlight-python pre, div.highlight-sh pre, div.highlight-ipython3 pre"
 
 # The API reference.
 autodoc_default_options = {"member-order": "bysource", "show-inheritance": True}

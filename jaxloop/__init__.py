@@ -1,22 +1,22 @@
 """jaxloop: a training-loop framework for JAX.
 
-Five nouns, and one word for "when":
+The concepts:
 
 - `Step`: what happens to one batch, `preprocess_batch -> begin -> run -> end`; `run` is pure, jitted and sharded.
 - `Partitioner`: where arrays live, on one device or over a mesh.
-- `Loop`: a bounded series of steps over one dataset: `TrainLoop`, `EvalLoop`.
-- `Action`: a side effect at chosen moments: summaries, checkpoints, progress, early stopping, your own.
-- `OuterLoop`: the experiment, made of train loops, eval loops by their `EvalSpec`, resume and stop.
-- `Schedule`: *when*, for the interval of an action or an evaluation: `every(steps=100) | last()`, `at(...)`, ...
+- `Loop`: a bounded number of steps over one dataset: `TrainLoop`, `EvalLoop`.
+- `Action`: a side effect at chosen moments, such as summaries, checkpoints, progress and early stopping.
+- `OuterLoop`: the experiment: it trains, evaluates by `EvalSpec`s, resumes and stops.
+- `Schedule`: when an action or an evaluation runs: `every(steps=100) | last()`, `at(...)`, ...
 
-A checkpoint is the whole run: a run that was killed, and is started again, ends as if nothing had happened.
+A checkpoint holds the whole run: a run that is killed and started again ends with the same bits as one that is not.
 
-Beside them: `TrainState`, Flax's with all of a model's variables; `SummaryAction(default_writer(workdir))` for
-TensorBoard and `CheckpointAction(directory)`; `summarize(outputs)` for example-weighted means. `Step` shows how to
-write a step, with a Linen module or an NNX class; `OuterLoop` how to run an experiment.
+Also here: `TrainState`, Flax's with all variables of a model; `SummaryAction(default_writer(workdir))` for
+TensorBoard; `CheckpointAction(directory)`; and `summarize(outputs)` for example-weighted means. `Step` shows how to
+write a step with a Linen module or an NNX class, and `OuterLoop` how to run an experiment.
 
-The state that a step or a train loop is given is donated: go on with the one that it returns. `state.step` counts
-completed optimizer updates, and is the only count.
+Steps and train loops donate the state that they are given: use the one that they return. `state.step` counts completed
+optimizer updates, and is the only counter.
 """
 
 from jaxloop.action_loop import ActionLoop
@@ -115,3 +115,11 @@ __all__ = [
     "skippable",
     "summarize",
 ]
+
+_PUBLIC_MODULES = """action_loop actions checkpoint data distributed eval_loop functional history loop metrics
+outer_loop partition schedules stat_loop step testing train_loop types""".split()
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, for completion: not the modules that only carry them."""
+    return sorted([*__all__, "__version__", *(name for name in _PUBLIC_MODULES if name in globals())])

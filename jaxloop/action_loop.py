@@ -1,4 +1,4 @@
-"""A loop with actions before, inside and after it."""
+"""A loop that calls actions before, between and after its steps."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +13,11 @@ from jaxloop.step import Step
 
 
 class ActionLoop(StatLoop):
-    """Calls actions when the loop begins, when it ends, and inside it where their schedule says so.
+    """Calls actions when a loop begins, when it ends, and between its steps if they have a schedule.
 
     Hooks:
-      begin, end: see `Loop`; call those of `super()`, which measure, and call the actions.
-      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+      begin, end: See `Loop`. Call those of `super()`, which call the actions and add the statistics.
+      run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -36,15 +36,16 @@ class ActionLoop(StatLoop):
     step 30: 10 losses
 
     Args:
-      step: what happens to one batch.
-      begin_actions: called in their order when the loop begins, with `outputs=None`. An int interval counts loops; a
-        schedule is asked then, whether it fired since the last beginning.
-      end_actions: called with the outputs since their last call. An int interval counts loops, and they are called
-        when the loop ends; with a schedule they are called after exactly that step. Those that come last
-        (`Action.comes_last`, as checkpoints do) follow the others, and the evaluations of an `OuterLoop`.
-      stat_names: see `StatLoop`, as all that follows.
+      step: The step to run on each batch.
+      begin_actions: Actions to call, in this order, when a loop begins, with `outputs=None`. An int interval counts
+        loops. An action with a schedule is called if the schedule fired since the last loop began.
+      end_actions: Actions to call with the outputs since their last call. An int interval counts loops, and the action
+        is called when a loop ends. With a schedule, it is called after exactly that step. Actions with `runs_last`,
+        such as checkpoints, follow the others and the evaluations of an `OuterLoop`.
+      stat_names: See `StatLoop`, also for the remaining arguments.
 
-    A loop on its own waits at the end of each call for what the actions have begun, such as an asynchronous save.
+    Without an `OuterLoop`, the end of each call waits for everything that the actions have started, such as an
+    asynchronous save.
     """
 
     def __init__(
@@ -64,27 +65,27 @@ class ActionLoop(StatLoop):
 
     @property
     def begin_actions(self) -> Sequence[Action]:
-        """The actions when the loop begins."""
+        """The actions that are called when a loop begins."""
         return self.engine.moments.beginnings.actions
 
     @property
     def end_actions(self) -> Sequence[Action]:
-        """The actions after the steps."""
+        """The actions that are called after steps, or when a loop ends."""
         return self.engine.moments.agenda.actions.actions
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """All actions, the step's too, and how often each has been called."""
+        """All actions, including those of the step, with the number of calls of each."""
         return self.engine.action_lists
 
     @property
     def actions(self) -> Sequence[Action]:
-        """All actions, the step's too, each of them once."""
+        """All actions, including those of the step, each listed once."""
         return list({id(action): action for each in self.action_lists for action in each.actions}.values())
 
     @property
     def loop_count(self) -> int:
-        """How many loops have ended. Set it to go on with the intervals of an earlier run."""
+        """The number of loops that have ended. Set it to continue the int intervals of an earlier run."""
         return self.engine.progress.loops
 
     @loop_count.setter

@@ -34,14 +34,14 @@ _HEAD = 7
 _SIZE = _HEAD + 2 * _MOST_BATCHES
 
 
-def is_known_to_all(error: BaseException) -> bool:
+def is_known_to_all_processes(error: BaseException) -> bool:
     """Returns whether all processes know of an error, and have stopped at the same step."""
-    return getattr(error, "_jaxloop_is_known_to_all", False)
+    return getattr(error, "_jaxloop_is_known_everywhere", False)
 
 
-def known_to_all(error: Any) -> Any:
+def known_to_all_processes(error: Any) -> Any:
     """Notes that all processes meet an error at the same step; returns it."""
-    error._jaxloop_is_known_to_all = True
+    error._jaxloop_is_known_everywhere = True
     return error
 
 
@@ -98,7 +98,7 @@ def _tell(about: str, *numbers: int) -> _Answers:
 def _error_for(failed: np.ndarray) -> ProcessError:
     """The error for what another process has told."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
-    return known_to_all(
+    return known_to_all_processes(
         ProcessError(f"Process {places} of {len(failed)} has failed; what it has met is in its own output.")
     )
 
@@ -110,7 +110,7 @@ def tell_failure(error: BaseException) -> None:
     """Tells the others, where they ask `any_stops`, that this process has failed there."""
     with contextlib.suppress(Exception):  # The error at hand is the one to be told.
         _tell(_VOTES, _FAILED).read()
-        known_to_all(error)
+        known_to_all_processes(error)
 
 
 def wait_for_all(where: str) -> None:
@@ -146,7 +146,7 @@ def check_same(what: str, lines: Sequence[str]) -> None:
             numbers = range(max(len(first), len(other)))
             pairs = [(first.get(number, "(none)"), other.get(number, "(none)")) for number in numbers]
             shown = "\n".join(f"  {one} -> {two}" for one, two in pairs if one != two)
-            raise known_to_all(
+            raise known_to_all_processes(
                 ValueError(
                     f"{what} is not the same in all processes. What differs (process 0 -> process {place}):\n{shown}\n"
                     "Start the same program with the same arguments in each; what shall happen in one alone it decides "
@@ -196,7 +196,7 @@ class Job:
             self.requests.outermost.confirm(int(told[:, 2].max()))
         return bool(told[:, 1].any())
 
-    def first_says(self, value: bool) -> bool:
+    def from_first_process(self, value: bool) -> bool:
         """Returns what the first process says."""
         return bool(_tell("asks what the first process says", int(value)).read()[0, 0]) if self.is_shared else value
 
@@ -206,7 +206,7 @@ class Job:
 
     def knows(self, error: BaseException) -> bool:
         """Returns whether all have stopped for this error, at the same step."""
-        return not self.is_shared or is_known_to_all(error)
+        return not self.is_shared or is_known_to_all_processes(error)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
         """See `check_same`."""
@@ -215,7 +215,7 @@ class Job:
 
 
 @final
-class JointDraw:
+class JointReader:
     """Draws batches in all processes, as many in each, and tells of each what it is in all.
 
     The processes tell each other some batches in advance, those of about 50 ms, what they have drawn. So to draw here
@@ -225,14 +225,14 @@ class JointDraw:
     Args:
       who: for whom it draws, the same in all processes.
       draw: draws the next batch of this process.
-      before_drawing: called before some batches are drawn from the dataset.
+      before_reading: called before some batches are drawn from the dataset.
       count: counts its examples.
       requests: which signals have come here; it is told when all know.
       secs: the seconds of training in this process. Those of the first count for all.
       fill_to: called with the most rows that a batch has in one of the processes, where they may differ; None where all
         must be of one size.
-      until_all_end: whether to go on until the data of all have ended. The others then draw batches without a row.
-        Otherwise the end of one is that of all.
+      until_all_processes_end: Whether to continue until the datasets of all processes have ended; the others then read
+        batches without rows. Otherwise the end of one dataset ends all.
     """
 
     def __init__(
@@ -240,17 +240,17 @@ class JointDraw:
         who: str,
         draw: Callable[[], types.Batch],
         *,
-        before_drawing: Callable[[], None],
+        before_reading: Callable[[], None],
         count: Callable[[types.Batch], int],
         requests: interrupt.Interruptible,
         secs: Callable[[], float],
         fill_to: Callable[[int], None] | None,
-        until_all_end: bool,
+        until_all_processes_end: bool,
     ):
-        self._who, self._before_drawing = who, before_drawing
+        self._who, self._before_reading = who, before_reading
         self._draw, self._count, self._requests, self._secs, self._fill_to = draw, count, requests, secs, fill_to
-        self._until_all_end = until_all_end
-        self._own: deque[types.Batch] = deque()  # Drawn, and not told of.
+        self._until_all_processes_end = until_all_processes_end
+        self._own: deque[types.Batch] = deque()  # ReadBatch, and not told of.
         self._told: deque[tuple[_Answers, list[types.Batch], int]] = deque()
         self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
         self._handed_out: deque[tuple[int, float]] = deque()  # Examples in all processes, and the time; not counted.
@@ -305,7 +305,7 @@ class JointDraw:
         """Draws some batches and tells the others what came."""
         size, batches, sizes = max(int(min(self._next_size, self._left)), 1), [], []
         if not self._own:
-            self._before_drawing()
+            self._before_reading()
         while len(batches) < size and (self._own or self._error is None):
             try:
                 batch = self._own.popleft() if self._own else self._draw()
@@ -323,10 +323,10 @@ class JointDraw:
         signum, clock = self._requests.outermost.unconfirmed or 0, map(int, np.array([secs]).view(np.int32))
         about = f"draws batches from the one after {self._num_told} on, for {self._who}"
         self._num_told += size
-        answers = _tell(about, self._what_to_say(), len(batches), signum, *clock, next_size, *sizes)
+        answers = _tell(about, self._message(), len(batches), signum, *clock, next_size, *sizes)
         self._told.append((answers, batches, size))
 
-    def _what_to_say(self) -> int:
+    def _message(self) -> int:
         if self._error is None or self._own:
             return _WELL
         if not isinstance(self._error, StopIteration):
@@ -341,17 +341,17 @@ class JointDraw:
         secs = float(np.ascontiguousarray(told[0, 3:5]).view(np.float64)[0])
         rows, examples = np.moveaxis(told[:, _HEAD - 1 :].reshape(len(told), _MOST_BATCHES, 2), -1, 0)
         has_ended = (said == _ENDED) | (said == _EMPTY)
-        stops = said == _FAILED if self._until_all_end else said != _WELL
+        stops = said == _FAILED if self._until_all_processes_end else said != _WELL
         number = int(drawn[stops].min() if stops.any() else drawn.max())
         if stops.any() or has_ended.all():
-            self._end = self._end_of_all((said == _FAILED) & (drawn == number))
+            self._end = self._end_of_all_processes((said == _FAILED) & (drawn == number))
         for place in range(number):
             has_batch = drawn > place
             sizes = np.where(has_batch, rows[:, place], 0)
             most_rows = 0 if np.all(sizes == sizes[0]) else int(sizes.max())
             problem = self._why_not(sizes, said == _EMPTY) if most_rows else None
             if problem is not None:
-                number, self._end = place, known_to_all(problem)
+                number, self._end = place, known_to_all_processes(problem)
                 break
             batch = mine[place] if place < len(mine) else self._empty
             self._agreed.append((batch, int(examples[has_batch, place].sum()), secs, most_rows))
@@ -367,12 +367,12 @@ class JointDraw:
             if isinstance(self._error, StopIteration) or self._error is self._end:
                 self._error = None
 
-    def _end_of_all(self, failed: np.ndarray) -> Exception | SystemExit:
+    def _end_of_all_processes(self, failed: np.ndarray) -> Exception | SystemExit:
         """Returns the error that ends the series here, where these have failed; where none has, the end of the data."""
         if not failed.any():
             return StopIteration()
         own = self._error if failed[jax.process_index()] else None
-        return _error_for(failed) if own is None else known_to_all(own)
+        return _error_for(failed) if own is None else known_to_all_processes(own)
 
     def _why_not(self, sizes: np.ndarray, is_empty: np.ndarray) -> Exception | None:
         """Returns the reason why batches of different sizes can't be made one; None where they can."""

@@ -173,13 +173,13 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
 
 
 def restore_newest(
-    directory: epath.PathLike, state: Any, *, transforms: Any = None, moves_aside: bool = True
+    directory: epath.PathLike, state: Any, *, transforms: Any = None, quarantines: bool = True
 ) -> tuple[Any, int] | None:
     """Restores the newest checkpoint that is whole; see `restore`.
 
     Newer ones that are damaged are moved to `<directory>/damaged/<step>`, with a warning each, once a whole one is
     restored: their steps can be saved again. Whoever only reads, while another process may be writing, says
-    `moves_aside=False`.
+    `quarantines=False`.
 
     Returns:
       The state and its step; None where the directory holds no checkpoint.
@@ -188,7 +188,7 @@ def restore_newest(
       CheckpointError: there are checkpoints, and all are damaged; none was moved.
       ValueError: the newest that is whole does not fit the state; none was moved.
     """
-    opened = open_newest(directory, state, transforms=transforms, moves_aside=moves_aside)
+    opened = open_newest(directory, state, transforms=transforms, quarantines=quarantines)
     return opened and (opened[1], opened[0].step)
 
 
@@ -197,19 +197,19 @@ def open_newest(
     state: Any,
     *,
     transforms: Any = None,
-    moves_aside: bool = True,
+    quarantines: bool = True,
     steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
     """Like `restore_newest`; returns the checkpoint, for what else is to be read from it, and the state.
 
     `steps` are those of `all_steps`, for a caller that has listed the directory.
     """
-    found, errors = _newest_whole(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
+    found, errors = _newest_complete(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
     if found is not None:
         for error in errors:
             consequence = f"Step {found[0].step} was restored instead."
-            if moves_aside:
-                _move_aside(error, consequence)
+            if quarantines:
+                _quarantine(error, consequence)
             else:
                 logging.warning("%s\n%s", error, consequence)
     elif errors:
@@ -223,18 +223,18 @@ def open_newest(
     return found
 
 
-def move_damaged_aside(directory: epath.PathLike) -> None:
+def quarantine_damaged(directory: epath.PathLike) -> None:
     """Moves the checkpoints whose seal is broken and that are newer than the newest whole one, see `restore_newest`.
 
     In a job of many processes, the first does so before all of them restore. Where all are damaged, none is moved.
     """
-    found, errors = _newest_whole(directory, lambda opened: None)
+    found, errors = _newest_complete(directory, lambda opened: None)
     if found is not None:
         for error in errors:
-            _move_aside(error, f"Step {found[0].step} is restored instead.")
+            _quarantine(error, f"Step {found[0].step} is restored instead.")
 
 
-def _newest_whole(
+def _newest_complete(
     directory: epath.PathLike, read: Callable[["Checkpoint"], Any], steps: Sequence[int] | None = None
 ) -> tuple[tuple["Checkpoint", Any] | None, list[CheckpointError]]:
     """Returns the newest checkpoint that can be read, with what was read, or None; and the errors of newer ones."""
@@ -249,7 +249,7 @@ def _newest_whole(
     return None, errors
 
 
-def _move_aside(error: CheckpointError, consequence: str) -> None:
+def _quarantine(error: CheckpointError, consequence: str) -> None:
     """Moves the damaged checkpoint that an error is about out of the way, and warns of it."""
     assert error.directory is not None
     (step,) = error.steps
@@ -330,7 +330,7 @@ class Checkpoint:
         is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
         noted = {} if problems else _noted(path)
-        if not is_sealed and _is_of_jaxloop(path, noted):
+        if not is_sealed and _is_jaxloop_checkpoint(path, noted):
             problems = seal.problems(path)  # The seal is missing.
         saved_by, belongs_to = noted.get(_RUN_ID_KEY), _read_run_id(path.parent)
         if None not in (saved_by, belongs_to) and saved_by != belongs_to:
@@ -457,7 +457,7 @@ def _noted(path: epath.Path) -> dict[str, Any]:
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
 
 
-def _is_of_jaxloop(path: epath.Path, noted: Mapping[str, Any]) -> bool:
+def _is_jaxloop_checkpoint(path: epath.Path, noted: Mapping[str, Any]) -> bool:
     """Returns whether a `CheckpointWriter` of a directory saved this: each part of it tells, where others are missing.
 
     What plain Orbax managers save, ours among them, has no such mark.
@@ -696,7 +696,7 @@ class CheckpointWriter:
                 if self._owns_manager:
                     noted[_RUN_ID_KEY] = _run_id_of(self._directory)
                 else:
-                    self._wait_for_the_one_before()  # Only now: the manager may have passed this step over.
+                    self._wait_for_previous_save()  # Only now: the manager may have passed this step over.
                 if self._best is not None:
                     metrics = metrics or {}  # With None, Orbax warns at each save.
                 self._step, self._noted = step, noted
@@ -736,7 +736,7 @@ class CheckpointWriter:
     def _ready_manager(self) -> ocp.CheckpointManager:
         """Returns the manager; one of our own can save now, into a directory that was looked at."""
         if self._owns_manager:
-            self._wait_for_the_one_before()  # Whether it is a checkpoint is known only then.
+            self._wait_for_previous_save()  # Whether it is a checkpoint is known only then.
             self._check_directory()  # Before `_open` makes it.
         return self._manager or self._open()
 
@@ -753,7 +753,7 @@ class CheckpointWriter:
                 if jax.process_count() == 1:
                     raise
         if problem := agreement.gather_texts(problem)[0]:
-            raise agreement.known_to_all(RuntimeError(problem))
+            raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _check_is_kept(self) -> None:
         """Raises if the directory is no longer the one that the run has locked, or the last checkpoint is gone."""
@@ -770,7 +770,7 @@ class CheckpointWriter:
         # Orbax starts threads to look through a directory, which takes longer than to look for one name.
         return (self._directory / str(step)).exists() and step in all_steps(self._directory)
 
-    def _wait_for_the_one_before(self) -> None:
+    def _wait_for_previous_save(self) -> None:
         began = self._clock()
         try:
             self.wait()
@@ -784,7 +784,7 @@ class CheckpointWriter:
                 try:
                     _metrics(self._directory / str(step))
                 except CheckpointError as error:  # Such as one whose deletion was killed half-way.
-                    _move_aside(error, "It can't be the best any more.")
+                    _quarantine(error, "It can't be the best any more.")
         self._manager = ocp.CheckpointManager(self._directory, options=self._options())
         return self._manager
 

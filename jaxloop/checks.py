@@ -1,4 +1,4 @@
-"""What can be wrong with a state, a batch or a step's results, said in one voice: expected, got, do."""
+"""Checks of states, batches and the results of steps, with errors of one form: expected, got, remedy."""
 
 import importlib.util
 import operator
@@ -15,23 +15,23 @@ from jaxloop.text import printable
 
 
 def path_name(path: Any) -> str:
-    """A leaf's path as a person writes it: `params/Dense_0/kernel`."""
+    """Returns the path of a leaf with slashes: `params/Dense_0/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def batch_leaf_name(path: Any) -> str:
-    """A batch leaf's path in Python: `batch['image']`."""
-    # What has a mask beside it is still what the user knows as the batch.
+    """Returns the path of a batch's leaf in Python: `batch['image']`."""
+    # A batch with a mask is in the field `batch`.
     return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
 
 def batch_leaves(batch: Any) -> dict[str, Any]:
-    """The leaves of a batch under their names, `{"batch['image']": array}`."""
+    """Returns the leaves of a batch by name, `{"batch['image']": array}`."""
     return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
 
 
 def describe(leaf: Any) -> str:
-    """A leaf as `float32[32, 10]`, or the name of its class where it is no array."""
+    """Describes an array as `float32[32, 10]`, and another leaf by the name of its class."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
         return f"{dtype}{list(leaf.shape)}"
@@ -39,7 +39,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Names with commas between them; of many the first, and how many more there are.
+    """Joins names with commas; shows the first ones of many, and the number of others.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -49,31 +49,31 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The lines; of more than twelve the first, and one that says how many more there are."""
+    """Returns at most twelve lines, and one with the number of others."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
+    """Returns whether a package can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # A placeholder in sys.modules.
         return False
 
 
-def is_of_user(thing: Any, name: str) -> bool:
-    """Whether a method is that of a user's subclass, or set on this object, and none of jaxloop's own."""
+def is_user_defined(thing: Any, name: str) -> bool:
+    """Returns whether a method is defined by the user, in a subclass or on this object."""
     module = getattr(getattr(type(thing), name), "__module__", "")
     return name in vars(thing) or not module.startswith("jaxloop.")
 
 
 def is_overridden(thing: Any, name: str, base: type) -> bool:
-    """Returns whether a method is another one than that of the base, by a subclass or set on this object."""
+    """Returns whether a method of the base class is overridden, in a subclass or on this object."""
     return name in vars(thing) or getattr(type(thing), name) is not getattr(base, name)
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
-    """Raises unless `value` is a positive int (or None, where `optional`); the error says what it may be `instead`."""
+    """Raises an error unless `value` is a positive int, or None if `optional`. `instead` names an alternative."""
     if optional and value is None:
         return
     allowed = "a positive int or None" if optional else "a positive int"
@@ -93,29 +93,29 @@ def _deleted_leaves(state: Any) -> list[str]:
 
 
 def is_alive(state: Any) -> bool:
-    """Whether no leaf of the state has been donated."""
+    """Returns whether no leaf of the state was donated."""
     return not _deleted_leaves(state)
 
 
-def mark_taken(state: Any, by: str) -> None:
-    """Remembers which call took the state, for the error of a second use.
+def mark_donated(state: Any, by: str) -> None:
+    """Records the call to which a state was donated, for the error of a second use.
 
-    The note lives on an array that is donated, so that it follows the leaf through `state.replace(...)`.
+    The name is stored on a donated array, so that it survives `state.replace(...)`.
     """
     leaf = donated_leaf(state)
-    if leaf is not None and not hasattr(leaf, "_jaxloop_taken_by"):
-        leaf._jaxloop_taken_by = by  # pyright: ignore[reportAttributeAccessIssue]
+    if leaf is not None and not hasattr(leaf, "_jaxloop_donated_to"):
+        leaf._jaxloop_donated_to = by  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the first array of a state that a step donates: any but `state.step`; None where there is none."""
+    """Returns the first array of a state that a step donates, any except `state.step`; None if there is none."""
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
 
 
 def check_multiple(name: str, value: int | None, step: Any) -> None:
-    """Raises where a number of updates is not made up of whole batches of a step with `updates_per_step`."""
+    """Raises an error if a number of updates is not a multiple of the step's `updates_per_step`."""
     updates = step.updates_per_step
     if value is not None and value % updates:
         below, above = value // updates * updates, (value // updates + 1) * updates
@@ -125,13 +125,12 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
         )
 
 
-def ways_to_count(step: Any) -> str:
-    """What to do about a training step that does not count its updates."""
+def counting_hint(step: Any) -> str:
+    """Returns the remedy for a training step that does not count its updates."""
     if step.updates_per_step > 1:
         return (
-            f"Each run must add {step.updates_per_step} to it, as {type(step).__name__}.updates_per_step says: by as "
-            "many calls of state.apply_gradients(grads=...), or by state.replace(step=...). Or correct "
-            "updates_per_step."
+            f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
+            "call state.apply_gradients(grads=...) that often, or state.replace(step=...). Or correct updates_per_step."
         )
     return (
         "Each run must add one to it: return state.apply_gradients(grads=...), or "
@@ -141,7 +140,7 @@ def ways_to_count(step: Any) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """A non-negative whole number as an int, given as one, as a float, or as an array with one element; else None.
+    """Returns a non-negative whole number as an int, given an int, a float or an array with one element; else None.
 
     >>> whole_number(np.float32(8.0)), whole_number(np.array([8])), whole_number(1.5), whole_number("8")
     (8, 8, None, None)
@@ -157,34 +156,34 @@ def whole_number(value: Any) -> int | None:
 
 
 def check_alive(state: Any, caller: str) -> None:
-    """Raises where the state was donated: with several CPU devices its use would end the process."""
+    """Raises an error if the state was donated. On several CPU devices, its use would crash the process."""
     deleted = _deleted_leaves(state)
     if not deleted:
         return
-    taken_by = getattr(donated_leaf(state), "_jaxloop_taken_by", "an earlier call")
+    taken_by = getattr(donated_leaf(state), "_jaxloop_donated_to", "an earlier call")
     raise ValueError(
-        f"{caller} got a state that {taken_by} has already taken: its buffers ({listed(deleted, show=3)}) were "
-        "donated, that is, reused for the new state.\nUse the state which that call returned. To keep a copy, make it "
-        "before the call: kept = jax.tree.map(jnp.copy, state)."
+        f"{caller} got a state that was already donated to {taken_by}: its buffers ({listed(deleted, show=3)}) were "
+        "reused for the new state.\nUse the state that that call returned. To keep a copy, make it before the call: "
+        "kept = jax.tree.map(jnp.copy, state)."
     )
 
 
 def adopt(state: Any) -> Any:
-    """The state with its Python and NumPy leaves, such as a `step` that Flax made, as JAX arrays.
+    """Returns the state with its Python and NumPy leaves, such as Flax's `step`, as JAX arrays.
 
     Raises:
-      TypeError: `state.step` is no integer.
+      TypeError: `state.step` is not an integer.
     """
     check_counter(getattr(state, "step", None))
     return jax.tree.map(_as_array, state)
 
 
 def check_counter(step: Any, *, is_scalar: bool = True) -> None:
-    """Raises a `TypeError` where `state.step`, or its shape, is there and is no integer.
+    """Raises a `TypeError` if `state.step`, or its shape, exists and is not an integer.
 
     Args:
-      step: the leaf; None where the state doesn't count.
-      is_scalar: False to raise at once: it has axes.
+      step: The leaf; None if the state has no counter.
+      is_scalar: Whether it is a scalar. If not, the error is raised.
     """
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
     is_int = isinstance(step, int) and not isinstance(step, bool)
@@ -192,14 +191,14 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
     if step is not None and not (is_integer and is_scalar):
         raise TypeError(
             "state.step must be an integer scalar, the number of completed updates, got "
-            f"{describe(step) if is_array else repr(step)}. Write state.replace(step=jnp.int32(0)), for none."
+            f"{describe(step) if is_array else repr(step)}. For none, write state.replace(step=jnp.int32(0))."
         )
 
 
 def _as_array(leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array):
         return leaf
-    # With a dtype of its own, for a weak type would compile the step once more.
+    # With an explicit dtype, because a weak type would compile the step again.
     return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
 
 
@@ -207,13 +206,13 @@ def _as_array(leaf: Any) -> jax.Array:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises a `TypeError` that names the leaf where a batch holds what JAX can't compute with."""
+    """Raises a `TypeError` that names the leaf if a batch contains something that JAX can't compute with."""
     for problem in problems_of_batch(batch):
         raise TypeError(problem) from None
 
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
-    """What JAX can't compute with in a batch, a sentence a leaf."""
+    """Yields a sentence for each leaf of a batch that JAX can't compute with."""
     for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:
@@ -221,11 +220,9 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
 
 
 def batch_in_words(batch: Any) -> str:
-    """What a batch holds, for a person who looks for what is wrong with it: `batch['x'] float32[8, 3], ...`.
+    """Describes a batch for an error message: `batch['x'] float32[8, 3], ...`, with at most eight leaves.
 
-    Of more than eight leaves it shows the first.
-
-    A list of numbers, each of which JAX makes an array, and None, which it takes for nothing, are shown as they are.
+    Lists of numbers, each of which JAX would make an array, and None, which JAX ignores, are shown as such.
     """
     is_odd = lambda node: node is None or _is_list_of_numbers(node)
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
@@ -241,7 +238,7 @@ def _is_list_of_numbers(node: Any) -> bool:
 
 def _in_words(leaf: Any) -> str:
     if isinstance(leaf, list):
-        return f"a list of {len(leaf)}, no array: write np.asarray(...)"
+        return f"a list of {len(leaf)}, not an array: write np.asarray(...)"
     return "None" if leaf is None else describe(leaf)
 
 
@@ -250,16 +247,16 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
     match type(leaf).__module__.partition(".")[0]:
         case "tensorflow":
             return (
-                f"a tf.Tensor ({leaf.dtype.name}{list(leaf.shape)}), and a jitted step takes NumPy or JAX arrays. "
-                "Iterate over dataset.as_numpy_iterator() or tfds.as_numpy(dataset), or turn it into NumPy in "
+                f"a tf.Tensor ({leaf.dtype.name}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
+                "Iterate over dataset.as_numpy_iterator() or tfds.as_numpy(dataset), or convert it to NumPy in "
                 "Step.begin: return state, jax.tree.map(np.asarray, batch)."
             )
         case "torch":
             return (
-                f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), and a jitted step takes NumPy or JAX arrays. "
-                "Turn it into NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
+                f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
+                "Convert it to NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
             )
-    remedy = "Drop it, or turn it into numbers, in Step.preprocess_batch or Step.begin."
+    remedy = "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin."
     if isinstance(leaf, str | bytes):
         return f"the string {leaf!r}, which no device can hold. {remedy}"
     if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.hasobject):
@@ -271,31 +268,31 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
-    """What JAX would make of a batch without a word, a sentence; None for nothing.
+    """Returns a warning about dtypes that JAX would silently convert; None if there are none.
 
     Raises:
-      ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them.
+      ValueError: A 64-bit integer does not fit into 32 bits, to which JAX would truncate it.
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     kinds = {name: str(getattr(leaf, "dtype", "")) for name, leaf in batch_leaves(batch).items()}
     _check_range(batch, [name for name, kind in kinds.items() if kind in ("int64", "uint64")])
     floats = [name for name, kind in kinds.items() if kind == "float64"]
-    return _said_of_float64(floats) if floats else None
+    return _float64_warning(floats) if floats else None
 
 
-def _said_of_float64(names: list[str]) -> str:
+def _float64_warning(names: list[str]) -> str:
     return (
-        f"{', '.join(names)} is float64, which JAX turns into float32 at each step. Make it float32 where the data are "
-        "made: .astype(np.float32)."
+        f"{', '.join(names)} is float64, which JAX converts to float32 at each step. Convert it when you make the "
+        "data: .astype(np.float32)."
     )
 
 
 def empty_dataset(dataset: Any) -> ValueError:
-    """The error of train data without a batch."""
+    """Returns the error for a training dataset without a batch."""
     return ValueError(
-        f"The train dataset, {describe(dataset)}, gave no batch. Is it an iterator that was used up, or does its "
-        "pipeline filter out everything?"
+        f"The training dataset, {describe(dataset)}, gave no batch. Is it an exhausted iterator, or does its pipeline "
+        "filter out everything?"
     )
 
 
@@ -304,11 +301,11 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 @final
 class BatchWatch:
-    """Looks at the batches of a step for what JAX would take without a word.
+    """Checks the batches of a step for changes and dtypes that JAX would accept silently.
 
     Attributes:
-      num_rows: the length of the leading axis that the leaves of the last batch share; None where they don't.
-      form: equal for batches whose leaves have the same names, shapes and dtypes; None before the first.
+      num_rows: The length of the leading axis that all leaves of the last batch share; None if they don't share one.
+      form: Equal for batches whose leaves have the same names, shapes and dtypes; None before the first batch.
     """
 
     def __init__(self):
@@ -316,44 +313,45 @@ class BatchWatch:
         self.form: list[Any] | None = None
         self._seen: set[tuple[Any, ...]] = set()
         self._leaves: dict[str, str] = {}
-        self._arrays: dict[str, Any] = {}  # Of the first batch: dtypes and shapes.
+        self._arrays: dict[str, Any] = {}  # The dtypes and shapes of the first batch.
         self._wide: list[str] = []  # The paths of 64-bit integers.
-        self._limits: list[tuple[Any, int, int]] = []  # Where they are in a plain batch, and what fits into 32 bits.
-        self._has_device_arrays = False  # Which may be laid out in several ways.
+        self._limits: list[tuple[Any, int, int]] = []  # Their keys in a plain batch, and the limits of 32 bits.
+        self._has_device_arrays = False  # Their layouts may change too.
         self._has_warned = False
 
     def look(self, batches: Sequence[Any], step: Any) -> int | None:
-        """Looks at the next batches of a step, whose `max_batch_shapes` says how many shapes may come.
+        """Checks the next batches of a step, whose `max_batch_shapes` limits the number of shapes.
 
         Args:
-          batches: one, or several with the shapes and dtypes of the first.
-          step: the step.
+          batches: One batch, or several with the shapes and dtypes of the first.
+          step: The step.
 
         Returns:
-          The length of the leading axis that all leaves of the batch share; None where they don't.
+          The length of the leading axis that all leaves of the batch share; None if they don't share one.
 
         Raises:
-          ValueError: a 64-bit integer does not fit into 32 bits, to which JAX cuts them; or there are too many shapes.
+          ValueError: A 64-bit integer does not fit into 32 bits, to which JAX would truncate it; or there are too many
+            shapes.
         """
         batch = batches[0]
         try:
             form = [*batch, *map(_form, batch.values())]
-        except (AttributeError, TypeError):  # Something else than a dict of arrays.
+        except (AttributeError, TypeError):  # Not a dict of arrays.
             leaves, structure = structures.flatten(batch)
             form = [structure, *((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)]
         if self._has_device_arrays:
             form += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(batch)]
         if form != self.form:
-            self._look_closely(batch, form, step)
+            self._check_closely(batch, form, step)
         for each in batches if self._wide else ():
             self._check_range(each)
         return self.num_rows
 
     def _check_range(self, batch: Any) -> None:
-        """Raises where a 64-bit integer of a batch like the last one does not fit into 32 bits."""
+        """Raises an error if a 64-bit integer in a batch like the last one does not fit into 32 bits."""
         try:
             leaves = [(batch[name], least, most) for name, least, most in self._limits]
-        except (KeyError, IndexError, TypeError):  # It is not like the last one.
+        except (KeyError, IndexError, TypeError):  # The batch has another structure.
             leaves = []
         if not leaves:
             _check_range(batch, self._wide)
@@ -361,7 +359,7 @@ class BatchWatch:
             if leaf.size and not least <= np.minimum.reduce(leaf, None) <= np.maximum.reduce(leaf, None) <= most:
                 _check_range(batch, self._wide)
 
-    def _look_closely(self, batch: Any, form: list[Any], step: Any) -> None:
+    def _check_closely(self, batch: Any, form: list[Any], step: Any) -> None:
         by_path = batch_leaves(batch)
         leaves = {path: describe(leaf) + _describe_sharding(leaf) for path, leaf in by_path.items()}
         self._has_device_arrays = any(isinstance(leaf, jax.Array) for leaf in by_path.values())
@@ -370,10 +368,10 @@ class BatchWatch:
         self._wide = [path for path, kind in kinds.items() if kind in ("int64", "uint64")]
         floats = [path for path, kind in kinds.items() if kind == "float64"]
         if not self._seen and floats:
-            logging.warning("In %r, %s", step, _said_of_float64(floats))
+            logging.warning("In %r, %s", step, _float64_warning(floats))
         key = tuple(sorted(leaves.items()))
         if self._seen and key not in self._seen:
-            self._tell_of_change(by_path, leaves, step)
+            self._warn_of_change(by_path, leaves, step)
         self._arrays = self._arrays or self._shapes_by_path(by_path)
         self._seen.add(key)
         self.form, self._leaves = form, leaves
@@ -385,8 +383,8 @@ class BatchWatch:
         wide = [(name, limits[kind]) for name, kind in kinds.items() if kind in limits]
         self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
 
-    def _tell_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
-        """Says that a batch is not like those before; raises where too many were not."""
+    def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
+        """Warns that a batch differs from those before; raises an error after too many shapes."""
         changed = {path: leaf for path, leaf in leaves.items() if self._leaves.get(path) != leaf}
         shown = ", ".join(f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in changed.items())
         what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
@@ -396,23 +394,23 @@ class BatchWatch:
         elif self._shapes_by_path(by_path) == self._arrays:
             what = "layout"
             remedy = "Place all batches on the devices alike, or leave that to the step (should_shard_batch=True)."
-        text = f"{step!r} compiles anew for each {what} of its batches, and here changed {shown}."
+        text = f"{step!r} compiles again for each {what} of its batches, and this one changed {shown}."
         if len(self._seen) >= step.max_batch_shapes:
             raise ValueError(
                 f"{text} It has had {len(self._seen)} shapes, and max_batch_shapes={step.max_batch_shapes} is the "
                 f"limit. {remedy} Or set max_batch_shapes of the step."
             )
-        # One short batch, the last of each epoch, is nothing to speak of.
+        # A short last batch of each epoch is fine.
         if not self._has_warned and (len(self._seen) > 1 or not self._is_short(by_path)):
             self._has_warned = True
-            logging.warning("%s %s This is said once.", text, remedy)
+            logging.warning("%s %s This warning is logged once.", text, remedy)
 
     @staticmethod
     def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:
         return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
 
     def _is_short(self, by_path: dict[str, Any]) -> bool:
-        """Whether a batch is as the first one, with fewer rows."""
+        """Returns whether a batch is like the first one, with fewer rows."""
         now = self._shapes_by_path(by_path)
         if now.keys() != self._arrays.keys() or now == self._arrays:
             return False
@@ -436,14 +434,14 @@ def _check_range(batch: Any, wide: list[str]) -> None:
         limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
         if leaf.max() > limits.max or leaf.min() < limits.min:
             raise ValueError(
-                f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, and JAX would cut them to "
-                f"{limits.dtype}, silently. Map them to smaller numbers, split them in two, or call "
+                f"{name} is {describe(leaf)} with values from {leaf.min()} to {leaf.max()}, which JAX would silently "
+                f"truncate to {limits.dtype}. Map them to smaller numbers, split them in two, or call "
                 "jax.config.update('jax_enable_x64', True) when the program starts."
             )
 
 
 def num_examples(batch: Any) -> int | None:
-    """Returns the length of the leading axis that all array leaves share, 1 for no batch; None where they don't.
+    """Returns the length of the leading axis that all array leaves share; 1 for None, and None if they share none.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
@@ -456,7 +454,7 @@ def num_examples(batch: Any) -> int | None:
         if shape is None:
             if isinstance(leaf, (int, float)):
                 continue
-            # A nested dict, say: look at its leaves.
+            # For example a nested dict.
             return num_examples(jax.tree.leaves(batch)) if type(batch) is dict else None
         if len(shape):
             if found is None:
@@ -467,11 +465,11 @@ def num_examples(batch: Any) -> int | None:
 
 
 def check_only_process(who: str) -> None:
-    """Raises in a job of several processes, for what does not know of others yet."""
+    """Raises an error in a job of several processes, for functions that support only one."""
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise NotImplementedError(
-            f"{who} runs in one process so far, and here are {jax.process_count()}. In several, take an OuterLoop, a "
-            "TrainLoop or fit."
+            f"{who} supports one process only, but this job has {jax.process_count()}. Use an OuterLoop, a TrainLoop "
+            "or fit."
         )
 
 
@@ -479,21 +477,21 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Returns the pair that a hook returned; raises where it returned something else."""
+    """Returns the pair that a hook returned; raises an error if it returned something else."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns `(state, outputs)`; raises where a hook returned something else."""
+    """Returns `(state, outputs)`; raises an error if a hook returned something else."""
     state, outputs = check_pair(result, hook, "(state, outputs)")
     check_outputs(outputs, hook)
     return state, outputs
 
 
 def check_outputs(outputs: Any, hook: str) -> None:
-    """Raises unless `outputs` is None or a dict with string keys."""
+    """Raises an error unless `outputs` is None or a dict with string keys."""
     if outputs is None:
         return
     if not isinstance(outputs, dict):
@@ -507,13 +505,13 @@ def check_outputs(outputs: Any, hook: str) -> None:
 
 
 def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """As `check_result`, of a hook that is compiled: of which JAX would say less when an output is a string."""
+    """Checks the result of a compiled hook, see `check_result`; rejects strings with a clearer error than JAX's."""
     state, outputs = check_result(result, hook)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if isinstance(leaf, str | bytes):
             raise TypeError(
-                f"{hook} returned the output {path_name(path)!r} as the string {leaf!r}; the outputs of what is "
-                "compiled are numbers and arrays. Return text from Step.end."
+                f"{hook} returned the output {path_name(path)!r} as the string {leaf!r}, but compiled "
+                "functions return numbers and arrays. Return text from Step.end."
             )
     return state, outputs
 
@@ -525,38 +523,40 @@ def _describe_result(result: Any) -> str:
 
 
 def check_same_state(before: Any, after: Any, hook: str) -> None:
-    """Raises where `after` differs from `before` in structure, shapes or dtypes, naming the leaves."""
+    """Raises an error that names the leaves if `after` differs from `before` in structure, shapes or dtypes."""
     differences = compare(leaves_by_path(before), leaves_by_path(after))
     if not differences and not structures.are_alike(before, after):
-        differences = [f"  {type(before).__name__} came in, {type(after).__name__} came out, or a static field differs"]
+        differences = [
+            f"  {type(before).__name__} was given, {type(after).__name__} was returned, or a static field differs"
+        ]
     if differences:
         raise TypeError(
-            f"{hook} must return a state of the structure, shapes and dtypes it was given, or each step would compile "
-            "anew. These leaves differ (given -> returned):\n"
+            f"{hook} must return a state with the structure, shapes and dtypes that it was given, or each step would "
+            "compile again. These leaves differ (given -> returned):\n"
             + "\n".join(differences)
             + "\nUpdate the state with state.apply_gradients(grads=...) or state.replace(...), and cast back with "
-            ".astype where a dtype changed."
+            ".astype if a dtype changed."
         )
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree under their paths, `{"params/Dense_0/kernel": array}`."""
+    """Returns the leaves of a pytree by path, `{"params/Dense_0/kernel": array}`."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """The leaves in which two trees differ, a line each, see `first_lines`."""
+    """Returns lines with the leaves in which two pytrees differ, see `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
-    """The paths under which two descriptions of leaves differ, with the one and the other."""
+    """Returns the paths at which two descriptions of leaves differ, with both descriptions."""
     paths = [*expected, *(path for path in got if path not in expected)]
     pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
     return [change for change in pairs if change[1] != change[2]]
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """What changed, a line each, see `first_lines`."""
+    """Returns lines that show changes, see `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -1,4 +1,4 @@
-"""What XLA has compiled, kept for the next start of a program."""
+"""JAX's persistent compilation cache."""
 
 import jax
 from absl import logging
@@ -6,12 +6,12 @@ from etils import epath
 
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
-    """Has JAX keep all that it compiles in a directory, and take it from there the next time.
+    """Stores everything that JAX compiles in a directory, so that the next start compiles nothing.
 
-    It sets JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process, and the thresholds
-    below which JAX keeps nothing (a second of compiling) to zero: with these, of a small model nothing would be kept.
-    Call it before the first step. The same program then compiles nothing when it starts again, also after a crash; an
-    entry is used by the same versions of jax and jaxlib on the same kind of device.
+    It enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process, and sets the
+    thresholds for entries (by default a second of compiling) to zero, so that small models are cached too. Call it
+    before the first step. The same program then starts without compiling, also after a crash, with the same versions of
+    jax and jaxlib and on the same kind of device.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -22,12 +22,12 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     >>> jax.config.update("jax_compilation_cache_dir", None)
 
     Args:
-      directory: made if it is not there; several processes may share it.
+      directory: The directory of the cache, which is created if necessary. Several processes may share it.
 
     Raises:
-      OSError: the directory can't be made.
+      OSError: The directory can't be created.
     """
-    # `resolve` would make of a bucket's name a path of this machine.
+    # `resolve` would turn the name of a bucket into a local path.
     path = epath.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,8 +35,8 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if before != str(path):
-        # A program that has compiled something has settled on a cache, or on none.
+        # A program that has compiled something has already chosen a cache or none.
         from jax.experimental.compilation_cache import compilation_cache
 
         compilation_cache.reset_cache()
-        logging.info("Compiled programs are kept in %s.", path)
+        logging.info("Compiled programs are cached in %s.", path)

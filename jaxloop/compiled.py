@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxloop import agreement, bad_numbers, checks, partition, types
+from jaxloop import agreement, checks, nonfinite, partition, types
 from jaxloop.flat_state import FlatState
 from jaxloop.structures import OfEachStructure
+from jaxloop.timing import Stopwatch, duration
 
 
 @final
@@ -33,9 +34,10 @@ class Compiled:
       fuses: takes stacked batches, scans over them, and stacks the outputs likewise.
       policy: looks for bad numbers; batches then go in, and outputs come out, as pairs with flags.
       jit_kwargs: arguments of `jax.jit`, which replace the partitioner's own.
+      stopwatch: returns the stopwatch of the loop that the step runs in, or None.
 
     Attributes:
-      looking: what looks for bad numbers; None for nothing.
+      detector: what looks for bad numbers; None for nothing.
     """
 
     def __init__(
@@ -46,19 +48,20 @@ class Compiled:
         *,
         evaluates: bool = False,
         fuses: bool = False,
-        policy: bad_numbers.NanPolicy | None = None,
+        policy: nonfinite.NanPolicy | None = None,
         jit_kwargs: Any = None,
+        stopwatch: Callable[[], Stopwatch | None] = lambda: None,
     ):
         self._name, self._partitioner, self._evaluates = name, partitioner, evaluates
         # With arguments of jit, and layouts leaf by leaf, a state goes in as the tree that these are for.
         self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
         options, mesh = dict(jit_kwargs or {}), partitioner.mesh
-        self.looking: bad_numbers.Looking | None = None
+        self.detector: nonfinite.Detector | None = None
         if policy is not None:
-            self.looking = bad_numbers.Looking(run, policy, mesh is not None)
-            run = self.looking.run
+            self.detector = nonfinite.Detector(run, policy, mesh is not None)
+            run = self.detector.run
         if fuses:
-            run = _scan_with_flags(run) if self.looking is not None else _map(run) if evaluates else _scan(run)
+            run = _scan_with_flags(run) if self.detector is not None else _map(run) if evaluates else _scan(run)
         if evaluates:
             options.pop("donate_argnames", None)
             options |= {"donate_argnums": (), "out_shardings": partitioner.output_sharding}
@@ -67,6 +70,8 @@ class Compiled:
             if mesh is not None:
                 place = partitioner.sharding
                 options["out_shardings"] = (place, (place, partitioner.output_sharding))
+        self._stopwatch = stopwatch
+        self._end_compiling: Callable[[], None] | None = None  # While it compiles.
         self._signatures: list[dict[str, str]] = []
         self._of_each_structure = OfEachStructure(lambda: self._compile(run, options))
         self._newest: tuple[Any, Any] = (None, None)  # The structures of the newest call, and its function.
@@ -88,26 +93,34 @@ class Compiled:
           form: what is equal for batches of one structure, see `checks.BatchWatch`; None to look at the batch, which
             takes a twentieth of a small step.
         """
-        if self._evaluates:
-            return carry, self._of_each_structure(carry, batch)
-        if not self._is_flat:
-            return self._of_each_structure(carry, batch)
-        flat, step = carry
-        key, (newest_key, function) = (flat.structure, form), self._newest
-        if form is None or key != newest_key:
-            function = self._of_each_structure.of(flat, (step, batch))
-            self._newest = (key, function)
-        flat, (step, outputs) = function(flat, (step, batch))
-        return (flat, step), outputs
+        try:
+            if self._evaluates:
+                return carry, self._of_each_structure(carry, batch)
+            if not self._is_flat:
+                return self._of_each_structure(carry, batch)
+            flat, step = carry
+            key, (newest_key, function) = (flat.structure, form), self._newest
+            if form is None or key != newest_key:
+                function = self._of_each_structure.of(flat, (step, batch))
+                self._newest = (key, function)
+            flat, (step, outputs) = function(flat, (step, batch))
+            return (flat, step), outputs
+        finally:
+            if self._end_compiling is not None:
+                self._end_compiling()
 
     def lower(self, state: Any, batch: types.Batch) -> jax.stages.Lowered:
         """Lowers what `call` would compile for this state and batch; what is compiled of that, `call` finds."""
-        if self.looking is not None:
-            batch = (batch, self.looking.no_flags(state))
-        if self._is_flat:
-            flat, step = FlatState.of(state)
-            return self._of_each_structure.lower(flat, (step, batch))
-        return self._of_each_structure.lower(state, batch)
+        if self.detector is not None:
+            batch = (batch, self.detector.no_flags(state))
+        try:
+            if self._is_flat:
+                flat, step = FlatState.of(state)
+                return self._of_each_structure.lower(flat, (step, batch))
+            return self._of_each_structure.lower(state, batch)
+        finally:
+            if self._end_compiling is not None:
+                self._end_compiling()
 
     def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -116,6 +129,7 @@ class Compiled:
             if self._signatures and signature not in self._signatures:
                 _explain_trace(self._name, self._signatures, signature)
             self._signatures.append(signature)
+            self._begin_compiling()
             return run(state, batch)
 
         @functools.wraps(run)
@@ -127,6 +141,23 @@ class Compiled:
 
         compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
         return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
+
+    def _begin_compiling(self) -> None:
+        """Logs that a loop waits for a compilation, and attributes the time to it until the dispatch returns."""
+        stopwatch = self._stopwatch()
+        if stopwatch is None:
+            return
+        before, began = stopwatch.switch("compiling"), stopwatch.clock()
+        if before != "dispatch":  # The compilations of an evaluation belong to it.
+            stopwatch.switch(before)
+        logging.info("Compiling %s.run before the next step.", self._name)
+
+        def end() -> None:
+            self._end_compiling = None
+            stopwatch.switch(before)
+            logging.info("Compiled %s.run in %s.", self._name, duration(stopwatch.clock() - began))
+
+        self._end_compiling = end
 
 
 class _Compared:
@@ -197,7 +228,7 @@ def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Scans over a `run` that hands on the flags of `bad_numbers.Looking`."""
+    """Scans over a `run` that hands on the flags of `nonfinite.Detector`."""
 
     def fused(state: Any, batches_and_flags: Any) -> Any:
         batches, flags = batches_and_flags

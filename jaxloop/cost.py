@@ -1,4 +1,4 @@
-"""What a compiled step costs: operations and memory; and what a device could do at most."""
+"""The cost of a compiled step in FLOPs, memory and communication, and the peak FLOPs of devices."""
 
 import collections
 import dataclasses
@@ -15,12 +15,12 @@ from jaxloop.layout import readable
 @final
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What the devices of a mesh tell each other in one dispatch, in operations of one kind.
+    """The collective operations of one kind in one dispatch.
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-      count: how many there are; one in a loop counts as often as it runs, where XLA knows that.
-      bytes: on one device, of what goes in or what comes out, whichever is more, of all of them together.
+      count: The number of operations. One in a loop counts once per iteration, if XLA knows the number of iterations.
+      bytes: The total bytes of their inputs or outputs, whichever is larger, on one device.
     """
 
     kind: str
@@ -31,21 +31,21 @@ class Collective:
 @final
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one dispatch of a compiled step costs, as XLA says. As a text, one sentence.
+    """XLA's estimate of the cost of one dispatch of a compiled step. `str` makes one sentence of it.
 
     Attributes:
-      flops: floating-point operations of the whole step, over all devices, as XLA counts them before it optimizes;
-        None if it doesn't say. It counts the body of a loop once.
-      argument_bytes: of one device's memory, for the state and the batch.
-      output_bytes: for the new state and the outputs.
-      alias_bytes: of these, what takes the place of arguments, because they are donated.
-      temp_bytes: for what comes in between: activations, gradients.
-      code_bytes: for the program.
-      collectives: what the devices tell each other; none on one device.
+      flops: Floating-point operations of the whole step over all devices, counted by XLA before optimization; None if
+        it doesn't count them. The body of a loop counts once.
+      argument_bytes: Bytes of one device's memory for the state and the batch.
+      output_bytes: Bytes for the new state and the outputs.
+      alias_bytes: The part of `output_bytes` that reuses donated arguments.
+      temp_bytes: Bytes for temporaries, such as activations and gradients.
+      code_bytes: Bytes for the program.
+      collectives: The collective operations; empty on one device.
 
     >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
     ...            temp_bytes=100 << 20, code_bytes=0))
-    6.2e+09 FLOPs and 124.0 MiB of a device's memory: 24.0 MiB of arguments, 100.0 MiB in between.
+    6.2e+09 FLOPs and 124.0 MiB of a device's memory: 24.0 MiB of arguments, 100.0 MiB of temporaries.
     """
 
     flops: float | None
@@ -58,35 +58,37 @@ class Cost:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of one device that is in use at a time, as far as XLA plans it."""
+        """The peak memory use of one device, as planned by XLA."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     def __str__(self) -> str:
-        flops = "FLOPs that XLA does not count" if self.flops is None else f"{self.flops:.3g} FLOPs"
+        flops = "An unknown number of FLOPs" if self.flops is None else f"{self.flops:.3g} FLOPs"
         return (
             f"{flops} and {readable(self.peak_bytes)} of a device's memory: {readable(self.argument_bytes)} of "
-            f"arguments, {readable(self.temp_bytes)} in between."
+            f"arguments, {readable(self.temp_bytes)} of temporaries."
         )
 
 
 def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_devices: int) -> Cost:
-    """What a program costs."""
+    """Returns the cost of a program."""
     memory: Any = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     sizes = [int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names]
     argument, output, alias, temp, code = sizes
-    collectives = collectives_of(compiled.as_text() or "") if num_devices > 1 else ()  # The text is long.
+    collectives = (
+        collectives_of(compiled.as_text() or "") if num_devices > 1 else ()
+    )  # The text is long, so it is read only if needed.
     return Cost(flops_of(lowered), argument, output, alias, temp, code, collectives)
 
 
 def flops_of(lowered: jax.stages.Lowered) -> float | None:
-    """The floating-point operations of a program over all devices; None if XLA doesn't say."""
+    """Returns the floating-point operations of a program over all devices; None if XLA doesn't count them."""
     costs: Any = lowered.cost_analysis()
     return (costs or {}).get("flops")
 
 
-# An instruction of a compiled program, its name, its type and what it does; and what is in the line of a loop. A
-# computation, of which a program has many, begins with its name and a brace.
+# An instruction of a compiled program: its name, type, operation and operands, and for loops the trip count. A program
+# consists of computations, each of which begins with its name and a brace.
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _BODY = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?%?([\w.-]+)")
@@ -96,7 +98,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 
 
 def collectives_of(program: str) -> Sequence[Collective]:
-    """What the devices tell each other in a compiled program, as XLA prints it, most bytes first.
+    """Returns the collective operations of a compiled program, given as XLA's text, largest first.
 
     >>> program = '''
     ... ENTRY %main (x: f32[8]) -> f32[8] {
@@ -139,14 +141,14 @@ def collectives_of(program: str) -> Sequence[Collective]:
 
 
 def _bytes_of(kind_of_value: str) -> int:
-    """The bytes of an array, or of those of a tuple."""
+    """Returns the bytes of an array or a tuple of arrays, given its type."""
     arrays = _ARRAY.findall(kind_of_value)
     width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
     return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)
 
 
 # Dense bfloat16 (float16 before Ampere), without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system
-# architecture". A JAX device of TPU v2 and v3 is a core, half a chip. More particular names come first.
+# architecture". A JAX device of TPU v2 and v3 is a core, half a chip. More specific names come first.
 _PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -168,7 +170,7 @@ _PEAKS = {
 
 
 def peak_flops_per_sec(device_kind: str) -> float | None:
-    """What a device of a kind could do at most, in bfloat16 matrix products; None where that is not known here.
+    """Returns the peak FLOPs per second of a kind of device for bfloat16 matrix products; None if unknown.
 
     >>> peak_flops_per_sec("NVIDIA H100 80GB HBM3"), peak_flops_per_sec("cpu")
     (989000000000000.0, None)

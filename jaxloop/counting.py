@@ -1,4 +1,4 @@
-"""Batches, and how far a run is with each: for loops written by hand, and those whose state may be anything."""
+"""Counts steps, examples and time per batch, for hand-written loops and the functional API."""
 
 import dataclasses
 import numbers
@@ -22,7 +22,7 @@ def elapse(
     stopwatch: timing.Stopwatch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
-    """Counts along while you iterate: for loops written by hand.
+    """Yields batches with the progress of the run, for hand-written loops.
 
     >>> from jaxloop import every, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -35,23 +35,24 @@ def elapse(
     100 800
 
     Args:
-      dataset: the batches.
-      stop: after which step to end; an int counts steps. None for as long as there is data. Data that ends before is
-        said in the log.
-      start: how far an earlier run was.
-      num_examples: counts the examples of a batch; None for the length of its leading axis, and 1 where there is none.
-      stopwatch: counts the time, where some of it is not training. None to count all.
-      clock: tells the time in seconds; not asked where there is a stopwatch.
+      dataset: The batches.
+      stop: A schedule that ends the run; an int counts steps. None to read to the end of the dataset. A dataset that
+        ends before `stop` causes a warning.
+      start: The progress of an earlier run.
+      num_examples: Returns the number of examples in a batch; None for the length of the leading axis, or 1 without
+        one.
+      stopwatch: Attributes time that is not training. None to count all time.
+      clock: Returns the time in seconds; ignored if there is a stopwatch.
 
     Yields:
-      `(elapsed, batch)`, where `elapsed` counts this batch too: within the first, `elapsed.steps == 1`.
+      `(elapsed, batch)`, where `elapsed` includes this batch: for the first one, `elapsed.steps == 1`.
     """
     stopwatch = stopwatch or timing.Stopwatch(clock)
     return _elapse(Counting(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch, num_examples))
 
 
 def as_stop(stop: Any) -> Schedule | None:
-    """The schedule of what a user gives as the stop of a run; an int counts steps."""
+    """Returns the schedule for a `stop` argument; an int counts steps."""
     if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
         return at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):
@@ -60,24 +61,24 @@ def as_stop(stop: Any) -> Schedule | None:
 
 
 def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
-    with counting.stopwatch.counting("rest"):
-        while (drawn := counting.draw()) is not None:
-            yield drawn
+    with counting.stopwatch.counting("dispatch"):
+        while (read := counting.read()) is not None:
+            yield read
 
 
 @final
 class Counting:
-    """Draws the batches of a run, and counts along: what `elapse` does, for loops that may draw some themselves.
+    """Reads the batches of a run and counts them, as `elapse` does, for loops that also read some themselves.
 
     Args:
-      iterator: the batches.
-      stop: after which step to end; None for as long as there is data.
-      start: how far an earlier run was.
-      stopwatch: counts the time; it counts for "rest" when `draw` is called.
-      num_examples: see `elapse`.
+      iterator: The batches.
+      stop: A schedule that ends the run; None to read to the end of the dataset.
+      start: The progress of an earlier run.
+      stopwatch: Attributes the time; its current kind is "dispatch" when `read` is called.
+      num_examples: See `elapse`.
 
     Attributes:
-      newest: how far the run is with the batch drawn last, without what was before.
+      newest: The progress including the newest batch, without `previous`.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class Counting:
         self._offset = start.time - stopwatch.training_secs()
         self._is_over = stop is not None and stop.stops(start.previous or start, start)
         if self._is_over:
-            logging.warning("Nothing is left to do: the run is at step %d, where stop=%r ends it.", start.steps, stop)
+            logging.warning("Nothing is left to train: step %d has reached stop=%r.", start.steps, stop)
 
-    def draw(self) -> tuple[Elapsed, types.Batch] | None:
-        """The next batch, and how far the run is with it; None where it is over."""
+    def read(self) -> tuple[Elapsed, types.Batch] | None:
+        """Returns the progress and the next batch; None at the end of the run."""
         if self._is_over:
             return None
         stopwatch = self.stopwatch
@@ -115,20 +116,20 @@ class Counting:
         return self.count(self.num_examples(batch), came), batch
 
     def num_examples(self, batch: types.Batch) -> int:
-        """The number of examples of a batch.
+        """Returns the number of examples in a batch.
 
         Raises:
-          TypeError: the user's function returned no whole number.
+          TypeError: The user's function returned something other than a whole number.
         """
         if self._num_examples is None:
             return checks.num_examples(batch) or 1
         count = checks.whole_number(found := self._num_examples(batch))
         if count is None:
-            raise TypeError(f"num_examples must return a whole number, how many examples a batch has, got {found!r}.")
+            raise TypeError(f"num_examples must return a whole number, got {found!r}.")
         return count
 
     def end_by(self, error: BaseException) -> None:
-        """Ends the run where the iterator has raised: without another word, if that is what ends its data."""
+        """Ends the run after an exception of the iterator, and raises it unless it is `StopIteration`."""
         if not isinstance(error, StopIteration):
             error.add_note(f"in the dataset, after step {self.newest.steps}")
             raise error
@@ -136,7 +137,7 @@ class Counting:
         _warn_of_early_end(self._start, self.newest, self._stop)
 
     def count(self, samples: int, came: float) -> Elapsed:
-        """Counts a batch of so many examples, which was there when the clock showed `came`."""
+        """Counts a batch with this many examples, which arrived when the clock showed `came`."""
         before, self.stopwatch.steps = self.newest, self.stopwatch.steps + 1
         self.stopwatch.samples += samples
         elapsed = before.advance(samples=samples, time=self._offset + self.stopwatch.training_at(came))
@@ -145,9 +146,9 @@ class Counting:
         return dataclasses.replace(elapsed, is_last=True) if self._is_over else elapsed
 
     def count_all(self, seen: Sequence[tuple[int, float]]) -> list[Elapsed]:
-        """Counts several batches, each of so many examples, and there when the clock showed so much.
+        """Counts several batches, given the number of examples and the time of arrival of each.
 
-        The run can end after none of them but the last, and what was before is kept of that alone.
+        Only the last one may end the run, and only its result has a `previous`.
         """
         newest, elapsed = self.newest, list[Elapsed]()
         for samples, came in seen[:-1]:
@@ -159,7 +160,7 @@ class Counting:
         return [*elapsed, self.count(*seen[-1])]
 
     def room(self) -> int:
-        """How many of the next steps come before the one that `stop` may end the run with."""
+        """Returns the number of steps before the next one at which `stop` may end the run."""
         if self._is_over:
             return 0
         goal = goal_of([] if self._stop is None else [self._stop], self.newest)
@@ -169,8 +170,8 @@ class Counting:
 def _warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
     if elapsed.steps == start.steps:
         logging.warning(
-            "The dataset had no batch, so no step was run. An iterator gives its batches only once: make a new one for "
-            "each loop, or give a list."
+            "The dataset had no batch, so no step ran. An iterator can be read only once: make a new one for each "
+            "loop, or give a list."
         )
     elif stop is not None:
         logging.warning(

@@ -1,4 +1,4 @@
-"""Data as they come: one pass over any dataset, as an iterator of NumPy batches that knows its position."""
+"""Datasets of any kind, read as iterators of NumPy batches that know their position."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -29,7 +29,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def numpy_batch(batch: types.Batch) -> types.Batch:
-    """Turns the `tf.Tensor`s and `torch.Tensor`s in a batch into NumPy arrays; leaves all else as it is.
+    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays; keeps other values.
 
     A bfloat16 tensor becomes an array of that dtype. Neither library is imported.
 
@@ -48,28 +48,28 @@ def _numpy_leaf(leaf: Any) -> Any:
             return leaf.numpy()
         case "torch":
             leaf = leaf.detach().cpu()
-            if str(leaf.dtype) == "torch.bfloat16":  # NumPy has no such type of its own, and torch does not know JAX's.
+            if str(leaf.dtype) == "torch.bfloat16":  # NumPy has no bfloat16, and torch doesn't know JAX's.
                 return leaf.float().numpy().astype(jax.numpy.bfloat16)
             return leaf.numpy()
     return leaf
 
 
 def batches(data: Any) -> PositionedIterator:
-    """One pass over the data, from its start, as an iterator of NumPy batches.
+    """Returns an iterator over one epoch of a dataset, in NumPy batches.
 
     Args:
-      data: a list, a generator, a `tf.data.Dataset`, what `tfds.as_numpy` returns, a torch `DataLoader`, a Grain
-        dataset or `DataLoader`, any other iterable of batches, or a function without arguments that returns one.
-        A batch is a pytree of arrays or tensors.
+      data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
+        dataset or `DataLoader`, any other iterable of batches, or a function without arguments that returns one of
+        these. A batch is a pytree of arrays or tensors.
 
     Returns:
-      An iterator that knows its position in the data.
+      An iterator that knows its position in the dataset.
 
     >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
     [1, 2]
 
     Raises:
-      TypeError: the data is one batch, or nothing that can be iterated over.
+      TypeError: The argument is a single batch, or can't be iterated over.
     """
     if is_function(data):
         returned = data()
@@ -86,7 +86,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """Data of which each iteration is one pass, by `batches`.
+    """A dataset whose every iteration is one epoch, read by `batches`.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
@@ -107,21 +107,21 @@ class Passes:
 
     @property
     def is_endless(self) -> bool:
-        """Whether a pass is known to have no end."""
+        """Whether an epoch is known to be endless."""
         return is_endless(self._data)
 
     def first(self) -> types.Batch:
-        """The first batch of the next pass, which stays there.
+        """Returns the first batch of the next epoch without consuming it.
 
         Raises:
-          ValueError: there is no batch.
+          ValueError: The dataset has no batch.
         """
         batch, self._next_pass = peek(iter(self))
         return batch
 
 
 def is_one_pass(data: Any) -> bool:
-    """Whether a second pass over the data would be empty, or begin where the first ended: it is an iterator.
+    """Returns whether a dataset can be read only once, because it is an iterator.
 
     >>> is_one_pass([{"x": 1}]), is_one_pass(iter([{"x": 1}])), is_one_pass(lambda: iter([{"x": 1}]))
     (False, True, False)
@@ -130,16 +130,16 @@ def is_one_pass(data: Any) -> bool:
 
 
 def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
-    """Looks at the first batch; returns it and an iterator that begins with it.
+    """Returns the first batch, and an iterator that begins with it.
 
-    The iterator's position stays before the first batch until that is drawn.
+    The iterator's position stays before the first batch until that batch is read from it.
 
     >>> first, iterator = peek(iter([1, 2, 3]))
     >>> first, list(iterator)
     (1, [1, 2, 3])
 
     Raises:
-      ValueError: there is no batch.
+      ValueError: The dataset has no batch.
     """
     ahead = iterator if isinstance(iterator, PositionedIterator) else PositionedIterator(iterator)
     ahead.converted_by(numpy_batch)
@@ -147,91 +147,90 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
         return ahead.peek(), ahead
     except StopIteration:
         raise ValueError(
-            "The dataset has no batch. An iterator that was run through before is empty: give a list, a dataset, or a "
+            "The dataset has no batch. An iterator can be read only once: give a list, a dataset, or a "
             "function that returns a new iterator."
         ) from None
 
 
-# Made by number, and drawn ahead -----------------------------------------------------------------------
+# Prefetching, and batches by index ----------------------------------------------------------------------
 
 
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
-    """Has one thread draw up to `size` batches ahead of their use, on the host.
+    """Reads up to `size` batches ahead of their use, in one thread on the host.
 
-    It helps where a batch takes long to make, and the making waits for files or the network, or is done in NumPy or
-    other code that lets Python go on meanwhile. It does not help to overlap the making of a batch with the computation
-    on the device: steps are dispatched asynchronously, so they overlap without it. Nor with Grain, tf.data and torch
-    `DataLoader`s, which draw ahead themselves. It costs some microseconds a batch.
+    It helps if a batch takes long to make because that waits for files or the network, or runs in NumPy or other code
+    that releases the GIL. You don't need it to overlap the making of a batch with the computation on the device: steps
+    are dispatched asynchronously anyway. Nor for Grain, tf.data and torch `DataLoader`s, which prefetch themselves. It
+    costs some microseconds per batch.
 
-    An error in the data is raised where its batch would have come. The thread ends with the data, with an error, with
-    the iterator's `close`, and when the iterator is no longer used. Positions are those of the batches handed out. For
-    tf.data they are by the batches since the state of the position told before, which are drawn again: give tf.data its
-    own `.prefetch` instead.
+    An error in the dataset is raised when its batch would be returned. The thread ends with the dataset, with an error,
+    with the iterator's `close`, or when the iterator is garbage-collected. Positions are those of the returned batches.
+    For tf.data, a position counts batches since an earlier saved state and reads these again, so use tf.data's own
+    `.prefetch` instead.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
 
     Args:
-      data: what `batches` takes.
-      size: how many; 0 for no thread.
+      data: Any dataset that `batches` takes.
+      size: The number of batches to read ahead; 0 for no thread.
 
     Returns:
-      An iterable; of an iterator, an iterator.
+      An iterable; for an iterator, an iterator.
     """
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
-        raise TypeError(f"prefetch takes a number of batches as its size, 0 for none, got {size!r}.")
+        raise TypeError(f"prefetch takes a number of batches as its size (0 for none), got {size!r}.")
     if size < 0:
-        raise ValueError(f"prefetch takes a number of batches as its size, 0 for none, got {size}.")
+        raise ValueError(f"prefetch takes a number of batches as its size (0 for none), got {size}.")
     return with_options(data, prefetch=int(size))
 
 
 def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
-    """Data whose batch number `i` is `make_batch(i)`: any position in them is gone to at once.
+    """Returns a dataset whose batch number `i` is `make_batch(i)`. It can seek to any position at once.
 
     >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
     >>> len(list(from_index(draw, num_batches=4)))
     4
 
     Args:
-      make_batch: a function of the batch's number, from 0, and of nothing that changes: take random numbers from a
-        generator that it is the seed of.
-      num_batches: how many batches a pass has; None for no end.
+      make_batch: A pure function of the batch's number, which starts at 0. Seed random numbers with that number.
+      num_batches: The number of batches in an epoch; None for an endless dataset.
     """
     if not callable(make_batch):
         raise TypeError(
-            f"from_index takes a function of the batch's number, got {checks.describe(make_batch)}. Batches in a list "
-            "are a dataset as they are."
+            f"from_index takes a function of the batch's number, got {checks.describe(make_batch)}. A list of batches "
+            "is already a dataset."
         )
     checks.check_positive("from_index(..., num_batches)", num_batches, optional=True)
     return IndexedBatches(make_batch, num_batches)
 
 
-# Each process its part -----------------------------------------------------------------------------------
+# Several processes ---------------------------------------------------------------------------------------
 
 
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
-    """The part of the data that this process is to feed in a job of several; in one process, all of it.
+    """Returns the part of a dataset that this process reads in a job of several; in one process, the whole dataset.
 
-    The parts don't overlap, and together are all the data. In each step the batches of all processes together hold the
-    same examples, however many processes there are, as long as they add up to the same size: so a run may go on with
-    another number of them.
+    The parts don't overlap, and together they are the whole dataset. In each step, the batches of all processes
+    together contain the same examples for any number of processes, as long as their total size is the same. So a run
+    can resume with another number of processes.
 
-    - Of examples, in a Grain `MapDataset` or a `tf.data.Dataset`, every n-th, for n processes. Shard first (before
-      you shuffle with tf.data), then batch by the rows of one process.
-    - Of batches, in what `from_index` returns, a list or a tuple, the rows of this process in each.
+    - From examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes takes every n-th. Shard first
+      (before you shuffle with tf.data), then batch by the rows of one process.
+    - From batches (the result of `from_index`, a list or a tuple), each process takes its rows of every batch.
 
     >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
     >>> shard_for_process(batches, process_index=1, process_count=2)
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: as said above.
-      process_index: which process; None for `jax.process_index()`.
-      process_count: of how many; None for `jax.process_count()`.
+      data: A dataset of one of these kinds.
+      process_index: The index of the process; None for `jax.process_index()`.
+      process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: data of another kind; the error says what to do.
-      ValueError: the examples were batched already, or the rows of a batch don't divide.
+      TypeError: The dataset is of another kind; the message names the remedy.
+      ValueError: The examples were already batched, or the rows of a batch don't divide.
     """
     place = jax.process_index() if process_index is None else process_index
     count = jax.process_count() if process_count is None else process_count
@@ -249,15 +248,15 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     is_grain, is_tensorflow = "MapDataset" in kinds, library(data) == "tensorflow" and hasattr(data, "shard")
     if not is_grain and not is_tensorflow:
         raise TypeError(
-            "shard_for_process takes a Grain MapDataset, a tf.data.Dataset, what from_index returns, or a list of "
-            f"batches, got {checks.describe(data)}. Of a Grain IterDataset, shard the MapDataset it is made of; a "
-            "Grain DataLoader takes shard_options=grain.sharding.ShardByJaxProcess() in its sampler; of files, read "
+            "shard_for_process takes a Grain MapDataset, a tf.data.Dataset, the result of from_index, or a list of "
+            f"batches, got {checks.describe(data)}. For a Grain IterDataset, shard the MapDataset it is made of. For a "
+            "Grain DataLoader, give its sampler shard_options=grain.sharding.ShardByJaxProcess(). For files, read "
             "files[jax.process_index()::jax.process_count()]."
         )
     if any("Batch" in line.split("(")[0] for line in describe_source(data)):
         raise ValueError(
-            f"shard_for_process takes {type(data).__name__} of examples, and these were batched before: the n-th batch "
-            "would be another one than in one process. Shard first, and then batch by the rows of one process."
+            f"shard_for_process takes a {type(data).__name__} of examples, but this one is batched already, so its "
+            "batches would differ from those of one process. Shard first, and then batch by the rows of one process."
         )
     return data[place::count] if is_grain else data.shard(count, place)
 
@@ -267,7 +266,7 @@ def _rows_of_process(batch: types.Batch, place: int, count: int) -> types.Batch:
     if rows is None or rows % count:
         raise ValueError(
             f"A batch of {checks.batch_in_words(batch)} does not divide over {count} processes: its leaves need a "
-            f"common leading axis, of a multiple of {count}."
+            f"common leading axis whose length is a multiple of {count}."
         )
     mine = slice(place * rows // count, (place + 1) * rows // count)
     return jax.tree.map(lambda leaf: leaf[mine] if np.ndim(leaf) else leaf, batch)

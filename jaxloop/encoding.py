@@ -1,4 +1,4 @@
-"""Values as JSON, and back to the last bit: what a checkpoint keeps beside arrays. Reading it executes nothing."""
+"""Exact JSON encoding of the values that a checkpoint stores beside its arrays. Decoding executes no code."""
 
 import base64
 import math
@@ -10,22 +10,22 @@ import numpy as np
 
 
 def encode(value: Any) -> Any:
-    """What JSON can hold of a value, from which `decode` makes the same again.
+    """Converts a value to JSON types, from which `decode` restores it bit for bit.
 
-    Takes None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers (those of JAX come back as
-    NumPy's), and lists, tuples and dicts with string keys of these.
+    Accepts None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers, and lists, tuples and dicts
+    with string keys of these. `decode` returns JAX arrays as NumPy arrays.
 
     >>> decode(encode({"loss": [np.float32(0.1), np.float32(0.2)], "sizes": (32, 16)}))
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
     Raises:
-      TypeError: a value of another type; the error names its place.
+      TypeError: The value contains another type. The error names its path.
     """
     return _encode(value, "value")
 
 
 def encode_keys(keys: Any) -> Any:
-    """What JSON can hold of PRNG keys, typed or not: the same for the same keys."""
+    """Encodes PRNG keys, typed or raw. Equal keys have equal encodings."""
     is_typed = lambda key: jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
     return encode(jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys))
 
@@ -40,7 +40,7 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return _encode_array(value, path)
     if isinstance(value, list):
-        # The losses of an epoch, say: thousands of them.
+        # Lists such as the losses of an epoch have thousands of scalars, which are smaller as one array.
         if len(value) > 1 and isinstance(value[0], np.generic) and all(type(each) is type(value[0]) for each in value):
             return {"scalars": _encode_array(np.array(value, value[0].dtype), path)}
         return [_encode(each, f"{path}[{index}]") for index, each in enumerate(value)]
@@ -49,24 +49,24 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _encode(each, f"{path}[{key!r}]") for key, each in value.items()}}
     raise TypeError(
-        f"{path} is to be kept in a checkpoint, and {value!r} of type {type(value).__name__} can't be. Keep numbers, "
-        "strings, bytes, arrays of numbers, and lists, tuples and dicts with string keys of these."
+        f"{path} can't be saved in a checkpoint: got {value!r} of type {type(value).__name__}. Use numbers, strings, "
+        "bytes, arrays of numbers, and lists, tuples and dicts with string keys of these."
     )
 
 
 def _encode_array(value: Any, path: str) -> dict[str, Any]:
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.names is not None:
-        raise TypeError(f"{path} is to be kept in a checkpoint, and an array of {array.dtype} can't be.")
+        raise TypeError(f"{path} can't be saved in a checkpoint: got an array of {array.dtype}. Use arrays of numbers.")
     kind = "scalar" if isinstance(value, np.generic) else "array"
     return {kind: _to_text(array.tobytes()), "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def decode(encoded: Any) -> Any:
-    """The value that `encode` was given.
+    """Returns the value that `encode` converted.
 
     Raises:
-      ValueError: it is nothing that `encode` has made.
+      ValueError: The argument is not a result of `encode`.
     """
     if isinstance(encoded, list):
         return [decode(each) for each in encoded]
@@ -87,7 +87,7 @@ def decode(encoded: Any) -> Any:
             return tuple(map(decode, items))
         case {"dict": items}:
             return {key: decode(each) for key, each in items.items()}
-    raise ValueError(f"Not a value that jaxloop encoded: a dict with the keys {sorted(encoded)}.")
+    raise ValueError(f"Expected a value that jaxloop encoded, got a dict with the keys {sorted(encoded)}.")
 
 
 def _decode_array(text: str, dtype: str, shape: list[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A loop that evaluates."""
+"""The loop that evaluates."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,14 +13,14 @@ from jaxloop.step import Step
 
 
 class EvalLoop(ActionLoop):
-    """Evaluates: every step sees the state as it was given, and only the outputs come back.
+    """Evaluates a state, which it neither changes nor donates.
 
     Hooks:
-      begin, end: see `Loop`; call those of `super()`, which measure, and call the actions.
-      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+      begin, end: See `Loop`. Call those of `super()`, which call the actions and add the statistics.
+      run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
-    Weighted by examples (`jaxloop.metrics.summarize`), they give the exact mean over the dataset, also when its last
-    batch is short. A short batch that does not divide over a mesh is replicated.
+    The example-weighted means of its outputs (`jaxloop.metrics.summarize`) are exact over the dataset, even if the last
+    batch is short. A short batch that doesn't divide over the mesh is replicated.
 
     >>> from jaxloop import examples, metrics
     >>> step, state, batches = examples.tiny_regression()
@@ -29,11 +29,11 @@ class EvalLoop(ActionLoop):
     (['loss'], True)
 
     Args:
-      step: what happens to one batch.
-      begin_actions: see `ActionLoop`, as all that follows.
-      endless_after: a call without `num_steps` says after so many steps that its dataset may be endless.
-      steps_per_dispatch: see `TrainLoop`.
-      max_steps_in_flight: see `Loop`.
+      step: The step to run on each batch, made with `train=False`.
+      begin_actions: See `ActionLoop`, also for `end_actions`, `stat_names`, `global_batch_size` and `clock`.
+      endless_after: A call without `num_steps` warns after this many steps that its dataset may be endless.
+      steps_per_dispatch: See `TrainLoop`.
+      max_steps_in_flight: See `Loop`.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class EvalLoop(ActionLoop):
         self.engine.stepper.set_steps_per_dispatch(steps_per_dispatch)
         self.engine.observers.append(self._count_batch)
         if step.train:
-            logging.warning("EvalLoop got %s", self.said_of_training)
+            logging.warning("EvalLoop got %s", self.training_warning)
         self._endless_after = endless_after
         self._is_bounded, self._num_batches = False, 0
 
     @property
-    def said_of_training(self) -> str:
+    def training_warning(self) -> str:
         """The warning for a step with train=True in an evaluation."""
         return (
-            f"{self.step!r}, a step with train=True: a model with dropout or batch statistics would be evaluated in "
-            "training mode. Give the eval loop a step of its own, with train=False."
+            f"{self.step!r}, a step with train=True, which evaluates dropout and batch statistics in training mode. "
+            "Make another step with train=False for the eval loop."
         )
 
     def __call__(
@@ -81,26 +81,26 @@ class EvalLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Does `Loop.__call__`, with the state left as it is. It is not donated."""
+        """Evaluates at most `num_steps` batches, see `Loop.__call__`. The state is neither changed nor donated."""
         if return_state_from_step:
             raise ValueError(
-                "return_state_from_step=True has no place in an EvalLoop, which can't change the state. Use a "
-                "TrainLoop or an ActionLoop for steps that do."
+                "EvalLoop got return_state_from_step=True, but an evaluation can't change the state. Use a TrainLoop "
+                "or an ActionLoop for steps that do."
             )
         self._is_bounded, self._num_batches = num_steps is not None, 0
         _, outputs = super().__call__(state, dataset_iterator, num_steps, return_state_from_step=False)
         return state, outputs
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # Part of an evaluation is none: no action shall take its means for those of the dataset.
+        # An interrupted evaluation has no result: its means would be mistaken for those of the dataset.
         return (state, outputs) if self.was_interrupted else super().end(state, outputs)
 
     def _count_batch(self, batch: types.Batch) -> None:
         self._num_batches += 1
         if not self._is_bounded and self._num_batches == self._endless_after + 1:
             logging.warning(
-                "The evaluation by %r has run more than %d steps, and its dataset has not ended. If it repeats without "
-                "end, set num_steps in its EvalSpec, or give data that end.",
+                "The evaluation by %r has run more than %d steps without reaching the end of its dataset. If the "
+                "dataset repeats forever, set num_steps in its EvalSpec.",
                 self.step,
                 self._endless_after,
             )

@@ -1,4 +1,4 @@
-"""The evaluations of an experiment: which are due when; of the state in training, or of checkpoints as they appear."""
+"""The evaluations of an experiment, during training or of checkpoints as they appear."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.feed import as_iterator
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Elapsed
+from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.sources import keeping_random_state
 from jaxloop.specs import CheckpointSpec, EvalContext, EvalSpec
 from jaxloop.whole_run import elapsed_at
@@ -28,11 +28,11 @@ class Evaluation:
     """An evaluation of one call of an `OuterLoop`.
 
     Attributes:
-      loop: its loop.
-      spec: on what it evaluates, and when.
-      source: counts the batches of the iterator that it goes on with; None where it begins anew each time.
-      evaluated_at: the step after which it was run last.
-      was_short: whether the log has said that its data ended early.
+      loop: The eval loop.
+      spec: The dataset of the evaluation, and when it runs.
+      source: The positioned iterator that each evaluation continues; None if each one reads its dataset from the start.
+      evaluated_at: The step after which it ran last.
+      was_short: Whether a warning was logged because its dataset ended early.
     """
 
     loop: ActionLoop
@@ -42,33 +42,33 @@ class Evaluation:
     was_short: bool = False
 
     def run(self, state: Any, elapsed: Elapsed) -> metrics.LoopOutputs:
-        """Evaluates a state of a training that is so far; returns the outputs."""
+        """Evaluates a state at this progress of the training; returns the outputs."""
         loop, spec, run_info = self.loop, self.spec, self.loop.engine.moments.run
         assert run_info is not None
         run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
         dataset = spec.dataset if self.source is None else self.source
         with keeping_random_state(dataset):
             _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
-        if not hasattr(dataset, "__next__"):  # The next time it begins anew: what draws ahead may end.
+        if not hasattr(dataset, "__next__"):  # The next evaluation starts over, so reading ahead can end.
             loop.forget_batches()
         return outputs
 
     def check_length(self) -> None:
-        """Raises if the last evaluation had no batch; warns, once, if it had fewer than asked for."""
+        """Raises an error if the last evaluation had no batch; warns once if it had fewer than `num_steps`."""
         steps_run = len(self.loop.num_examples)
         if steps_run == 0:
             raise self.spec.empty()
         if steps_run < (self.spec.num_steps or 0) and not self.was_short:
             self.was_short = True
             logging.warning(
-                "An eval dataset ended after %d of num_steps=%d batches; its metrics are those of %d batches.",
+                "An eval dataset ended after %d of num_steps=%d batches. Its metrics are means over these %d batches.",
                 steps_run,
                 self.spec.num_steps,
                 steps_run,
             )
 
     def end_again(self, state: Any, elapsed: Elapsed) -> bool:
-        """Calls what an exception in an end action has kept from being called; returns whether the run goes on."""
+        """Calls the end actions that an exception had prevented; returns whether the run continues."""
         engine, run_info = self.loop.engine, self.loop.engine.moments.run
         if not engine.progress.is_ending or run_info is None:
             return True
@@ -82,10 +82,10 @@ class Evaluations:
     """The evaluations of one call of an `OuterLoop`.
 
     Attributes:
-      items: each of them.
-      job: the processes that evaluate together.
-      stopwatch: counts what they take of a training; None where nothing is trained.
-      is_resumed: whether the run has just been resumed.
+      items: The evaluations.
+      job: The processes that evaluate together.
+      stopwatch: Attributes their time in a training; None if nothing is trained.
+      is_resumed: Whether the run has just resumed.
     """
 
     items: Sequence[Evaluation]
@@ -94,48 +94,48 @@ class Evaluations:
     is_resumed: bool = False
 
     def resume(self, step_num: int, measured: set[str]) -> None:
-        """Goes on after a step at which an earlier run has measured these: they are not measured there once more."""
+        """Resumes after a step at which an earlier run already ran the evaluations with these names."""
         self.is_resumed = True
         for each in self.items:
             each.evaluated_at = step_num if each.spec.name in measured else None
 
     def evaluate(self, state: Any, elapsed: Elapsed, at_end: bool) -> bool:
-        """Runs what is due at a step of a training, and was not run there; returns whether the training goes on.
+        """Runs the evaluations that are due at a step of the training; returns whether the training continues.
 
         Args:
-          state: the train state.
-          elapsed: how far the training is.
-          at_end: whether a train loop has ended there.
+          state: The train state.
+          elapsed: The progress of the training.
+          at_end: Whether a train loop ended at this step.
         """
         is_resumed, self.is_resumed = self.is_resumed, False
-        goes_on = [each.end_again(state, elapsed) for each in self.items] if is_resumed else []
-        asked = [each for each in self.items if at_end or each.spec.schedule is not None]
+        continues = [each.end_again(state, elapsed) for each in self.items] if is_resumed else []
+        asked = [each for each in self.items if at_end or isinstance(each.spec.when_due, Schedule)]
         outputs = self._run_due(state, asked, EvalContext(False, elapsed.steps, elapsed.loops), elapsed)
         if elapsed.is_last and not self.job.requests.requested:
             for each in self.items:
                 moments = each.loop.engine.moments
                 if moments.run is not None and moments.run.elapsed is not None:
-                    moments.hold(state, is_last=True)  # Its actions whose schedule waits for the last step.
-        return all(goes_on) and not _asks_to_stop(outputs)
+                    moments.hold(state, is_last=True)  # Calls its actions that are due at the last step.
+        return all(continues) and not _asks_to_stop(outputs)
 
     def once(self, state: Any, step_num: int) -> metrics.LoopOutputs | None:
-        """Evaluates a state that nobody trains; returns the outputs of the last evaluation, None where none was due."""
+        """Evaluates a state without training; returns the outputs of the last evaluation, or None if none was due."""
         return self._run_due(state, self.items, EvalContext(False, step_num, 0), Elapsed(step_num))
 
     def of_checkpoints(self, state: Any, spec: CheckpointSpec, history: History) -> metrics.LoopOutputs | None:
         """Evaluates each checkpoint as it appears, in the order of their steps; returns the last outputs.
 
         Args:
-          state: such as those in the checkpoints.
-          spec: where they are.
-          history: is gone on with from before the first of them.
+          state: A state with the structure of those in the checkpoints.
+          spec: The checkpoints.
+          history: Receives the rows. Its rows from the first checkpoint on are dropped.
         """
         stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, self.job.requests
         outputs, seen = None, set()
         history.resume(min(checkpoint.all_steps(spec.checkpoint_dir), default=1) - 1)
         while True:
-            # Asked before looking: what was saved before the stop is still found.
-            no_more_will_come, found = self.job.gather([stop_fn(), checkpoint.all_steps(spec.checkpoint_dir)])[0]
+            # Asked before listing, so that everything saved before the stop is found.
+            is_complete, found = self.job.gather([stop_fn(), checkpoint.all_steps(spec.checkpoint_dir)])[0]
             for step_num in [step_num for step_num in found if step_num not in seen]:
                 seen.add(step_num)
                 restored = _restore(state, spec, step_num)
@@ -145,23 +145,23 @@ class Evaluations:
                 outputs = self._run_due(restored[0], self.items, context, restored[1]) or outputs
                 if _asks_to_stop(outputs) or requests.requested:
                     return outputs
-            if no_more_will_come or requests.requested:
+            if is_complete or requests.requested:
                 return outputs
             self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps in short pieces, for Ctrl-C not to wait long; all processes as many."""
-        pieces = math.ceil(seconds / (1.0 if self.job.is_shared else _POLL_SECS))
-        for _ in range(pieces):
+        """Sleeps in short intervals, so that Ctrl-C works. All processes sleep equally often."""
+        num_sleeps = math.ceil(seconds / (1.0 if self.job.is_shared else _POLL_SECS))
+        for _ in range(num_sleeps):
             if self.job.requests.requested:
                 break
-            time.sleep(seconds / pieces)
+            time.sleep(seconds / num_sleeps)
             self.job.any_stops()
 
     def _run_due(
         self, state: Any, asked: Sequence[Evaluation], context: EvalContext, elapsed: Elapsed
     ) -> metrics.LoopOutputs | None:
-        """Runs those that are due, of some; returns the outputs of the last of them."""
+        """Runs the evaluations of `asked` that are due; returns the outputs of the last one."""
         last, stops = None, False
         for each in [each for each in asked if self._is_due(each, context, elapsed)]:
             if self.job.requests.requested:
@@ -183,16 +183,16 @@ class Evaluations:
         spec, is_in_training = evaluation.spec, elapsed.previous is not None
         if is_in_training and evaluation.evaluated_at == elapsed.steps:
             return False
-        if spec.schedule is not None and is_in_training:
-            if not spec.schedule(elapsed):
+        if isinstance(spec.when_due, Schedule):
+            if is_in_training and not spec.when_due(elapsed):
                 return False
-        elif not context.is_continuous_eval and context.loop_count % (spec.eval_loop_interval or 1):
+        elif not context.is_continuous_eval and context.loop_count % spec.when_due:
             return False
-        return spec.should_eval_fn is None or self.job.first_says(bool(spec.should_eval_fn(context)))
+        return spec.should_eval_fn is None or self.job.from_first_process(bool(spec.should_eval_fn(context)))
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state of a checkpoint and how far the run was; None where the training deletes it meanwhile."""
+    """Returns the state and the progress in a checkpoint; None if the training deletes it in the meantime."""
     directory = spec.checkpoint_dir
     try:
         restored = checkpoint.restore(directory, step_num, checks.adopt(state), transforms=spec.transforms)

@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import bad_numbers, checkpoint, checks, encoding, files, metrics, types
+from jaxloop import checkpoint, checks, encoding, files, metrics, nonfinite, types
 from jaxloop.step import Step
 from jaxloop.text import printable
 
@@ -43,7 +43,7 @@ class Failure:
 
     step_num: int
     error: BaseException
-    nan_policy: bad_numbers.NanPolicy
+    nan_policy: nonfinite.NanPolicy
     batches: Mapping[int, types.Batch]
     state: Any
     checkpoint_dirs: Sequence[epath.Path]
@@ -243,10 +243,10 @@ def replay(
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
     for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
         # What the run compiled, bit by bit.
-        watched = contextlib.nullcontext() if policy == "ignore" else step.watched(bad_numbers.Watch(policy))
+        watched = contextlib.nullcontext() if policy == "ignore" else step.watched(nonfinite.Watch(policy))
         with watched:
             state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
-    names = bad_numbers.names(state, outputs)
+    names = nonfinite.names(state, outputs)
     if names:
         logging.warning(
             "In step %d these are not finite, the first being %s: %s.",
@@ -288,15 +288,15 @@ def _state_before(
     if failed not in batches:
         raise ValueError(
             f"{folder} has no batch of step {failed}: the batches are too large for enough of them to be kept. "
-            + _way_to_get_there(noted, failed - updates)
+            + _reproduction_hint(noted, failed - updates)
         )
     raise ValueError(
         f"{folder} has the batches of steps {min(batches)} to {failed}, and the state of step "
         f"{min(batches) - updates} is not at hand: the one given is of step {given}. Give it, "
-        "replay(..., state=state). " + _way_to_get_there(noted, failed - updates)
+        "replay(..., state=state). " + _reproduction_hint(noted, failed - updates)
     )
 
 
-def _way_to_get_there(noted: Mapping[str, Any], before: int) -> str:
+def _reproduction_hint(noted: Mapping[str, Any], before: int) -> str:
     start = "its start" if noted["state_step"] is None else f"{noted['checkpoint_dir']}, step {noted['state_step']},"
     return f"A run from {start} with train_total_steps={before} comes to that state bit by bit."

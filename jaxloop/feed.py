@@ -1,4 +1,4 @@
-"""Batches on their way from a dataset into the steps of a loop."""
+"""Reads batches from a dataset for the steps of a loop."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -7,15 +7,15 @@ import jax
 import numpy as np
 
 from jaxloop import checks, types
-from jaxloop.agreement import JointDraw
+from jaxloop.agreement import JointReader
 from jaxloop.sources import NO_DATA, is_function
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns the iterator of a dataset, or of what a dataset function returns; None gives batches that are None.
+    """Returns the iterator of a dataset or of a function that returns one; for None, an endless iterator of None.
 
     Raises:
-      TypeError: there is none; the error says what to give.
+      TypeError: The argument is neither an iterator nor an iterable of batches.
     """
     if dataset is None:
         dataset = NO_DATA
@@ -25,63 +25,63 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
         return dataset
     if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
         raise TypeError(
-            f"A dataset is an iterator of batches, or an iterable, got {checks.describe(dataset)}. Give, for example, "
-            "dataset.as_numpy_iterator(), or a list of dicts of arrays."
+            f"A dataset must be an iterator or an iterable of batches, got {checks.describe(dataset)}. Give, for "
+            "example, dataset.as_numpy_iterator(), or a list of dicts of arrays."
         )
     return iter(dataset)
 
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Draws batches, one or several at a time, and keeps those that were drawn before their step may be run.
+    """Reads batches, one or several at a time, and buffers those that were read ahead of their step.
 
-    An exception of the dataset comes out after the last batch before it, whoever met it.
+    An exception of the dataset is raised after the last batch before it, even if that batch was read ahead.
 
     >>> feed = Feed(iter([1, 2, 3]))
     >>> feed.has_more(), feed.take(2), feed.take(2), feed.has_more()
     (True, [1, 2], [3], False)
 
     Args:
-      dataset: an iterator of batches.
-      draw: draws the next batch from it; None for `next(dataset)`.
-      join: where several processes are to draw together, makes what does so from what draws in this one.
+      dataset: An iterator of batches.
+      read: Reads the next batch from it; None for `next(dataset)`.
+      join: With several processes, makes a reader for all of them from the reader of this one.
 
     Attributes:
-      dataset: the iterator.
-      joint: what draws in several processes together; None in one.
-      ahead: batches that were drawn, and not taken.
-      has_ended: whether the end of the data has come out.
+      dataset: The iterator.
+      joint: The reader for several processes; None with one process.
+      ahead: The batches that were read and not used.
+      has_ended: Whether the end of the dataset was reached.
     """
 
     def __init__(
         self,
         dataset: Iterator[types.Batch],
-        draw: Callable[[Any], types.Batch] | None = None,
-        join: Callable[[Callable[[], types.Batch]], JointDraw] | None = None,
+        read: Callable[[Any], types.Batch] | None = None,
+        join: Callable[[Callable[[], types.Batch]], JointReader] | None = None,
     ):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
-        self._draw = dataset.__next__ if draw is None else lambda: draw(dataset)
-        self.joint: JointDraw | None = join and join(self._draw)
+        self._read = dataset.__next__ if read is None else lambda: read(dataset)
+        self.joint: JointReader | None = join and join(self._read)
         if self.joint is not None:
-            self._draw = self.joint
+            self._read = self.joint
         self._error: Exception | SystemExit | None = None
 
     @property
     def num_ahead(self) -> int:
-        """How many batches were drawn from the dataset, and not taken."""
+        """The number of batches that were read from the dataset and not used."""
         return len(self.ahead) + (0 if self.joint is None else self.joint.held)
 
     def begin(self, limit: int | None) -> None:
-        """Begins a series of at most so many batches."""
+        """Begins a loop of at most this many batches."""
         self.has_ended = False
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
 
-    def drawer(self) -> Callable[[], types.Batch]:
-        """What draws the next batch, as long as nobody calls another method. It raises what the dataset raises."""
-        return self._draw if not self.ahead and self._error is None else self._next
+    def reader_fn(self) -> Callable[[], types.Batch]:
+        """Returns a function that reads the next batch. It is valid until another method is called."""
+        return self._read if not self.ahead and self._error is None else self._next
 
     def __iter__(self) -> Iterator[types.Batch]:
         return self
@@ -93,17 +93,17 @@ class Feed(Iterator[types.Batch]):
         if self.ahead:
             return self.ahead.pop(0)
         self._raise_error()
-        return self._draw()
+        return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """The next batches, fewer where the data end. Raises what the dataset raises where there is none before."""
+        """Returns the next batches, fewer at the end of the dataset; raises its error once none is left before that."""
         batches = self.ahead[:number]
         del self.ahead[:number]
         if self._error is None:
-            draw, add = self._draw, batches.append
+            read, add = self._read, batches.append
             try:
                 for _ in range(number - len(batches)):
-                    add(draw())
+                    add(read())
             except (Exception, SystemExit) as error:
                 self._error = error
         if not batches:
@@ -113,14 +113,14 @@ class Feed(Iterator[types.Batch]):
         return batches
 
     def put_back(self, batches: list[types.Batch]) -> None:
-        """Gives back what was taken last."""
+        """Returns unused batches to the front of the buffer."""
         self.ahead[:0] = batches
 
     def has_more(self) -> bool:
-        """Draws a batch ahead, unless there is one: whether there was one, or an exception to come out."""
+        """Reads a batch ahead if none is buffered; returns whether there is a batch, or an exception to raise."""
         if not self.ahead and self._error is None:
             try:
-                self.ahead.append(self._draw())
+                self.ahead.append(self._read())
             except (Exception, SystemExit) as error:
                 self._error = error
         self.has_ended = not self.ahead and isinstance(self._error, StopIteration)

@@ -1,7 +1,7 @@
-"""Opening the files of a work directory: regular files only, without following links, and with bounded reads.
+"""Safe access to the files of a work directory: regular files only, no symbolic links, and reads of limited size.
 
-What a work directory contains is untrusted input. A FIFO there would block a run forever, a device would swallow its
-rows, and through a symbolic link it would overwrite a file elsewhere.
+The contents of a work directory are untrusted input. A FIFO would block a run forever, a device would discard the rows
+written to it, and a symbolic link would let the run overwrite a file elsewhere.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ from typing import IO, Any
 
 from etils import epath
 
-MOST_BYTES = 1 << 28
-"""The largest file that is read as a whole."""
+MAX_BYTES = 1 << 28
+"""Size of the largest file that `read_bytes` reads by default, in bytes."""
 
-_KINDS = {
+_KIND_NAMES = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a directory",
@@ -24,26 +24,26 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-# Windows has neither links that any user can make nor FIFOs in directories.
-_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+# Windows lacks these flags. There, ordinary users can't create links, and directories don't contain FIFOs.
+_SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Like `os.open`, for a regular file of a local file system.
+    """Opens a regular file of a local file system, like `os.open`.
 
-    The last component of the path must not be a link; those before it may be. `O_TRUNC` takes effect only after the
-    file is known to be regular.
+    The last component of the path must not be a link, but earlier components may be. `O_TRUNC` takes effect only after
+    the file is known to be regular.
 
     Raises:
-      OSError: there is something else of this name, or the file can't be opened.
+      OSError: The path is not a regular file, or can't be opened.
     """
     with contextlib.suppress(FileNotFoundError):
-        mode_now = os.lstat(path).st_mode  # Before it is opened, which has effects on some devices.
-        if not stat.S_ISREG(mode_now):
-            raise _not_regular(path, mode_now)
-    descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFELY, mode)
+        found_mode = os.lstat(path).st_mode  # Checks before opening, because opening some devices has side effects.
+        if not stat.S_ISREG(found_mode):
+            raise _not_regular(path, found_mode)
+    descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFE_FLAGS, mode)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # It was replaced in between.
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # It was replaced since the first check.
             raise _not_regular(path, os.fstat(descriptor).st_mode)
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
@@ -54,7 +54,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
 
 
 def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
-    """Like `open`, for a regular file; text is UTF-8. Remote paths (`gs://`) are opened as they are.
+    """Opens a regular file, like `open`, with text in UTF-8. Remote paths (`gs://`) are opened without checks.
 
     >>> import tempfile
     >>> directory = epath.Path(tempfile.mkdtemp())
@@ -66,29 +66,29 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     Expected a regular file and found a FIFO. Remove it, or give another directory
 
     Raises:
-      OSError: there is something else of this name, or the file can't be opened.
+      OSError: The path is not a regular file, or can't be opened.
     """
     if is_remote(path):
         return epath.Path(path).open(mode)
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_descriptor)
 
 
-def read_bytes(path: epath.PathLike, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     """Reads a regular file.
 
     Raises:
-      OSError: there is something else of this name, or the file can't be read.
-      ValueError: it has more than `most` bytes.
+      OSError: The path is not a regular file, or can't be read.
+      ValueError: The file has more than `max_bytes` bytes.
     """
     with open_file(path, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has more than {most:,} bytes, the most that is read of such a file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"{path} has more than {max_bytes:,} bytes, the size limit of such a file")
     return content
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Like `json.loads`, but also raises a ValueError for text that is nested too deeply."""
+    """Parses JSON, like `json.loads`, but raises ValueError also for text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -96,24 +96,24 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def absolute(directory: Any) -> epath.Path:
-    """Returns the absolute path of a directory, without links: Orbax refuses others, and only when it first saves."""
+    """Returns the absolute path of a directory, with links resolved. Orbax rejects other paths at its first save."""
     return epath.Path(directory).expanduser().resolve()
 
 
 def prepare_directory(directory: epath.PathLike) -> epath.Path:
-    """Makes a directory, if need be, and makes sure that it can be written.
+    """Creates a directory if it is missing, and checks that it is writable.
 
     Raises:
-      OSError: it can't; the error says why.
+      OSError: The directory can't be created or written to. The error gives the reason.
     """
     path = absolute(directory)
-    probe = path / ".write_probe"  # Of one name, for the next one to remove it if this process is killed just here.
+    probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
     try:
         path.mkdir(parents=True, exist_ok=True)
         file = open_file(probe, "wb")
         try:
             with file:
-                file.write(b"0")  # On a full disk, an empty file can be made.
+                file.write(b"0")  # On a full disk, creating an empty file may still succeed.
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -122,19 +122,19 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
 
 
 def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
-    """Returns the error of a directory that can't be made or written to: why, and what to do."""
+    """Returns the error for a directory that can't be created or written to, with the reason and the remedy."""
     reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "the right to write there"
+    remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make this one writable"
     return OSError(
         error.errno, f"Can't write to the directory {directory} ({reason}). Give another directory, or {remedy}"
     )
 
 
 def make_directory(path: epath.PathLike) -> None:
-    """Makes a directory and those above it, where none exists.
+    """Creates a directory and its parents if they are missing.
 
     Raises:
-      OSError: there is something else of this name, such as a link to a directory, or it can't be made.
+      OSError: The path is not a directory (a link to one is refused too), or the directory can't be created.
     """
     if not is_remote(path) and os.path.islink(path):
         raise OSError(errno.EINVAL, "Expected a directory and found a symbolic link. Remove it", os.fspath(path))
@@ -142,11 +142,11 @@ def make_directory(path: epath.PathLike) -> None:
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Returns whether a path is of a store such as `gs://`, and not of a local file system."""
+    """Returns whether a path belongs to a remote store, such as `gs://`, and not to a local file system."""
     return "://" in os.fspath(path)
 
 
 def _not_regular(path: str | os.PathLike[str], mode: int) -> OSError:
-    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    text = f"Expected a regular file and found {kind}. Remove it, or give another directory"
-    return OSError(errno.EINVAL, text, os.fspath(path))
+    kind = _KIND_NAMES.get(stat.S_IFMT(mode), "something else")
+    message = f"Expected a regular file and found {kind}. Remove it, or give another directory"
+    return OSError(errno.EINVAL, message, os.fspath(path))

@@ -1,4 +1,4 @@
-"""Training in one call, and the learning rates for it."""
+"""`fit`, which trains in one call, and a learning-rate schedule."""
 
 import contextlib
 import functools
@@ -35,8 +35,8 @@ from jaxloop.train_loop import TrainLoop
 @overload
 def fit(
     model: Any,
-    train_data: Any,
-    eval_data: Any = None,
+    train_dataset: Any,
+    eval_dataset: Any = None,
     *,
     loss: LossFn | None = None,
     optimizer: optax.GradientTransformation | None = None,
@@ -44,10 +44,9 @@ def fit(
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
     train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
     eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
-    num_epochs: int | None = None,
-    num_steps: int | None = None,
-    eval_every: int | Schedule | None = None,
-    eval_freq: int | Schedule | None = None,
+    train_epochs: int | None = None,
+    train_total_steps: int | None = None,
+    eval_interval: int | Schedule | None = None,
     workdir: epath.PathLike | None = None,
     log_name: str | None = None,
     hparams: Mapping[str, Any] | None = None,
@@ -62,13 +61,15 @@ def fit(
 
 
 @overload
-def fit(model: Any, train_data: Any, eval_data: Any = None, *, dry_run: Literal[True], **options: Any) -> Report: ...
+def fit(
+    model: Any, train_dataset: Any, eval_dataset: Any = None, *, dry_run: Literal[True], **options: Any
+) -> Report: ...
 
 
 def fit(  # pyright: ignore[reportInconsistentOverload]
     model: Any,
-    train_data: Any,
-    eval_data: Any = None,
+    train_dataset: Any,
+    eval_dataset: Any = None,
     *,
     loss: LossFn | None = None,
     optimizer: optax.GradientTransformation | None = None,
@@ -76,10 +77,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
     train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
     eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
-    num_epochs: int | None = None,
-    num_steps: int | None = None,
-    eval_every: int | Schedule | None = None,
-    eval_freq: int | Schedule | None = None,
+    train_epochs: int | None = None,
+    train_total_steps: int | None = None,
+    eval_interval: int | Schedule | None = None,
     workdir: epath.PathLike | None = None,
     log_name: str | None = None,
     hparams: Mapping[str, Any] | None = None,
@@ -91,7 +91,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     actions: Sequence[Action] = (),
     dry_run: bool = False,
 ) -> tuple[Any, History] | Report:
-    """Trains, in one call. It builds the loops and actions that you would build, and runs them.
+    """Trains a model in one call. It builds the loops and actions that you would build, and runs them.
 
     >>> import numpy as np
     >>> from flax import linen as nn
@@ -104,73 +104,73 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     ...     batches[8:],
     ...     loss=lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1),
     ...     optimizer=optax.sgd(0.1),
-    ...     num_epochs=5,
+    ...     train_epochs=5,
     ...     progress=None,
     ... )
     >>> int(state.step), history.collect("steps", "eval.loss")[0]
     (40, [8, 16, 24, 32, 40])
 
-    With functions of your own, give your state in the place of the model:
+    To train with your own functions, pass your state instead of a model:
 
     >>> def train_step(weight, batch):
     ...     slope = (batch["x"][:, :1] * (batch["x"][:, :1] * weight - batch["y"])).mean()
     ...     return weight - 0.1 * slope, {"slope": slope}
-    >>> weight, history = fit(np.float32(0), batches, train_step=train_step, num_epochs=2, progress=None)
+    >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
 
-    An epoch is one pass over the train data; its length need not be known. One train loop runs an epoch, and ends with
-    a row of the history; in a run of `num_steps` there are about a hundred rows besides.
+    An epoch is one pass over the training dataset, whose length need not be known. Each epoch is one train loop and
+    ends with a row of the history; `train_total_steps` adds about a hundred rows to these.
 
-    With a work directory, there are TensorBoard events of the train and eval metrics, of the learning rate (where
-    `optax.inject_hyperparams` keeps it) and of `hparams`; `history.jsonl`; and `checkpoints`, the newest and the best
-    one. The same call goes on there where it was stopped, in whichever way. Without one, no file is written.
+    A work directory receives TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
+    `optax.inject_hyperparams` stores it), `history.jsonl`, and `checkpoints` with the newest and the best checkpoint.
+    The same call resumes there after any interruption. Without a work directory, no file is written.
 
     Args:
-      model: a model of any kind that `LossStep` takes; a state, with `train_step`.
-      train_data: batches, as `jaxloop.data.batches` takes them: lists, generators, `tf.data`, DataLoaders, ...; tuples
-        `(inputs, targets)` or dicts.
-      eval_data: likewise, evaluated from its start each time, and exactly, also where its last batch is short.
-      loss: a function of `(outputs, batch)`, see `LossStep`.
-      optimizer: an Optax transformation.
-      metrics: by name, functions of `(outputs, batch)`, see `LossStep`.
-      inputs: which part of a batch the model takes, see `LossStep`.
-      train_step: instead of a loss and an optimizer, a pure function `(state, batch) -> (state, outputs)`, which is
+      model: Any model that `LossStep` takes; with `train_step`, a state.
+      train_dataset: Anything that `jaxloop.data.batches` takes, such as lists, generators, `tf.data` or DataLoaders, of
+        batches that are tuples `(inputs, targets)` or dicts.
+      eval_dataset: Likewise. Each evaluation reads it from its start, and its means are exact even if the last batch is
+        short.
+      loss: A function of `(outputs, batch)`, see `LossStep`.
+      optimizer: An Optax transformation.
+      metrics: Functions of `(outputs, batch)` by name, see `LossStep`.
+      inputs: The part of a batch that the model receives, see `LossStep`.
+      train_step: Replaces `loss` and `optimizer`: a pure function `(state, batch) -> (state, outputs)`, which is
         compiled for the devices. The state is any pytree.
-      eval_step: a pure function `(state, batch) -> outputs`.
-      num_epochs: passes over the train data.
-      num_steps: or updates in all, for which the data are passed over again and again.
-      eval_every: evaluates after so many epochs, or by a schedule such as `every(steps=500)`; and at the end. None for
-        each epoch.
-      eval_freq: another name of `eval_every`.
-      workdir: where the files go; None for no files.
-      log_name: the run's own directory in the work directory.
-      hparams: hyperparameters to note with the events, and in the log: numbers, strings and bools.
-      monitor: what the best checkpoint is the best in, such as "eval/accuracy". By default "eval/loss", where a `loss`
-        and `eval_data` are given.
-      partitioner: where the state and the batches live; None for one device. "auto" to take all there are: the state
-        is on each one if it fits there, and split over them (`FSDPPartitioner`) if not; the log says which.
+      eval_step: A pure function `(state, batch) -> outputs`.
+      train_epochs: The number of epochs. Give this or `train_total_steps`.
+      train_total_steps: The number of updates. The dataset is repeated as often as needed.
+      eval_interval: When to evaluate: an int counts epochs, and a schedule such as `every(steps=500)` is exact to the
+        step. The end of the run is always evaluated. None for every epoch.
+      workdir: The work directory; None for no files.
+      log_name: The name of the run's own directory within the work directory.
+      hparams: Hyperparameters to write to the events and the log: numbers, strings and bools.
+      monitor: The metric that decides which checkpoint is the best one, such as "eval/accuracy". The default is
+        "eval/loss" if there is a `loss` and an `eval_dataset`.
+      partitioner: Where the state and the batches live; None for one device. "auto" uses all devices: it copies the
+        state to each one if it fits there, and otherwise splits it (`FSDPPartitioner`). The log reports the choice.
       progress: "auto", "tqdm" or "plain", see `ProgressAction`; None to show nothing.
-      seed: of the parameters and of dropout.
-      steps_per_dispatch: how many steps the devices take at a time, a number or "auto", see `TrainLoop`.
-      actions: more end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
-      dry_run: trains nothing, takes no memory for the state, and returns the report of `OuterLoop.check`: what would go
-        wrong, all at once, and how the run would go.
+      seed: The seed of the parameters and of dropout.
+      steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
+      actions: Further end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
+      dry_run: Trains nothing, allocates no memory for the state, and returns the report of `OuterLoop.check`: the plan
+        of the run and every problem it finds.
 
     Returns:
-      `(state, history)`; of a dry run the report.
+      `(state, history)`; for a dry run, the report.
 
     Raises:
-      ValueError: both or neither of `num_epochs` and `num_steps`; data that ends once and for all, for more than one
-        pass; arguments that don't belong together.
+      ValueError: Both or neither of `train_epochs` and `train_total_steps` are given, the dataset is an iterator and
+        there is more than one epoch, or some arguments exclude each other.
     """
-    if dry_run and data.is_one_pass(train_data):
+    if dry_run and data.is_one_pass(train_dataset):
         raise ValueError(
-            f"A dry run would draw the first batch of {train_data!r}, which gives its batches once and for all. Give a "
-            "list, a dataset, or a function that returns a new iterator."
+            f"A dry run would consume the first batch of the iterator {train_dataset!r}. Give a list, a dataset, or a "
+            "function that returns a new iterator."
         )
-    eval_schedule = _eval_schedule(eval_every, eval_freq, eval_data)
+    eval_schedule = _eval_schedule(eval_interval, eval_dataset)
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
-    passes, eval_passes, num_passes = _data(train_data, eval_data, num_epochs, num_steps)
+    passes, eval_passes, num_passes = _data(train_dataset, eval_dataset, train_epochs, train_total_steps)
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
@@ -181,18 +181,21 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         step, step_for_eval = _steps_by_loss(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
         state = make_state(step.input_spec(passes.first()))
-        monitor = "eval/loss" if monitor is None and eval_data is not None else monitor
+        monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
     else:
-        _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data)
+        _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_dataset)
         step, step_for_eval = _own_steps(train_step, eval_step, model, partitioner, passes.first())
         state = model
 
     log_points, saves = every(loops=1) | last(), every(loops=1) | last()
-    if num_steps is not None:
-        log_points, saves = log_points | every(max(num_steps // 100, 1)), saves | every(max(num_steps // 10, 1))
+    if train_total_steps is not None:
+        log_points, saves = (
+            log_points | every(max(train_total_steps // 100, 1)),
+            saves | every(max(train_total_steps // 10, 1)),
+        )
     train_actions, eval_actions = [*actions], []
     if progress is not None:
-        train_actions.append(ProgressAction(_total_steps(train_data, num_epochs, num_steps), bar=progress))
+        train_actions.append(ProgressAction(_total_steps(train_dataset, train_epochs, train_total_steps), bar=progress))
     if hparams or log_name:
         logging.info("Run %s: %s", log_name or "", dict(hparams or {}))
     with contextlib.ExitStack() as files:
@@ -210,49 +213,50 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
 
         train_loop = TrainLoop(step, end_actions=train_actions, steps_per_dispatch=steps_per_dispatch)
         eval_loops, eval_specs = [], []
-        if eval_data is not None:
+        if eval_dataset is not None:
             eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
-            eval_specs.append(EvalSpec(eval_passes, schedule=eval_schedule))
+            eval_specs.append(EvalSpec(eval_passes, interval=eval_schedule))
         outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
         run = outer_loop.check if dry_run else outer_loop
-        result = run(state, passes, num_steps, eval_specs=eval_specs, train_epochs=num_passes)
+        result = run(state, passes, train_total_steps, eval_specs=eval_specs, train_epochs=num_passes)
         return result if isinstance(result, Report) else (result[0], outer_loop.history)
 
 
-def _eval_schedule(eval_every: int | Schedule | None, eval_freq: int | Schedule | None, eval_data: Any) -> Schedule:
-    if eval_every is not None and eval_freq is not None:
-        raise ValueError(f"eval_freq is another name of eval_every; fit got both, {eval_freq!r} and {eval_every!r}.")
-    name, value = ("eval_every", eval_every) if eval_freq is None else ("eval_freq", eval_freq)
-    if not isinstance(value, Schedule):
-        checks.check_positive(name, value, optional=True)
-    if value is not None and eval_data is None:
-        raise ValueError(f"fit got {name}={value!r} without eval_data: give both, or neither.")
-    if isinstance(value, Schedule):
-        return value | last()
-    return every(loops=value or 1) | last()
+def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> Schedule:
+    if not isinstance(eval_interval, Schedule):
+        checks.check_positive("eval_interval", eval_interval, optional=True)
+    if eval_interval is not None and eval_dataset is None:
+        raise ValueError(f"fit got eval_interval={eval_interval!r} without eval_dataset: give both, or neither.")
+    if isinstance(eval_interval, Schedule):
+        return eval_interval | last()
+    return every(loops=eval_interval or 1) | last()
 
 
 def _data(
-    train_data: Any, eval_data: Any, num_epochs: int | None, num_steps: int | None
+    train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
 ) -> tuple[data.Passes, data.Passes, int | None]:
-    """The data by passes, and how many of them there may be at most; None for data that end once and for all."""
-    checks.check_positive("num_epochs", num_epochs, optional=True)
-    checks.check_positive("num_steps", num_steps, optional=True)
-    if (num_epochs is None) == (num_steps is None):
-        got = "neither" if num_epochs is None else f"num_epochs={num_epochs} and num_steps={num_steps}"
-        raise ValueError(f"fit takes either num_epochs, passes over the data, or num_steps, updates; it got {got}.")
-    if data.is_one_pass(train_data) and (num_epochs or 1) > 1:
-        raise ValueError(
-            f"num_epochs={num_epochs} needs train data that start anew for each pass, got the iterator {train_data!r}, "
-            "which ends once and for all. Give a list, a dataset, or a function that returns a new iterator."
+    """Returns both datasets as epochs, and the largest number of epochs; None if the training data is an iterator."""
+    checks.check_positive("train_epochs", train_epochs, optional=True)
+    checks.check_positive("train_total_steps", train_total_steps, optional=True)
+    if (train_epochs is None) == (train_total_steps is None):
+        got = (
+            "neither"
+            if train_epochs is None
+            else f"train_epochs={train_epochs} and train_total_steps={train_total_steps}"
         )
-    if data.is_one_pass(eval_data):
+        raise ValueError(f"fit takes either train_epochs or train_total_steps; it got {got}.")
+    if data.is_one_pass(train_dataset) and (train_epochs or 1) > 1:
         raise ValueError(
-            f"eval_data is evaluated from its start each time, got the iterator {eval_data!r}, which ends once and for "
-            "all. Give a list, a dataset, or a function that returns a new iterator."
+            f"train_epochs={train_epochs} needs a train_dataset that can be read more than once, got the iterator "
+            f"{train_dataset!r}. Give a list, a dataset, or a function that returns a new iterator."
         )
-    as_often_as_needed = None if data.is_one_pass(train_data) else sys.maxsize
-    return data.Passes(train_data), data.Passes(eval_data), num_epochs or as_often_as_needed
+    if data.is_one_pass(eval_dataset):
+        raise ValueError(
+            f"Each evaluation reads eval_dataset from its start, got the iterator {eval_dataset!r}. Give a list, a "
+            "dataset, or a function that returns a new iterator."
+        )
+    as_often_as_needed = None if data.is_one_pass(train_dataset) else sys.maxsize
+    return data.Passes(train_dataset), data.Passes(eval_dataset), train_epochs or as_often_as_needed
 
 
 def _steps_by_loss(
@@ -263,7 +267,7 @@ def _steps_by_loss(
     first_batch: types.Batch,
     options: dict[str, Any],
 ) -> tuple[LossStep, LossStep]:
-    """The steps that train and that evaluate."""
+    """Returns the train step and the eval step."""
     key, batch_size = jax.random.key(seed), checks.num_examples(first_batch)
     if partitioner == "auto":
         trial = LossStep(key, model, optimizer, train=True, **options)
@@ -286,15 +290,15 @@ def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
         )
 
 
-def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_data) -> None:
+def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_dataset) -> None:
     options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
     for name, value in options.items():
         if value is not None:
             raise ValueError(
                 f"fit got a train_step and {name}, which is for training by a loss: leave one of them out."
             )
-    if (eval_step is None) != (eval_data is None):
-        got, missing = ("eval_data", "eval_step") if eval_step is None else ("eval_step", "eval_data")
+    if (eval_step is None) != (eval_dataset is None):
+        got, missing = ("eval_dataset", "eval_step") if eval_step is None else ("eval_step", "eval_dataset")
         raise ValueError(f"fit got a train_step and {got} without {missing}: give both, or neither.")
 
 
@@ -305,7 +309,7 @@ def _own_steps(
     partitioner: partition.Partitioner | Literal["auto"],
     first_batch: types.Batch,
 ) -> tuple[FunctionStep, FunctionStep]:
-    """The steps that train and that evaluate, by functions of the user's."""
+    """Returns the train step and the eval step made of the user's functions."""
     if partitioner == "auto":
         partitioner = partition.choose(state, checks.num_examples(first_batch))
     step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
@@ -313,7 +317,7 @@ def _own_steps(
 
 
 def _summaries(writer: Any, log_points: Schedule, state: Any) -> list[Action]:
-    """What writes the train metrics, and the learning rate where there is one to be seen."""
+    """Returns the actions that write the train metrics, and the learning rate if the state contains it."""
     has_rate = learning_rate(getattr(state, "opt_state", None)) is not None
     rate = [LearningRateAction(writer, log_points)] if has_rate else []
     return [*rate, SummaryAction(writer, log_points, prefix="train/")]
@@ -323,18 +327,18 @@ def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, type
     return state, eval_step(state, batch)
 
 
-def _total_steps(train_data: Any, num_epochs: int | None, num_steps: int | None) -> int | None:
-    """How many updates a progress bar can expect; None where the data don't say."""
-    if num_epochs is None:
-        return num_steps
+def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps: int | None) -> int | None:
+    """Returns the total for a progress bar; None if the dataset has no length."""
+    if train_epochs is None:
+        return train_total_steps
     try:
-        return num_epochs * len(train_data) or None
+        return train_epochs * len(train_dataset) or None
     except TypeError:  # That of a tf.data pipeline is not always known.
         return None
 
 
 def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:
-    r"""The learning rate by step: a linear warm-up to `base_lr`, then a cosine down to a hundredth of it.
+    r"""Returns a learning-rate schedule: a linear warm-up to `base_lr`, then a cosine decay to a hundredth of it.
 
     With `w = warmup_epochs * steps_per_epoch` and `T = epochs * steps_per_epoch`, at step `t`
 
@@ -346,13 +350,13 @@ def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_
     https://arxiv.org/abs/1706.02677.
 
     Args:
-      base_lr: the peak, which is reached when the warm-up ends.
-      steps_per_epoch: optimizer updates in an epoch.
-      epochs: how many epochs the training has.
-      warmup_epochs: how many of them warm up; 0 for none.
+      base_lr: The peak, reached when the warm-up ends.
+      steps_per_epoch: Optimizer updates per epoch.
+      epochs: Epochs of the training.
+      warmup_epochs: Epochs of the warm-up; 0 for none.
 
     Returns:
-      An Optax schedule, which takes the place of a learning rate: `optax.adam(lr_schedule(1e-3, 100))`.
+      An Optax schedule to pass as a learning rate: `optax.adam(lr_schedule(1e-3, 100))`.
 
     >>> schedule = lr_schedule(1.0, steps_per_epoch=10, epochs=10, warmup_epochs=5)
     >>> [round(float(schedule(step)), 3) for step in (0, 25, 50, 75, 100, 200)]
@@ -367,7 +371,7 @@ def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_
     if warmup_epochs >= epochs:
         raise ValueError(
             f"warmup_epochs must be smaller than epochs, got warmup_epochs={warmup_epochs} and epochs={epochs}. "
-            "Lower it; 0 is for no warm-up."
+            "Lower it; 0 means no warm-up."
         )
     warmup_steps, total_steps = warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
     cosine = optax.cosine_decay_schedule(base_lr, total_steps - warmup_steps, alpha=0.01)

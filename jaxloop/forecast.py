@@ -63,7 +63,7 @@ class Calls:
         """Whether it is certain that it will not be called."""
         return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
-    def may_meet(self, other: "Calls") -> bool:
+    def may_coincide(self, other: "Calls") -> bool:
         """Whether the two may come at the same step."""
         is_open = [calls.by_clock or not calls.is_all for calls in (self, other)]
         return any(is_open) or (self.at_end and other.at_end) or not set(self.steps).isdisjoint(other.steps)
@@ -200,7 +200,7 @@ class Course:
         elif at == "step":
             in_step = lambda now: dataclasses.replace(now, loops=now.previous.loops, is_last=False)
             moments = ((in_step(now), None) for now, _ in moments if now.steps > self.start.steps)
-        at_end = at == "end" and self.end is None and _fires_at_unknown_end(self, interval)
+        at_end = at == "end" and self.end is None and _may_fire_at_end(self, interval)
         return self._rehearsed(interval, moments, Calls(at_end=at_end))
 
     def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
@@ -212,7 +212,7 @@ class Course:
           name: what the evaluation is called.
         """
         if isinstance(interval, Schedule) and evaluated.at_end:
-            evaluated = dataclasses.replace(evaluated, is_all=False, at_end=_fires_at_unknown_end(self, interval))
+            evaluated = dataclasses.replace(evaluated, is_all=False, at_end=_may_fire_at_end(self, interval))
         return self._rehearsed(interval, _ends_of_evaluation(self, evaluated.moments, name), evaluated)
 
     def _rehearsed(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
@@ -244,8 +244,8 @@ class Course:
             step = now.steps + math.ceil((step - now.steps) / updates) * updates
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
             # The run does not know of its last step if its data end just where a loop of `loop_steps` does.
-            is_told = step == self.stopped_at or step == spec.total_steps
-            is_last = step == self.end and (is_told or not spec.loop_steps or step % spec.loop_steps != 0)
+            is_stop_given = step == self.stopped_at or step == spec.total_steps
+            is_last = step == self.end and (is_stop_given or not spec.loop_steps or step % spec.loop_steps != 0)
             now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
             yield now, now.loops if ends_loop else None
         yield dataclasses.replace(now, is_last=True), None  # Where that is known only now.
@@ -292,7 +292,7 @@ def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -
         yield dataclasses.replace(last, is_last=True), None
 
 
-def _fires_at_unknown_end(course: Course, interval: int | Schedule) -> bool:
+def _may_fire_at_end(course: Course, interval: int | Schedule) -> bool:
     """Whether something is called at the end of a run that nobody knows."""
     schedule, far = _as_schedule(interval), 2**40
     before = Elapsed(far, far, math.inf, far)

@@ -140,7 +140,7 @@ class CompiledFunction:
         step, given = self._step_for(statics, broadcasts), batch if broadcasts is None else (batch, broadcasts)
         found: Any
         if self._donate:
-            checks.mark_taken(state, repr(self))
+            checks.mark_donated(state, repr(self))
             state, found = step(state, given)
         else:
             found = step.evaluate(state, given)

@@ -1,4 +1,4 @@
-"""What was measured: rows of numbers, each with how far the run was then. To read, keep in a file, and draw."""
+"""The history of a run: rows of measured values, in memory and in a file, with learning curves."""
 
 import array
 import bisect
@@ -31,10 +31,10 @@ from jaxloop.text import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of how many rows the values may be on their way from the devices.
-_MOST_ROWS_UNDER_WAY = 64
+# The largest number of rows whose values are still on the devices.
+_MAX_PENDING_ROWS = 64
 _UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")
-# A curve of at most so many points shows each of them.
+# A curve with at most this many points shows a marker for each.
 _FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
 
@@ -44,8 +44,8 @@ class Row(NamedTuple):
     """One row of a history.
 
     Attributes:
-      elapsed: how far the run was.
-      logs: what was measured, a (nested) dict of Python numbers and strings, under the keys it was committed with.
+      elapsed: The progress of the run.
+      logs: The measured values, a (nested) dict of Python numbers and strings with the keys of the commit.
     """
 
     elapsed: Elapsed
@@ -54,13 +54,13 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class _Column:
-    """The values of one path, and the numbers of their rows, ascending."""
+    """The values of one path, and the numbers of their rows in ascending order."""
 
     rows: "array.array[int]" = dataclasses.field(default_factory=lambda: array.array("q"))
     values: list[Any] = dataclasses.field(default_factory=list)
 
     def place(self, number: int) -> int:
-        """Where the value of a row is."""
+        """Returns the index of the value of a row."""
         return bisect.bisect_left(self.rows, number)
 
     def put(self, number: int, value: Any) -> None:
@@ -69,37 +69,37 @@ class _Column:
 
 
 class _Form:
-    """What rows have in common whose logs have the same keys, and values of the same types, in the same order.
+    """The common form of rows whose logs have the same keys, and values of the same types, in the same order.
 
     Attributes:
-      paths: of the values.
+      paths: The paths of the values.
 
     Raises:
-      TypeError: a value is no scalar, or a key no string.
-      ValueError: two values have the same path, or one has that of a number of `elapsed`.
+      TypeError: A value is not a scalar, or a key is not a string.
+      ValueError: Two values have the same path, or one has the name of a number of `elapsed`.
     """
 
     def __init__(self, logs: Mapping[str, Any]):
         self.paths: list[str] = []
-        self._from_devices: list[tuple[str, int]] = []  # The paths and places of those that come from there.
+        self._from_devices: list[tuple[str, int]] = []  # Paths and indices.
         self._keys = self._checked(logs, "")
 
     def _checked(self, logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Notes the paths of some logs, which begin with a prefix; returns the keys."""
+        """Records the paths of logs, with a prefix; returns the keys."""
         keys: dict[str, Any] = {}
         for key, value in logs.items():
             if not isinstance(key, str):
-                raise TypeError(f"The keys of a history's logs are strings, got {key!r}. Write {str(key)!r}.")
+                raise TypeError(f"The keys of a history's logs must be strings, got {key!r}. Write {str(key)!r}.")
             path = prefix + _dotted(key)
             if isinstance(value, Mapping):
                 keys[key] = self._checked(value, f"{path}.")
                 continue
             if path in self.paths:
-                raise ValueError(f"The logs have two values under the path {printable(path)}. Give one another key.")
+                raise ValueError(f"The logs have two values under the path {printable(path)}. Rename one of them.")
             if path in _UNITS:
                 raise ValueError(
-                    f"The logs have a value under {path!r}, and that name is asked of elapsed. Leave it out, or give "
-                    f"it another key, such as 'my_{printable(path)}'."
+                    f"The logs have a value under {path!r}, which is the name of a number of elapsed. Leave it out, or "
+                    f"use another key, such as 'my_{printable(path)}'."
                 )
             if isinstance(value, jax.Array):
                 _check_on_device(value, path)
@@ -109,7 +109,7 @@ class _Form:
         return keys
 
     def checked(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of logs of this form, as Python's own but for those on devices."""
+        """Returns the values of logs of this form: device values unchanged, all others as Python objects."""
         return [
             value
             if type(value) in _PLAIN
@@ -120,11 +120,11 @@ class _Form:
         ]
 
     def on_device(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Returns those of the values that come from the devices, by path."""
+        """Returns the device values by path."""
         return {path: values[place] for path, place in self._from_devices}
 
     def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
-        """The logs with these values."""
+        """Returns the logs with these values."""
         return _filled(self._keys, iter(values))
 
 
@@ -133,10 +133,10 @@ def _filled(keys: Mapping[str, Any], values: Iterator[Any]) -> dict[str, Any]:
 
 
 def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
-    """Returns what is equal for logs of one form, and the values in their order."""
+    """Returns a key that is equal for logs of one form, and the values in order."""
     if not isinstance(logs, Mapping):
         raise TypeError(
-            f"The logs of a history are a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
+            f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
         )
     key, values = [], []
     for name, value in logs.items():
@@ -155,10 +155,10 @@ def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
 
 @final
 class History:
-    """What was measured, and how far the run was then: rows of `(elapsed, logs)`.
+    """The measured values of a run, in rows of `(elapsed, logs)`.
 
-    A value is called by its path, `train.loss` for `{"train": {"loss": 0.5}}`, or by the end of it, as long as that
-    tells which one is meant. A slash is a dot: `train/loss` is the same, as a name and as a key of the logs.
+    Refer to a value by its path (`train.loss` for `{"train": {"loss": 0.5}}`) or by an unambiguous end of it (`loss`).
+    A slash means the same as a dot, in names and in the keys of logs: `train/loss`.
 
     >>> history = History()
     >>> for step in (100, 200):
@@ -172,47 +172,49 @@ class History:
     [0.9]
     >>> history.collect("loss")
     Traceback (most recent call last):
-    ValueError: 'loss' is the end of 2 names: train.loss, eval.loss. Ask for one of them.
+    ValueError: 'loss' is ambiguous; it may be any of train.loss, eval.loss. Give one of these names.
 
-    A commit does not wait for the devices: their values are copied in chunks, and whoever reads waits for the rest.
+    A commit does not wait for the devices: device values are copied in chunks, and reading a row waits for its values.
 
-    With a path, rows are also appended to that file, one JSON object a line: `{"elapsed": {...}, "logs": {...}}`. Rows
-    of host values are in the file when `commit` returns, those of device values when they have arrived, at the latest
-    after `flush` or `close`; a row that comes earlier than those before it says its place, `"row": 7`. The file is
-    strict JSON: NaN and the infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and where a string of
-    the logs is one of these words, it has a `'` before it.
+    With a path, rows are also appended to that file, one JSON object per line: `{"elapsed": {...}, "logs": {...}}`.
+    Rows of host values are in the file when `commit` returns; rows of device values when these have arrived, and at the
+    latest after `flush` or `close`. A row that arrives before earlier ones contains its number, `"row": 7`. The file is
+    strict
+    JSON: NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and a string of the logs that
+      equals
+    one of these is written with a leading `'`.
 
     Args:
-      path: a file to write the rows to, whose directory is made if need be; None to keep them in memory only. If it
-        has rows already, call `resume` before the first commit.
-      writes: False to read the file and leave it as it is, as all processes of a job do but the first.
+      path: A file to write the rows to, whose directory is created if necessary; None to keep them in memory only. If
+        it already has rows, call `resume` before the first commit.
+      writes: False to read the file but never write it, as all processes of a job except the first do.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
         self.outputs: list[tuple[Elapsed, Any]] = []
-        """What `add_outputs` was given: pairs of elapsed and outputs."""
+        """The pairs of elapsed and outputs that were passed to `add_outputs`."""
         self._path = None if path is None else _absolute(path)
         self._may_append = path is None or not writes
         self._writes = writes
         self._num_lines = 0  # In the file.
-        self._in_file: _Checksum | None = _Checksum()  # None where a write has failed.
+        self._in_file: _Checksum | None = _Checksum()  # None after a failed write.
         self._known_forms: dict[Any, _Form] = {}
         self._clear()
 
     def _clear(self) -> None:
-        # Of each row the numbers of its elapsed: the garbage collector has nothing to look for in these.
+        # The numbers in the `elapsed` of each row, as tuples that the garbage collector need not traverse.
         self._elapsed: list[tuple[Any, ...]] = []
-        self._forms: list[_Form] = []  # Likewise.
+        self._forms: list[_Form] = []  # The form of each row.
         self._columns: dict[str, _Column] = {}
         self._paths_by_end: dict[str, list[str]] = {}
-        # The rows of which not all values have arrived, oldest first, and what has them meanwhile; None where a failure
-        # leaves it open which.
+        # The rows whose values have not all arrived, oldest first, and the queue that holds these values; None after a
+        # failure, when it is unknown which ones it holds.
         self._waiting: list[int] = []
-        self._queue: OutputQueue | None = OutputQueue(_MOST_ROWS_UNDER_WAY)
+        self._queue: OutputQueue | None = OutputQueue(_MAX_PENDING_ROWS)
 
     @property
     def path(self) -> epath.Path | None:
-        """The file that the rows are written to; None where they are kept in memory only."""
+        """The file that the rows are written to; None if they are kept in memory only."""
         return self._path
 
     # Writing ---------------------------------------------------------------------------------------
@@ -221,14 +223,15 @@ class History:
         """Appends a row, without waiting for the devices.
 
         Args:
-          elapsed: how far the run is.
-          logs: a (nested) dict of scalars: Python and NumPy numbers, strings, arrays without axes, on devices or not.
-            A device value must not be donated to a step before it has arrived: copy what is part of the state.
+          elapsed: The progress of the run.
+          logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and arrays without axes, also on devices.
+            A device value must not be donated to a step before it has arrived, so copy values that are part of the
+            state.
 
         Raises:
-          TypeError: a value is no scalar, or a key no string.
-          ValueError: two values have the same path; a path is one of steps, samples, time and loops, which are asked
-            of `elapsed`; a device value was donated; the file has the rows of an earlier run, and `resume` was not
+          TypeError: A value is not a scalar, or a key is not a string.
+          ValueError: Two values have the same path; a path is steps, samples, time or loops, which are taken from
+            `elapsed`; a device value was donated; or the file has the rows of an earlier run and `resume` was not
             called.
         """
         _check_elapsed("commit", elapsed)
@@ -241,7 +244,7 @@ class History:
             self._append_to_file([len(self) - 1])
 
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
-        """Appends several rows, as `commit` does.
+        """Appends several rows, see `commit`.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -249,13 +252,13 @@ class History:
         ([1, 2], [0.5, 0.4])
 
         Args:
-          elapsed: of each row how far the run is.
-          logs: likewise what was measured.
+          elapsed: The progress of the run, for each row.
+          logs: The measured values, for each row.
 
         Raises:
-          ValueError: there are not as many of the one as of the other.
-          What `commit` does, with a note of how far the run was. The rows before that one are in the history, and
-            those after it are not.
+          ValueError: The lengths differ.
+          The errors of `commit`, with a note of the progress of the run. The rows before the failing one are in the
+            history, those after it are not.
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
@@ -267,7 +270,7 @@ class History:
                 raise
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
-        """Keeps what is no scalar, images say, as it is: in memory, not in the file, and not copied to the host."""
+        """Keeps values that are not scalars, such as images, unchanged: in memory only, without a copy to the host."""
         _check_elapsed("add_outputs", elapsed)
         self.outputs.append((elapsed.without_previous(), outputs))
 
@@ -279,20 +282,20 @@ class History:
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
             self._take(self._explain_donated(lambda: metrics.fetch(waiting)))
-            self._queue = OutputQueue(_MOST_ROWS_UNDER_WAY)
+            self._queue = OutputQueue(_MAX_PENDING_ROWS)
 
     def close(self) -> None:
-        """Flushes. No file stays open between writes, so the history can be read, and written to, as before."""
+        """Flushes. No file stays open between writes, so the history can still be read and written to."""
         self.flush()
 
     def checksum(self) -> dict[str, Any] | None:
-        """Returns the length and SHA-256 of the file, with all rows so far; None where this object writes no file."""
+        """Returns the length and SHA-256 of the file with all rows so far; None if this object writes no file."""
         self.flush()
         writes = self._path is not None and self._writes
         return self._in_file.to_dict() if writes and self._in_file is not None else None
 
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
-        """Drops the rows and outputs after a step, which will be run again, and goes on from there.
+        """Drops the rows and outputs after a step, because the steps after it will be repeated.
 
         With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
         last line that a killed process left incomplete is dropped too. Where no row is kept, the old file stays beside
@@ -330,7 +333,7 @@ class History:
         num_kept = len(self)
         if num_rows is not None and num_kept < num_rows and is_intact:
             logging.warning(
-                "%s has %d rows up to step %d, and had %d when the checkpoint of this step was saved. The curves have "
+                "%s has %d rows up to step %d, but had %d when the checkpoint of this step was saved. The curves have "
                 "a gap.",
                 self._path or "The history",
                 num_kept,
@@ -344,7 +347,7 @@ class History:
                 num_found += _truncate(self._path, size)
             elif not (reader is not None and reader.is_in_order and num_kept == num_found):
                 if num_found and not num_kept:
-                    _keep_aside(self._path, "before")
+                    _keep_damaged_file(self._path, "before")
                 self._in_file = _write(self._path, map(self._row, range(len(self))))
         self.outputs = [(elapsed, outputs) for elapsed, outputs in self.outputs if elapsed.steps <= steps]
         self._may_append, self._num_lines = True, num_kept
@@ -354,7 +357,7 @@ class History:
             logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, num_kept, dropped, steps)
 
     def _replace_damaged_file(self, steps: int, num_rows: int | None, reader: "_Reader | None") -> None:
-        """Writes the rows that could be read of a damaged file, keeps that file, and warns of what was lost."""
+        """Writes the readable rows of a damaged file to a new one, keeps the damaged one, and warns of the loss."""
         assert self._path is not None and reader is not None
         lost = 0 if num_rows is None else num_rows - len(self)
         what = "It is missing. " if not self._path.exists() else ""
@@ -367,10 +370,10 @@ class History:
             )
         else:
             what += f"All {len(self)} rows up to step {steps} are there, but some were edited or reordered."
-        aside = _keep_aside(self._path, "damaged")
+        aside = _keep_damaged_file(self._path, "damaged")
         if aside is not None:
             what += f" The file as it was found is kept as {aside}."
-        logging.warning("%s is not as it was when the checkpoint of step %d was saved. %s", self._path, steps, what)
+        logging.warning("%s has changed since the checkpoint of step %d was saved. %s", self._path, steps, what)
         self._in_file = _write(self._path, map(self._row, range(len(self))))
 
     # Reading ---------------------------------------------------------------------------------------
@@ -398,11 +401,11 @@ class History:
         return f"History({count} up to step {self._steps_at(-1)}: {checks.listed(self._columns)})"
 
     def paths(self) -> list[str]:
-        """The full paths of all values so far, in the order of their first appearance."""
+        """Returns the full paths of all values so far, in the order of their first appearance."""
         return list(self._columns)
 
     def find(self, name: str) -> str:
-        """The full path of a value. A name that is a whole path means that one.
+        """Returns the full path of a value. A name that is a complete path refers to that one.
 
         Raises:
           ValueError: no value has this name, or several have.
@@ -414,7 +417,9 @@ class History:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{name!r} is the end of {len(found)} names: {checks.listed(found)}. Ask for one of them.")
+            raise ValueError(
+                f"{name!r} is ambiguous; it may be any of {checks.listed(found)}. Give one of these names."
+            )
         nearest = difflib.get_close_matches(end, self._paths_by_end, n=1)
         raise ValueError(
             f"Nothing named {name!r} was measured"
@@ -423,7 +428,7 @@ class History:
         )
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
-        """The newest value of a name and how far the run was; None if there is none yet.
+        """Returns the newest value of a name, with the progress of the run; None if there is no value yet.
 
         Costs the same for each length of the history, and waits for the devices only if that value is on its way.
 
@@ -438,7 +443,7 @@ class History:
         return Elapsed(*self._elapsed[column.rows[-1]]), column.values[-1]
 
     def collect(self, *names: str) -> Any:
-        """The values of the names, over the rows in which all of them appear.
+        """Returns lists of the values of the names, over the rows in which all of them appear.
 
         Args:
           *names: steps, samples, time and loops are those of elapsed; other names are looked up as by `find`.
@@ -462,8 +467,8 @@ class History:
             numbers = [number for number in shortest.rows if all(number in rows for rows in longer)]
             if not numbers:
                 logging.warning(
-                    "No row of the history has all of %s, so the lists are empty. Train metrics and each evaluation "
-                    "have rows of their own: collect them one after the other.",
+                    "No row of the history has all of %s, so the lists are empty. Train metrics and evaluations are in "
+                    "separate rows: collect them one after the other.",
                     ", ".join(map(printable, names)),
                 )
         lists = []
@@ -476,7 +481,7 @@ class History:
         return tuple(lists) if len(lists) > 1 else lists[0]
 
     def to_records(self) -> list[dict[str, Any]]:
-        """A flat dict for each row, `{"steps": 100, ..., "train.loss": 0.5}`, as `pandas.DataFrame` takes them."""
+        """Returns a flat dict for each row, `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
         self.flush()
         records = [Elapsed(*numbers).to_dict() for numbers in self._elapsed]
         for path, column in self._columns.items():
@@ -487,14 +492,14 @@ class History:
     # Keeping ---------------------------------------------------------------------------------------
 
     def save(self, path: epath.PathLike) -> None:
-        """Writes all rows to a file, in the format of the class, in one atomic move; the outputs are left out."""
+        """Writes all rows to a file in this class's format, in one atomic move. The outputs are not written."""
         written = _write(_absolute(path), self.rows)
         if _absolute(path) == self._path:
             self._in_file = written
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
-        """Reads a file that `save`, or a history with a path, has written, into memory.
+        """Returns a history, in memory, with the rows of a file written by `save` or by a history with a path.
 
         An incomplete last line, which a process killed while writing has left, is dropped with a warning.
 
@@ -508,7 +513,7 @@ class History:
         return history
 
     def plot(self, *names: str, x: str = "steps") -> "Figure":
-        """Draws learning curves: the names side by side, with all values whose path ends in a name as its lines.
+        """Returns a figure with learning curves: one plot per name, one line per value whose path ends in that name.
 
         So `plot("loss")` shows `train.loss` and `eval.loss` together, under the labels `train` and `eval`. The figure
         shows itself at the end of a notebook's cell; `figure.savefig("loss.png")` writes it. Needs matplotlib, of
@@ -550,12 +555,12 @@ class History:
             axes.set(xlabel="time (s)" if x == "time" else x, ylabel=name)
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-        # IPython shows a Figure by itself only where pyplot was imported.
+        # IPython displays a Figure automatically only if pyplot was imported.
         figure._repr_png_ = functools.partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
         return figure
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """The paths to draw, under the name of their axes."""
+        """Returns the paths to draw by the name of their axes."""
         drawable = {path for path, column in self._columns.items() if not any(map(_is_text, column.values))}
         if not names:
             chosen = [path for path in self._columns if path in drawable and "jaxloop" not in path.split(".")[:2]]
@@ -563,12 +568,14 @@ class History:
             for path in chosen:
                 curves.setdefault(path.rpartition(".")[2], []).append(path)
             if not curves:
-                raise ValueError("There is nothing to draw: the history has no numbers yet. Commit some, or load it.")
+                raise ValueError(
+                    "There is nothing to plot, because the history has no numbers yet. Commit some, or load it."
+                )
             return curves
         curves = {name: self._paths_by_end.get(_dotted(name)) or [self.find(name)] for name in names}
         for name, paths in curves.items():
             if not drawable.issuperset(paths):
-                raise ValueError(f"History.plot draws numbers, and {name!r} has strings. Read them with collect.")
+                raise ValueError(f"History.plot draws numbers, but {name!r} has strings. Read them with collect.")
         return curves
 
     # Inside ----------------------------------------------------------------------------------------
@@ -578,8 +585,8 @@ class History:
             return
         if self._path.exists() and self._path.stat().length:
             raise ValueError(
-                f"{self._path} has the rows of an earlier run, which a new one must not be mixed with. Call "
-                "history.resume(steps) to go on after that step (0 starts anew), give another path, or delete the file."
+                f"{self._path} has the rows of an earlier run, which must not be mixed with a new one. Call "
+                "history.resume(steps) to continue after that step (0 starts over), give another path, or delete it."
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._may_append = True
@@ -609,18 +616,18 @@ class History:
         return column
 
     def _send_newest(self, on_device: dict[str, jax.Array]) -> None:
-        """Has the values of the newest row that are on the devices arrive some time."""
+        """Starts to copy the device values of the newest row to the host."""
         self._waiting.append(len(self) - 1)
         if self._queue is None:
             return self.flush()
-        queue, self._queue = self._queue, None  # Nobody knows what it has if the next lines fail.
+        queue, self._queue = self._queue, None  # If the next lines fail, its contents are unknown.
         queue.newest.append(on_device)
         if len(queue.newest) == queue.room:
             self._take(self._explain_donated(lambda: queue.push(queue.room, state=None)).rows())
         self._queue = queue
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Takes in the values of the oldest rows that wait for them, and writes these rows to the file."""
+        """Stores arrived values in the oldest rows that wait for them, and writes these rows to the file."""
         numbers = self._waiting[: len(rows)]
         for number, values in zip(numbers, rows, strict=True):
             for path, value in values.items():
@@ -629,7 +636,7 @@ class History:
         self._append_to_file(numbers)
 
     def _on_their_way(self, number: int) -> dict[str, Any]:
-        """The values of a row that were on the devices."""
+        """Returns the values of a row that were on the devices."""
         return self._forms[number].on_device(self._values_at(number))
 
     def _values_at(self, number: int) -> list[Any]:
@@ -645,12 +652,12 @@ class History:
     def _append_to_file(self, numbers: Sequence[int]) -> None:
         if self._path is None or not numbers or not self._writes:
             return
-        in_file, self._in_file = self._in_file, None  # Nobody knows what is there where the write fails.
+        in_file, self._in_file = self._in_file, None  # If the write fails, the contents of the file are unknown.
         with self._open_file() as file:
             if in_file is not None and not files.is_remote(self._path) and file.tell() != in_file.size:
                 numbers = [number for number in range(len(self._elapsed)) if number not in self._waiting]
                 logging.warning(
-                    "%s had %d bytes, and has %d now: something else has changed or deleted it during the run. It is "
+                    "%s had %d bytes and now has %d: something else changed or deleted it during the run. It is "
                     "written again, with all %d rows.",
                     self._path,
                     in_file.size,
@@ -682,7 +689,7 @@ class History:
         return line
 
     def _explain_donated(self, read: Callable[[], Any]) -> Any:
-        """Reads device values. If any was donated, says so once, and leaves NaN in its place."""
+        """Reads device values. If one was donated, raises an error once and stores NaN instead."""
         try:
             return read()
         except RuntimeError:
@@ -694,7 +701,7 @@ class History:
                         lost.append(f"{printable(path)} at step {self._steps_at(number)}")
             if not lost:
                 raise
-            # The rest still waits, for the next to read.
+            # The next call reads the rest.
             raise ValueError(
                 "A value was committed to the history, and then donated to a step before it arrived: "
                 f"{checks.listed(lost)}. The history has NaN for it. Commit a copy of what is part of the state: "
@@ -707,13 +714,13 @@ _numbers_of = operator.attrgetter(*_UNITS, "is_last")
 
 def _absolute(path: epath.PathLike) -> epath.Path:
     path = epath.Path(path).expanduser()
-    return path if files.is_remote(path) else path.parent.resolve() / path.name  # The file itself must be no link.
+    return path if files.is_remote(path) else path.parent.resolve() / path.name  # The file itself must not be a link.
 
 
 def _check_elapsed(method: str, elapsed: Any) -> None:
     if not isinstance(elapsed, Elapsed):
         raise TypeError(
-            f"History.{method} takes how far the run is, an Elapsed, got {elapsed!r}. Write Elapsed(steps=100)."
+            f"History.{method} takes an Elapsed, the progress of the run, got {elapsed!r}. Write Elapsed(steps=100)."
         )
 
 
@@ -722,12 +729,12 @@ def _check_elapsed(method: str, elapsed: Any) -> None:
 
 def _dotted(name: str) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"A name in a history is a string, such as 'train.loss', got {name!r}.")
+        raise TypeError(f"A name in a history must be a string such as 'train.loss', got {name!r}.")
     return name.replace("/", ".")
 
 
 def _ends(path: str) -> list[str]:
-    """The names that a path can be called by: `a.b.c`, `b.c` and `c`."""
+    """Returns the names of a path: `a.b.c`, `b.c` and `c`."""
     return [path, *(path[match.end() :] for match in re.finditer(r"\.", path))]
 
 
@@ -737,8 +744,8 @@ def _ends(path: str) -> list[str]:
 def _check_on_device(value: jax.Array, path: str) -> None:
     if isinstance(value, core.Tracer):
         raise TypeError(
-            f"A history takes the values of a step, got a tracer of one that is being compiled, under "
-            f"{printable(path)}. Return the value from the jitted function, and commit what it returned."
+            f"A history takes values, got a tracer of a function that is being compiled, under {printable(path)}. "
+            "Return the value from the jitted function, and commit the result."
         )
     if value.ndim or not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
         raise _no_scalar(value, path)
@@ -748,7 +755,7 @@ def _alive(value: jax.Array, path: str) -> jax.Array:
     if value.is_deleted():
         raise ValueError(
             f"The value under {printable(path)} was donated to a step, which has reused its memory. "
-            "Commit what that step returned, or a copy made before: jnp.copy(value)."
+            "Commit the value that the step returned, or a copy made before it: jnp.copy(value)."
         )
     return value
 
@@ -757,7 +764,7 @@ _PLAIN = {bool, int, float, str}
 
 
 def _plain(value: Any, path: str) -> bool | int | float | str:
-    """A host scalar as Python's own."""
+    """Returns a host scalar as a Python object."""
     plain = value
     if isinstance(value, np.generic) or (hasattr(value, "__array__") and np.ndim(value) == 0):
         plain = np.asarray(value).item()
@@ -783,10 +790,10 @@ def _is_text(value: Any) -> bool:
 # The file --------------------------------------------------------------------------------------------
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# Such a word as a string of the logs, which is written with one more quote in front.
+# A string of the logs that equals one of these words, with any number of leading quotes.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 _LONGEST_LINE, _CHUNK = 1 << 24, 1 << 20  # Bytes.
-# What comes of reading a line that no history has written.
+# The errors of reading a line that no history wrote.
 _OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -807,20 +814,20 @@ def _decoded(value: Any) -> Any:
 
 
 def _to_line(row: Row, number: int | None = None) -> str:
-    """A row as a line of the file, with its number where that is not the line's."""
+    """Returns a row as a line of the file, with its number if that differs from the line's."""
     line = {"elapsed": {unit: _plain(value, unit) for unit, value in row.elapsed.to_dict().items()}, "logs": row.logs}
     return json.dumps(_encoded(line if number is None else {"row": number, **line}), allow_nan=False) + "\n"
 
 
 class _Checksum:
-    """The length and SHA-256 of a file, kept along while it grows."""
+    """The length and SHA-256 of a growing file."""
 
     def __init__(self):
         self.size, self._hash = 0, hashlib.sha256()
 
     @classmethod
     def of(cls, path: epath.Path, size: int | None = None) -> "_Checksum":
-        """Reads a file, or its first `size` bytes; nothing where there is none."""
+        """Reads a file, or its first `size` bytes; nothing if there is no file."""
         checksum = cls()
         if path.exists() or os.path.lexists(path):
             with files.open_file(path, "rb") as file:
@@ -860,14 +867,14 @@ class _Reader:
         self.broken_lines: list[str] = []
 
     def rows(self) -> Iterable[_ReadRow]:
-        """Each row's numbers of `elapsed`, form and values; of a damaged file in the order of their steps."""
+        """Yields each row's numbers of `elapsed`, form and values; those of a damaged file in the order of steps."""
         if not self._is_lenient:
             return self._by_number()
         rows = list(self._by_number()) if self._path.exists() else []
         return sorted(rows, key=lambda row: row[0][0])
 
     def _by_number(self) -> Iterator[_ReadRow]:
-        early: dict[int, list[Any]] = {}  # Rows that come before others of lower numbers.
+        early: dict[int, list[Any]] = {}  # Rows that precede rows with lower numbers.
         next_number = 0
         for number, row in self._numbered():
             if number > next_number:
@@ -905,7 +912,7 @@ class _Reader:
             self.broken_lines.append(str(index + 1))
         elif not line.endswith(b"\n"):
             logging.warning(
-                "The last line of %s, line %d, is incomplete and was dropped: the process was killed while it wrote.",
+                "The last line of %s, line %d, is incomplete and was dropped. The process was killed during a write.",
                 self._path,
                 index + 1,
             )
@@ -913,11 +920,11 @@ class _Reader:
             shown = line[:60].decode(errors="replace").strip("\n") + ("..." if len(line) > 60 else "")
             raise ValueError(
                 f'{self._path}, line {index + 1}: expected a row, {{"elapsed": {{...}}, "logs": {{...}}}}, got '
-                f"{shown!r} ({error}). Mend the line or delete it."
+                f"{shown!r} ({error}). Correct the line or delete it."
             ) from error
 
     def _parse(self, line: bytes, place: int) -> tuple[int, _ReadRow]:
-        """The number of a row, and the row."""
+        """Returns the number of a row, and the row."""
         fields = files.parse_json(line)
         if b"NaN" in line or b"Infinity" in line:
             fields = _decoded(fields)
@@ -941,8 +948,8 @@ def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
     return checksum
 
 
-def _keep_aside(path: epath.Path, suffix: str) -> epath.Path | None:
-    """Moves a file to `<path>.<suffix>`, which it returns; None if there is no file, or a longer one is there."""
+def _keep_damaged_file(path: epath.Path, suffix: str) -> epath.Path | None:
+    """Moves a file to `<path>.<suffix>`, which it returns; None if there is no file, or a longer one exists there."""
     aside = epath.Path(f"{path}.{suffix}")
     if not path.exists() or (aside.exists() and aside.stat().length > path.stat().length):
         return None
@@ -950,7 +957,7 @@ def _keep_aside(path: epath.Path, suffix: str) -> epath.Path | None:
 
 
 def _truncate(path: epath.Path, size: int) -> int:
-    """Drops what follows the first `size` bytes, which stay as they are; returns the number of dropped lines."""
+    """Truncates a file to its first `size` bytes; returns the number of dropped lines."""
     if path.stat().length == size:
         return 0
     with files.open_file(path, "r+b") as file:

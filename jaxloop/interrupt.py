@@ -159,10 +159,10 @@ class Interruptible:
     def _log(self, signum: int) -> None:
         with contextlib.suppress(RuntimeError):  # "reentrant call": it has come amid a write to the same stream.
             if signum == signal.SIGINT:
-                logging.warning("Interrupted: the run ends after this step. Press Ctrl-C again to end it at once.")
+                logging.warning("Ctrl-C: the run stops after this step. Press Ctrl-C again to stop it at once.")
             else:
                 logging.warning(
-                    "SIGTERM: the run ends after this step, saves and exits with %d. A second one ends it at once.",
+                    "SIGTERM: the run stops after this step, saves, and exits with %d. A second one ends it at once.",
                     _EXIT_CODE,
                 )
 

@@ -212,8 +212,9 @@ def _rank(process: _Process) -> tuple[object, ...]:
     """The lower, the more its end says about why the job has failed."""
     code = process.code or 0
     is_follower = code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
-    # Of two seen to have ended at once, one by a signal and one by itself, the latter may have lost the former.
-    return is_follower, process.ended_at, code > 0
+    # If two ended between two polls, one by a signal and one with an error, the error may be the loss of the other.
+    is_signal = code < 0 or code == 128 + signal.SIGTERM
+    return is_follower, process.ended_at, not is_signal
 
 
 def _environment(address: str, num_processes: int, place: int, devices: int | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where the leaves of a state live, as a table."""
+"""The layout of a state over devices, as a table."""
 
 import dataclasses
 import math
@@ -13,21 +13,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxloop import checks
 from jaxloop.text import printable
 
-# So many pictures at most: of each kind of layout one.
+# The largest number of pictures, one for each kind of layout.
 _MOST_PICTURES = 8
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """Where a leaf lives.
+    """The layout of a leaf.
 
     Attributes:
-      path: its path in the state, such as `params/Dense_0/kernel`.
-      shape: of the whole leaf.
-      dtype: its dtype.
-      sharding: where its parts are.
-      reason: why it is whole on each device though it is large, if it is.
+      path: Its path in the state, such as `params/Dense_0/kernel`.
+      shape: The shape of the whole leaf.
+      dtype: Its dtype.
+      sharding: Its sharding.
+      reason: The reason that it is replicated although it is large, if it is.
     """
 
     path: str
@@ -38,27 +38,27 @@ class LeafLayout:
 
     @property
     def spec(self) -> str:
-        """How it is split, such as `P('data')`."""
+        """Its partition spec, such as `P('data')`."""
         spec = getattr(self.sharding, "spec", None)
         return "" if spec is None else str(spec).replace("PartitionSpec", "P").replace(",)", ")")
 
     @property
     def bytes(self) -> int:
-        """Of the whole leaf."""
+        """The bytes of the whole leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def bytes_per_device(self) -> int:
-        """What one device holds of it."""
+        """The bytes on one device."""
         return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
 
 
 @final
 class Layout:
-    """Where the leaves of a state live. As a text, a table.
+    """The layout of a state. `str` makes a table of it.
 
     Attributes:
-      leaves: one for each leaf, in order.
+      leaves: The layouts of the leaves, in order.
     """
 
     def __init__(self, leaves: Iterable[LeafLayout]):
@@ -66,29 +66,31 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of the whole state."""
+        """The bytes of the whole state."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     @property
     def bytes_per_device(self) -> int:
-        """What one device holds of it."""
+        """The bytes on one device."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def plot(self, pattern: str = "") -> None:
-        """Prints a picture of how the leaves are split, by JAX's own visualiser: one for leaves that are alike.
+        """Prints pictures of the split leaves with JAX's visualizer, one for each group of equal layouts.
 
         Args:
-          pattern: a regular expression, looked for in the paths; of others nothing is shown.
+          pattern: A regular expression that selects leaves by their path.
 
         Raises:
-          ImportError: rich, which draws, is not installed.
-          ValueError: no path has the pattern.
+          ImportError: rich, which draws the pictures, is not installed.
+          ValueError: No path matches.
         """
         if not checks.is_installed("rich"):
-            raise ImportError("To draw how a state is split takes rich, which is not installed. Run: pip install rich")
+            raise ImportError("Layout.plot needs rich, which is not installed. Run: pip install rich")
         leaves = [leaf for leaf in self.leaves if re.search(pattern, leaf.path)]
         if not leaves:
-            raise ValueError(f"No leaf of the state has {pattern!r} in its path. There is {self.leaves[0].path}, say.")
+            raise ValueError(
+                f"No leaf of the state has {pattern!r} in its path. One of the paths is {self.leaves[0].path}."
+            )
         alike: dict[Any, list[LeafLayout]] = {}
         for leaf in leaves:
             if isinstance(leaf.sharding, NamedSharding) and not leaf.sharding.is_fully_replicated:
@@ -100,7 +102,7 @@ class Layout:
             jax.debug.visualize_sharding(*_with_two_axes(first))
         left = sum(map(len, largest_first[_MOST_PICTURES:]))
         whole = len(leaves) - sum(map(len, alike.values()))
-        print(f"Whole on each device: {whole}." + (f" Split, and not shown: {left}." if left else ""))
+        print(f"Replicated: {whole}." + (f" Split, but not shown: {left}." if left else ""))
 
     def __str__(self) -> str:
         head = ("path", "shape", "dtype", "spec", "per device", "")
@@ -109,7 +111,7 @@ class Layout:
             for leaf in self.leaves
             for path in [printable(leaf.path)]
         ]
-        total = ("", "", "", "", readable(self.bytes_per_device), f"of {readable(self.bytes)} in all")
+        total = ("", "", "", "", readable(self.bytes_per_device), f"of {readable(self.bytes)} in total")
         widths = [max(len(row[column]) for row in (head, *rows, total)) for column in range(len(head) - 1)]
         *left, right = widths
         form = "  ".join([*(f"{{:<{width}}}" for width in left), f"{{:>{right}}}", "{}"])
@@ -121,7 +123,7 @@ class Layout:
 
 
 def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
-    """A shape of at most two axes, those that are split before others, and how these are split."""
+    """Returns a shape of at most two axes, preferably split ones, and its sharding."""
     entries = (*leaf.sharding.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
     by_weight = sorted(range(len(leaf.shape)), key=lambda axis: (entries[axis] is None, -leaf.shape[axis]))
     axes = sorted(by_weight[:2])
@@ -130,12 +132,12 @@ def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype of a leaf, which may be a Python number."""
+    """Returns the dtype of a leaf, which may be a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
 
 
 def bytes_of(tree: Any) -> int:
-    """The bytes of the leaves of a tree: arrays, numbers, or their shapes.
+    """Returns the total bytes of a pytree of arrays, numbers or shapes.
 
     >>> bytes_of({"kernel": np.zeros([3, 2], np.float32), "bias": jax.ShapeDtypeStruct([2], np.float32)})
     32
@@ -144,7 +146,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def readable(number: float) -> str:
-    """Bytes with a unit.
+    """Formats a number of bytes.
 
     >>> readable(1_572_864)
     '1.5 MiB'

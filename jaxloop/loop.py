@@ -1,4 +1,4 @@
-"""A bounded series of steps over one dataset."""
+"""A bounded number of steps over one dataset."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,20 +15,18 @@ from jaxloop.types import State as State
 
 
 class Loop:
-    """Runs a step on one batch after another.
-
-    A call goes `begin -> run -> end`.
+    """Runs a step on one batch after another: `begin -> run -> end`.
 
     Hooks:
-      begin: before the first step of a loop, once; returns the state and the iterator to draw batches from. A run that
-        resumes inside a loop calls it again only if it had returned another iterator than it was given, and then drops
-        the state that it returns.
-      run: then; to take the steps is its work, so call that of `super()`.
-      end: after the last step, with the outputs on the host; not where the data had no batch.
-      update_outputs: for each step, in order, when its outputs have reached the host, which is some steps later.
-      _get_next_batch: `(dataset)`, for each batch, to draw it.
-      _run_one_step: `(state, batch, per_loop_step_number)`, for each batch, to take its step; with one of its own, a
-        loop takes none of the shorter ways.
+      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. A
+        run that resumes inside a loop calls it again only if it had returned another iterator than it was given, and
+        then drops the state that it returns.
+      run: Called next. Call `super().run(...)`, which runs the steps.
+      end: Called after the last step, with the outputs on the host; not called if the dataset had no batch.
+      update_outputs: Called for each step, in order, once its outputs have reached the host, some steps later.
+      _get_next_batch: `(dataset)`. Called for each batch, to read it.
+      _run_one_step: `(state, batch, per_loop_step_number)`. Called for each batch, to run its step. A loop that
+        overrides it runs each step through `Step.__call__`, without the faster paths.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -37,13 +35,13 @@ class Loop:
     (3, 3)
 
     Args:
-      step: what happens to one batch.
-      clock: tells the time in seconds, for durations.
-      max_steps_in_flight: how many steps the host may be ahead of the devices; then it waits for them. None for 64, on
-        a CPU for 4 dispatches where those are more, and for 8 where several devices are one CPU.
+      step: The step to run on each batch.
+      clock: Returns the time in seconds, for durations.
+      max_steps_in_flight: The number of steps that the host may be ahead of the devices before it waits for them. None
+        for 64 steps; on a CPU, for 4 dispatches if these are more steps, and for 8 steps if several devices share it.
 
     Attributes:
-      engine: what runs it.
+      engine: The object that runs the loop.
     """
 
     def __init__(
@@ -60,51 +58,52 @@ class Loop:
 
     @property
     def step(self) -> Step:
-        """What happens to one batch."""
+        """The step that runs on each batch."""
         return self._step
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates (`state.step`) as of the last step, counted on the host.
+        """The number of completed updates (`state.step`) after the last step, counted on the host.
 
-        For a state without `step`, the number of steps that this loop has run.
+        If the state has no `step`, the number of steps that this loop has run.
         """
         return self.engine.stepper.step_num
 
     @property
     def num_examples(self) -> list[int]:
-        """How many examples each step of the last loop had."""
+        """The number of examples in each step of the last loop."""
         return self.engine.stepper.call.num_examples
 
     @property
     def elapsed(self) -> Elapsed:
-        """How far the training is, with `previous` a step earlier. Its `time` is what this loop has spent on training.
+        """The progress of the training, with `previous` one step earlier. `time` counts this loop's seconds of
+        training.
 
-        A state that is not the one this loop returned last begins anew: samples and time are zero then. Call `resume`
-        to go on with those of an earlier run.
+        A state other than the one that this loop returned last resets samples and time to zero. Call `resume` to
+        continue with those of an earlier run.
         """
         return self.engine.moments.elapsed
 
     @property
     def spent(self) -> timing.Spent:
-        """What this loop has spent its time on, in all its calls."""
+        """The time report of all calls of this loop."""
         return self.engine.progress.stopwatch.spent()
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether Ctrl-C, or SIGTERM, cut the last call short: it would have had more steps to do."""
+        """Whether Ctrl-C or SIGTERM ended the last call before its last step."""
         return self.engine.stepper.call.was_interrupted
 
     @property
     def rescued_state(self) -> Any:
-        """The state as of the last whole step of a call that an exception ended; None after other calls.
+        """The state after the last completed step of a call that raised an exception; None after other calls.
 
-        None too where the failing step had taken the state over already.
+        Also None if the failing step had already donated the state.
         """
         return self.engine.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles ahead all that this loop will run on batches like this one: its first step then waits for nothing.
+        """Compiles ahead of time everything that this loop runs on batches of this shape.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -113,17 +112,17 @@ class Loop:
         >>> state, outputs = loop(state, batches, num_steps=3)
 
         Args:
-          state: a state such as the loop will be called with; it stays usable.
-          batch: as the dataset gives it, or its shapes, see `Step.compile`.
+          state: A state with the shapes of the one that the loop will be called with. It is not donated.
+          batch: A batch as the dataset returns it, or its shapes, see `Step.compile`.
         """
         self.engine.stepper.compile(state, batch)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Goes on counting from where an earlier run, in this process or another, left off."""
+        """Continues the counters of an earlier run, from this process or another."""
         self.engine.resume(elapsed)
 
     def forget_batches(self) -> None:
-        """Drops the batches that were drawn ahead: to be called when the iterator was moved to another place since."""
+        """Drops the batches that were read ahead. Call it after moving the iterator to another position."""
         self.engine.stepper.forget_batches()
 
     def __call__(
@@ -133,29 +132,28 @@ class Loop:
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs at most `num_steps` batches; a dataset that ends before ends the loop.
+        """Runs at most `num_steps` steps. A dataset that ends earlier ends the loop.
 
-        So does Ctrl-C, after the step in flight; then `outputs[STOP_LOOP]` is True. A second one within two seconds
-        raises `KeyboardInterrupt`. Of a dataset without a batch comes an empty dict, and `end` is not called.
+        Ctrl-C ends the loop after the step in flight and sets `outputs[STOP_LOOP]` to True. A second Ctrl-C within two
+        seconds raises `KeyboardInterrupt`. If the dataset has no batch, the outputs are empty and `end` is not called.
 
         Args:
-          state: the train state. It is donated, unless `return_state_from_step` is False.
-          dataset_iterator: the batches; an iterable is run through from its start. None for a step that needs no data:
-            `run` gets None as its batch, and `num_steps` ends the loop.
-          num_steps: how many steps, that is updates, see `Step.updates_per_step`; None for all batches there are.
-          return_state_from_step: False to give every step the same state, and to return that: then the steps can't
-            change it.
+          state: The train state. It is donated, unless `return_state_from_step` is False.
+          dataset_iterator: The batches. An iterable is read from its start. None for a step that needs no data: `run`
+            then receives None as its batch, and `num_steps` ends the loop.
+          num_steps: The number of steps, counted in updates, see `Step.updates_per_step`; None for all batches.
+          return_state_from_step: False to give every step the same state and to return that state unchanged.
 
         Returns:
           `(state, outputs)`, where `outputs[name]` is the list of that output's values, one per step, on the host.
 
         Raises:
-          Whatever a hook, an action or the dataset raises, with a note of where and after which step. The state as of
-          the last whole step is then in `rescued_state`.
+          Exceptions of hooks, actions and the dataset, with a note that names the place and the step. `rescued_state`
+          then holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
-            raise ValueError(f"{type(self).__name__} got no data, so nothing ends it: give num_steps.")
+            raise ValueError(f"{type(self).__name__} got no dataset, so nothing ends it. Give num_steps.")
         if return_state_from_step:
             checks.check_multiple("num_steps", num_steps, self._step)
         trains = return_state_from_step
@@ -164,13 +162,13 @@ class Loop:
     # Hooks -------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        """Runs before the first step of a loop; returns the state and the iterator to draw batches from."""
+        """Runs before the first step of a loop; returns the state and the iterator to read batches from."""
         return state, self.engine.open(dataset)
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Repeats the step; returns the newest state and the outputs of all steps.
 
-        Loops before the last one may have ended inside, where nobody was to hear of their ends.
+        An `OuterLoop` may run several loops in one call, if nothing is due where the earlier ones end.
         """
         return self.engine.run(state, dataset, num_steps)
 
@@ -179,10 +177,10 @@ class Loop:
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
-        """Adds the outputs of one step, in order, to those of the loop; returns the latter.
+        """Adds the outputs of one step to those of the loop, which it returns.
 
-        Called some steps later than the step itself ran, when its values have reached the host, and without
-        `clu.metrics`, which are merged on the device.
+        The loop calls it for each step, in order, some steps after the step ran, when its values have reached the host.
+        `clu.metrics` are not among the outputs: they are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

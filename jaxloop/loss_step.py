@@ -221,10 +221,10 @@ class LossStep(NumpyStep):
     def begin_reads_state(self) -> bool:
         # Ours does so only for a batch that is to be filled up.
         may_fill = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
-        return may_fill or checks.is_of_user(self, "begin")
+        return may_fill or checks.is_user_defined(self, "begin")
 
-    def look_at(self, *batches: types.Batch) -> int:
-        return super().look_at(*(batch.batch if isinstance(batch, _MaskedBatch) else batch for batch in batches))
+    def check_batches(self, *batches: types.Batch) -> int:
+        return super().check_batches(*(batch.batch if isinstance(batch, _MaskedBatch) else batch for batch in batches))
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
         placed = super().place(batch, evaluates=evaluates)

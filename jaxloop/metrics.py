@@ -1,7 +1,7 @@
-"""From what steps report to what is written down: fetch, weigh, merge, summarize.
+"""Fetches, merges and summarizes the outputs of steps.
 
-`fetch` is the one place where jaxloop reads device values; `view` takes those that lie in the host's own memory.
-`summarize` turns a loop's outputs into example-weighted scalars.
+`fetch` is the one place where jaxloop reads values from devices; `view` reads values in host memory. `summarize` turns
+a loop's outputs into example-weighted scalars.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from jaxloop import encoding, types
 
 
 def fetch(tree: Any) -> Any:
-    """Reads a tree from the devices, waiting for it; scalars come as NumPy scalars."""
+    """Copies a pytree from the devices to the host and blocks until it is computed. Scalars become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
-    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Else JAX need not be started.
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Otherwise JAX need not be started.
     if has_arrays and jax.default_backend() != "cpu":
-        leaves = jax.device_get(leaves)  # Which begins to copy all before it waits for the first.
+        leaves = jax.device_get(leaves)  # It starts all copies before it waits for the first one.
     return jax.tree.unflatten(structure, _viewed(leaves))
 
 
 def view(tree: Any) -> Any:
-    """As `fetch`, of values in the memory of the host, for who knows that they are computed: else it waits."""
+    """Like `fetch`, but without a copy. The values must already be in host memory; otherwise this blocks."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _viewed(leaves))
 
@@ -46,22 +46,22 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
         return _unwrap_scalar
     if not issubclass(kind, jax.Array):
         return lambda leaf: leaf
-    if kind is type(jnp.zeros(())):  # Which starts JAX, if it has not.
+    if kind is type(jnp.zeros(())):  # This starts JAX.
         return _read
-    return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # Of typed keys, say.
+    return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # For example typed keys.
 
 
 def wait(tree: Any) -> Any:
-    """Waits until the devices have computed a tree, without reading it; returns it."""
+    """Blocks until the devices have computed a pytree, without reading it; returns the pytree."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree
 
 
 def is_ready(array: Any) -> bool:
-    """Whether a value has been computed, if it is a device array. To ask one that was donated ends the process.
+    """Returns whether a value is computed, if it is a device array. It must not have been donated.
 
-    Of a typed key nobody can tell: it counts as not computed.
+    A typed key counts as not computed, because JAX can't tell.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -71,7 +71,7 @@ def is_ready(array: Any) -> bool:
 
 def _read(array: jax.Array) -> Any:
     view = np.asarray(array)
-    # For a scalar the fastest way. Of an array with axes the view would keep more alive than its buffer.
+    # The fastest way for scalars. A view of an array with axes would keep more than its buffer alive.
     return array.__array__() if view.ndim else view[()]
 
 
@@ -81,12 +81,12 @@ def _unwrap_scalar(leaf: Any) -> Any:
 
 @final
 class LoopOutputs(dict[str, Any]):
-    """The outputs of a loop: for each name the list of its values, one per step, in order, on the host.
+    """The outputs of a loop: for each name, the list of its values, one per step, in order, on the host.
 
-    `clu.metrics` states are merged, so their list holds the merged states; statistics are plain numbers.
+    `clu.metrics` are merged, so their lists hold merged states. Statistics are plain numbers.
 
     Attributes:
-      num_examples: for each step of the loop, how many examples its values stand for.
+      num_examples: The number of examples in each step of the loop.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None, num_examples: Iterable[int] = ()):
@@ -94,7 +94,7 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples: list[int] = list(num_examples)
 
     def copy(self) -> "LoopOutputs":
-        """Outputs whose lists can grow without these."""
+        """Returns a copy whose lists can be extended independently."""
         lists = {name: list(value) if isinstance(value, list) else value for name, value in self.items()}
         return LoopOutputs(lists, self.num_examples)
 
@@ -104,10 +104,10 @@ class LoopOutputs(dict[str, Any]):
         return bool(np.any(self.get(types.STOP_LOOP, False)))
 
     def extend(self, later: "LoopOutputs") -> None:
-        """Appends the outputs of the steps that came after.
+        """Appends the outputs of later steps.
 
-        Of values that are no scalars (images, say) only the later ones are kept, so that memory does not grow. The
-        lists here are this object's own: they grow, and those of `later` stay as they are.
+        Values that are not scalars, such as images, are replaced by the later ones, so that memory doesn't grow. The
+        lists of this object are extended in place; those of `later` don't change.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
@@ -124,7 +124,8 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples.extend(later.num_examples)
 
     def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
-        """Those of so many steps, the first ones, and those of the others. What is no list both have.
+        """Returns the outputs of the first `num_steps` steps and those of the others. Both get values that are not
+        lists.
 
         >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
         [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]
@@ -138,7 +139,7 @@ class LoopOutputs(dict[str, Any]):
         return first, others
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """What a checkpoint keeps, as JSON can hold it, and the names of the values of which it can't hold any."""
+        """Returns a form for JSON, and the names of values that JSON can't hold."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -150,7 +151,7 @@ class LoopOutputs(dict[str, Any]):
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> "LoopOutputs":
-        """What `encode` was given."""
+        """Returns the outputs that `encode` was called on."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
 
@@ -160,9 +161,9 @@ def _split(values: list[Any], number: int) -> tuple[list[Any], list[Any]]:
 
 
 class _KeptMetric:
-    """A `clu.metrics` state out of a checkpoint, whose class is not known yet, and what it came to.
+    """A restored `clu.metrics` state of unknown class, with its computed value.
 
-    Such as one of a class that was defined inside a function: the next state of its name tells.
+    Its class may be defined inside a function, for example. The next state with the same name reveals it.
     """
 
     def __init__(self, fields: Any, computed: Any):
@@ -170,7 +171,7 @@ class _KeptMetric:
 
 
 def _plain(value: Any) -> Any:
-    """A value without classes of ours and of clu: in their place are pairs with what to make them of."""
+    """Returns a value without classes of jaxloop and clu, which are replaced by tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, _KeptMetric):
@@ -189,7 +190,7 @@ def _not_plain(value: Any) -> Any:
             return [_not_plain(each) for each in value]
         case ("metric", name, fields, computed):
             cls = _class_of_name(name)
-            with contextlib.suppress(Exception):  # Of a class that has changed, or whose `empty` is something else.
+            with contextlib.suppress(Exception):  # The class has changed, or its `empty` is something else.
                 return _with_fields(cls.empty(), fields)
             return _KeptMetric(fields, computed)
         case ("with metadata", inner, kind, metadata):
@@ -200,7 +201,7 @@ def _not_plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """The arrays of a metric by the names of its fields; those of the metrics inside a `Collection` likewise."""
+    """Returns the arrays of a metric by the names of its fields, also for metrics inside a `Collection`."""
     if not dataclasses.is_dataclass(value):
         return value
     fields = [field for field in dataclasses.fields(value) if field.metadata.get("pytree_node", True)]
@@ -208,7 +209,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str | None:
-    """Where to find the class of a metric; of one that clu made of another, such as `from_output`, where that is."""
+    """Returns the import path of a metric's class, or of the class that clu derived it from, as in `from_output`."""
     for cls in type(metric).__mro__:
         name = f"{cls.__module__}:{cls.__qualname__}"
         if _class_of_name(name) is not None:
@@ -219,7 +220,7 @@ def _name_of_class(metric: Any) -> str | None:
 
 
 def _class_of_name(name: str | None) -> Any:
-    """The metric class of a name among the modules that are loaded; None where there is none. Imports nothing."""
+    """Returns the metric class with this import path if its module is loaded, or None. Imports nothing."""
     module, _, path = (name or "").partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
@@ -229,7 +230,7 @@ def _class_of_name(name: str | None) -> Any:
 
 
 def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
-    """The values out of a checkpoint as objects of the class of those that came after."""
+    """Returns restored states as objects of the class of later ones."""
     if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
         return kept
     return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
@@ -249,7 +250,7 @@ def _is_small(value: Any) -> bool:
 
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The scalars of a step's outputs, on the host; nothing while one of them is still being computed."""
+    """Returns the scalars of a step's outputs, on the host; an empty dict if one of them is not computed yet."""
     scalars = _scalar_values(outputs)
     if all(map(is_ready, scalars.values())):
         return fetch(scalars)
@@ -257,7 +258,7 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The scalars of the newest step, by name, of outputs on the host."""
+    """Returns the scalars of the newest step by name, for outputs on the host."""
     return _scalar_values({name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value})
 
 
@@ -268,40 +269,40 @@ def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def is_metric_class(kind: type) -> bool:
-    """Whether the values of a class are states of `clu.metrics`."""
+    """Returns whether objects of a class are states of `clu.metrics`."""
     return issubclass(kind, clu_metrics.Metric | clu_metrics.Collection | _KeptMetric)
 
 
 def is_metric(value: Any) -> bool:
-    """Whether a value is a state of `clu.metrics`."""
+    """Returns whether a value is a state of `clu.metrics`."""
     return is_metric_class(type(value))
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Whether a state collects values, so that it grows with each merge and can't be compiled."""
+    """Returns whether a state collects values, so that it grows with each merge and can't be compiled."""
     is_collecting = lambda node: isinstance(node, clu_metrics.CollectingMetric)
     return any(is_collecting(leaf) for leaf in jax.tree.leaves(metric, is_leaf=is_collecting))
 
 
 def merge(states: Sequence[Any]) -> Any:
-    """One `clu.metrics` state of several, from the first to the last."""
+    """Merges several `clu.metrics` states, from the first to the last."""
     return functools.reduce(lambda merged, state: merged.merge(state), states)
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """The values, merged into one if they are `clu.metrics` states whose class is known."""
+    """Returns the values, merged into one if they are `clu.metrics` states of a known class."""
     if len(values) < 2 or isinstance(values[-1], _KeptMetric) or not all(map(is_metric, values)):
         return values
     return [merge(as_states_like(values, values[-1:]))]
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:
-    """The scalars that a loop's outputs come to.
+    """Returns the scalars of a loop's outputs.
 
-    A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, with `n_i` the number of
-    examples of step `i` (all 1 where `outputs` is a plain dict). `clu.metrics` states are merged and computed once, a
-    `Collection` named `eval` with a field `loss` under `eval/loss`. Plain numbers stay. Other values are left out:
-    see `media`.
+    A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
+    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` are merged and computed once; the field
+    `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers stay. Other values are omitted, see
+    `media`.
 
     >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
     {'loss': 2.0}
@@ -326,45 +327,46 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
     return scalars
 
 
-def _are_read(value: Any) -> bool:
-    """Whether a value is on the host for sure: a list of a loop's, or a statistic."""
+def _are_on_host(value: Any) -> bool:
+    """Returns whether a value is certainly on the host: a loop's list of numbers, or a statistic."""
     return _numbers_alike(value) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _numbers_alike(values: Sequence[Any]) -> bool:
-    """Whether all are NumPy numbers of one type, as those of a loop's steps are; to look at each takes longer."""
+    """Returns whether all values are NumPy numbers of one type. Faster than a check of each value."""
     kinds = {*map(type, values)}
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
-    """The mean of the values that are not None; those of an empty batch, often NaN, have no weight."""
+    """Returns the mean of the values that are not None. Values of empty batches, often NaN, have no weight."""
     if not (all(weights) and _numbers_alike(values)):
         pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
         if not pairs:
             return float("nan")
         values, weights = zip(*pairs, strict=True)
     numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
-    return float((numbers * counts).sum() / counts.sum())  # As `np.average` does, in a third of the time.
+    return float((numbers * counts).sum() / counts.sum())  # Like `np.average`, in a third of the time.
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, np.generic):  # Among them bfloat16, which is no np.number.
+    if isinstance(value, np.generic):  # Including bfloat16, which is not an np.number.
         return jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.kind in "iub"
     return isinstance(value, bool | int | float)
 
 
 def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
-    """The values of a loop's outputs that are no scalars, each with its kind.
+    """Returns the values of a loop's outputs that are not scalars, each with its kind.
 
-    Histograms, and arrays without metadata, hold the values of all steps; of images and the like, the last step's
-    stand for the loop. An array `[N, H, W, C]` without metadata, C being 1, 3 or 4, is taken for images.
+    Histograms and arrays without metadata contain the values of all steps. Of images, videos, audio and text, only
+    those of the last step are returned. An array `[N, H, W, C]` without metadata, with C in (1, 3, 4), counts as
+    images.
     """
     return _media(_reduced(outputs))
 
 
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """What `summarize` and `media` return, with each `clu.metrics` state computed once for both."""
+    """Returns the results of `summarize` and `media`, and computes each `clu.metrics` state once for both."""
     reduced = _reduced(outputs)
     return _scalars(reduced, outputs), _media(reduced)
 
@@ -391,9 +393,9 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
-    """The outputs on the host, with `clu.metrics` states merged and computed."""
+    """Returns the outputs on the host, with `clu.metrics` merged and computed."""
     reduced, given = {}, dict(outputs or {})
-    given.update(fetch({name: value for name, value in given.items() if not _are_read(value)}))
+    given.update(fetch({name: value for name, value in given.items() if not _are_on_host(value)}))
     for name in sorted(given):
         value = given[name]
         values = value if isinstance(value, list) else [value]
@@ -404,7 +406,7 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
             continue
         *others, last = merge_if_metrics(values)
         if others:
-            _say_lost(name)
+            _warn_of_lost(name)
             continue
         computed = last.computed if isinstance(last, _KeptMetric) else fetch(last.compute())
         if computed is None:
@@ -414,17 +416,17 @@ def _reduced(outputs: types.Output) -> dict[str, Any]:
     return reduced
 
 
-@functools.cache  # Once.
-def _say_lost(name: str) -> None:
+@functools.cache  # Warns once.
+def _warn_of_lost(name: str) -> None:
     logging.warning(
-        "The output %r is left out: a checkpoint has kept two parts of it, of a clu metric whose class can't be found, "
-        "and no step came after to tell it. Define the class at the top of a module.",
+        "The output %r is omitted: it is a clu metric restored from a checkpoint, and its class can't be found. "
+        "Define the class at the top level of a module.",
         name,
     )
 
 
 def _value_of(value: Any) -> Any:
-    """The value inside scalar metadata; other values as they are."""
+    """Returns the value inside scalar metadata; returns other values unchanged."""
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
         return value.value
     return value

@@ -1,4 +1,4 @@
-"""The experiment: training, evaluation by their specs, resuming, stopping."""
+"""The experiment: it trains, evaluates, resumes and stops."""
 
 import contextlib
 import dataclasses
@@ -30,15 +30,15 @@ from jaxloop.types import State as State
 from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
-"""A train or eval loop ends the experiment by `outputs[STOP_LOOP] = True`."""
+"""The name of the output that ends the experiment: a train or eval loop sets `outputs[STOP_LOOP] = True`."""
 
 HISTORY_FILE = "history.jsonl"
-"""The file in the work directory with a row of the history on each line."""
+"""The name of the file in the work directory that contains one row of the history per line."""
 
 
 @final
 class OuterLoop:
-    """Runs an experiment: train loops, and after each the evaluations that are due.
+    """Runs an experiment: train loops, and the evaluations that are due.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -55,14 +55,15 @@ class OuterLoop:
     (100, 10)
 
     Args:
-      train_loop: None to evaluate only.
-      eval_loops: one for each `EvalSpec` of the call.
-      checkpoint_spec: where to resume from, or what to evaluate. None to do neither.
-      workdir: the directory of the file `history.jsonl` (`eval_history.jsonl` without a train loop), to which each row
-        of the history is written at once, and which a resumed run continues. None for that of the checkpoints, where
-        something is trained; for no file, where there is no `checkpoint_spec` either.
-      log_interval: when the train metrics since the last time make a row of the history, as an action's interval: an
-        int counts train loops.
+      train_loop: The loop that trains; None to evaluate only.
+      eval_loops: One loop for each `EvalSpec` of the call.
+      checkpoint_spec: The checkpoints to resume from; without a train loop, the checkpoints to evaluate. None for
+        neither.
+      workdir: The directory of `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the history is
+        appended to it at once, and a resumed run continues it. None for the directory of the checkpoints if there is a
+        train loop and a `checkpoint_spec`, and otherwise for no file.
+      log_interval: When to add a row with the train metrics since the last one to the history, as an action's interval:
+        an int counts train loops.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -94,8 +95,8 @@ class OuterLoop:
         shared = [agreement.is_shared(loop.step.partitioner.mesh) for loop in self._loops]
         if len(set(shared)) > 1:
             raise ValueError(
-                "The loops of an OuterLoop must all be over the devices of all processes, or none: give their steps "
-                "the same partitioner."
+                "Either all loops of an OuterLoop use the devices of all processes, or none does. Give their steps the "
+                "same partitioner."
             )
         self._job = agreement.Job(shared[0])
         self._rescued_state: Any = None
@@ -113,25 +114,25 @@ class OuterLoop:
         self._history = History(history_file, writes=self._job.is_first)
         self._log_interval = log_interval
         self._spent = Spent()
-        self._passes = 0  # Over the train data, that have ended.
-        self._sources: dict[int, PositionedIterator] = {}  # Of the iterators of the last call, by their ids.
+        self._passes = 0  # Completed epochs.
+        self._sources: dict[int, PositionedIterator] = {}  # By the ids of the iterators of the last call.
 
     @property
     def history(self) -> History:
-        """The measured values: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation so named.
+        """The measured values: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation named "test".
 
-        Statistics such as the steps per second are left out: a run done again has the same history.
+        It contains no statistics such as steps per second, so that a repeated run has the same history.
         """
         return self._history
 
     @property
     def spent(self) -> Spent:
-        """The time that the last call spent, and on what; as a text, one sentence."""
+        """The time report of the last call. `str` makes one sentence of it."""
         return self._spent
 
     @property
     def rescued_state(self) -> Any:
-        """The state as of the last whole step of a call that an exception ended; None after other calls."""
+        """The state after the last completed step of a call that raised an exception; None after other calls."""
         return self._rescued_state
 
     def __call__(
@@ -149,34 +150,35 @@ class OuterLoop:
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment to its end.
 
-        If something is due at a step inside a loop, the next batch is read before: so it is known whether the step is
-        the last one. The position that a checkpoint keeps is the one before that batch.
+        The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
+        `outputs[STOP_LOOP]`, or with Ctrl-C. However it ends, the actions are closed: checkpoints are committed and
+        writers flushed. If an exception ends it, `rescued_state` holds the state after the last completed step, and the
+        train loop's `CheckpointAction`s save it.
 
-        It ends when `train_total_steps` are done, `stop` fires, the train dataset ends, a loop sets
-        `outputs[STOP_LOOP]`, or Ctrl-C is pressed. However it ends, the actions are closed: checkpoints are committed
-        and writers flushed. Where an exception ends it, the state as of the last whole step is in `rescued_state`, and
-        is saved by the train loop's `CheckpointAction`s.
+        Before it acts at a step inside a loop, the run reads the next batch, to find out whether the step is the last
+        one. A checkpoint stores the position before that batch.
 
         Args:
-          state: the train state, taken over by the train loop. Only evaluated, it stays usable.
-          train_dataset: an iterator of batches, gone on with from loop to loop; an iterable is turned into one. With a
-            train loop, None is for a step that needs no data: `run` gets None as its batch, each counts as one
-            example, and `train_total_steps` or `stop` ends the run.
-          train_total_steps: optimizer updates in all, those before a resume included; None for as long as there is
-            data. Like `train_loop_steps`, a multiple of `Step.updates_per_step`.
-          train_loop_steps: updates in a loop; loops end at its multiples. None for one loop through the dataset.
-          eval_specs: one for each eval loop.
-          log_train_total_steps: logs from where to where the training goes.
-          stop: ends the training besides: `at(time=3600)`, `at(samples=1_000_000)`.
-          train_epochs: passes over the train dataset, an iterable, of which each is one loop (so there are no
-            `train_loop_steps`); with `train_total_steps`, at most so many. A checkpoint keeps the pass and the
-            place in it; the run warns at its start if the order of later passes can't be kept.
-          on_exhausted: where the train dataset ends before `train_total_steps`, "stop" ends the run with a warning,
-            "raise" with an error, after the last step was saved.
+          state: The train state. The train loop donates it; without a train loop it stays usable.
+          train_dataset: An iterator of batches, or an iterable, from which one iterator is made. With a train loop,
+            None is for a step that needs no data: `run` receives None as its batch, which counts as one example, and
+            `train_total_steps` or `stop` ends the run.
+          train_total_steps: The total number of optimizer updates, including those before a resume; None to train until
+            the dataset ends. Like `train_loop_steps`, a multiple of `Step.updates_per_step`.
+          train_loop_steps: Updates per loop. Loops end at multiples of it. None for one loop through the dataset.
+          eval_specs: One spec for each eval loop.
+          log_train_total_steps: Whether to log the first and the last step of the training.
+          stop: A schedule that also ends the training, such as `at(time=3600)` or `at(samples=1_000_000)`.
+          train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
+            loop, so `train_loop_steps` must be None. With `train_total_steps`, the largest number of epochs. A
+            checkpoint stores the epoch and the position in it. The run warns when it starts if the order of later
+            epochs can't be reproduced.
+          on_exhausted: If the training dataset ends before `train_total_steps`, "stop" ends the run with a warning, and
+            "raise" saves the last step and raises an error.
 
         Returns:
-          `(state, outputs)`, the outputs being those of the last train loop, or of the last eval loop where there is
-          no train loop; None where no loop ran.
+          `(state, outputs)`, with the outputs of the last train loop or, without a train loop, of the last eval loop;
+          None if no loop ran.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -189,17 +191,17 @@ class OuterLoop:
         self._rescued_state, requests = None, self._job.requests
         _begin_counting(self._loops)
         first_loop, spent_before = self._loops[0], self._loops[0].spent
-        with requests, self._locked() as locks:  # After SIGTERM, closing the first one exits.
+        with requests, self._locked() as locks:  # After SIGTERM, closing `requests` exits the process.
             training = None
             try:
                 evaluations, training = self._join_loops(spec)
-                with first_loop.engine.progress.stopwatch.counting("rest"):
+                with first_loop.engine.progress.stopwatch.counting("dispatch"):
                     if training is None:
                         outputs = self._evaluate(state, evaluations)
                     else:
-                        state, outputs = training(state, says_so=log_train_total_steps)
-                    self._job.any_stops()  # Of a signal that came since the last batch.
-                    is_over = not requests.requested  # A signal from here on comes too late to change that.
+                        state, outputs = training(state, logs_total_steps=log_train_total_steps)
+                    self._job.any_stops()  # Learns of a signal that came since the last batch.
+                    is_over = not requests.requested  # A signal after this point no longer changes that.
                     if is_over:
                         state = _finish_actions(self._loops, state)
             except BaseException as error:
@@ -221,13 +223,13 @@ class OuterLoop:
             if training is not None:
                 _warn_of_nan(outputs, self._history, first_loop.step_num)
             if is_over:
-                _warn_of_what_never_ran(self._loops, evaluations)
+                _warn_of_unused(self._loops, evaluations)
                 for each in locks:
                     each.check()
                 if training is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
                 if training is not None and self._checkpoint_spec is not None and distributed.is_first_process():
-                    # Only now that the last checkpoint is committed may an evaluator stop waiting for it.
+                    # Only after the last checkpoint is committed: an evaluator then stops waiting for more.
                     files.open_file(self._checkpoint_spec.stopped_file, "wb").close()
         return state, outputs
 
@@ -244,11 +246,11 @@ class OuterLoop:
         train_epochs: int | None = None,
         on_exhausted: str = "stop",
     ) -> preflight.Report:
-        """Says what would go wrong in a call with these arguments, all at once, and how the run would go.
+        """Returns the plan of a call with these arguments and every problem it finds, without running a step.
 
-        It looks at a batch of each dataset, takes it through the hooks before `run`, traces `run` and compiles it
-        (which a call need not do again), and foresees the whole run: when each evaluation, action and checkpoint would
-        come, and what a step and a checkpoint take. No step is run.
+        It reads a batch of each dataset, passes it through the hooks before `run`, and traces and compiles `run` (a
+        later call reuses that). The plan lists when each evaluation, action and checkpoint is due, and how much memory
+        a step and a checkpoint need.
 
         >>> import jaxloop
         >>> from jaxloop import examples
@@ -264,13 +266,14 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: as for a call, or its shapes: `step.abstract_state(...)` takes no memory. It stays usable.
-          train_dataset: as for a call, as all that follows. Of an iterator the first batch is drawn, and comes first in
-            the next call of this object.
+          state: The state of the call, or its shapes: `step.abstract_state(...)` allocates no memory. It is not
+            donated.
+          train_dataset: The arguments of the call, also the following ones. The first batch of an iterator is read, and
+            the next call of this object begins with it.
 
         Returns:
-          A report with all problems; `report.raise_errors()` ends a program that has errors. (Of what it does there
-          remains, where they were missing, empty directories for checkpoints and the history.)
+          A report of all problems. `report.raise_errors()` ends a program that has errors. The only thing that remains
+          of a check are empty directories for checkpoints and the history, if they were missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -292,9 +295,9 @@ class OuterLoop:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
-        """Keeps other programs out of the directories that the run writes to; the first process does so for all."""
+        """Locks the directories that the run writes to against other programs. The first process does so for all."""
         directories = directories_of(self._train_loop, self._checkpoint_spec, self._workdir)
-        for directory in directories:  # Now rather than after hours of training.
+        for directory in directories:  # Fails now rather than after hours of training.
             checkpoint.prepare_directory(directory)
         name = lock.TRAINER if self._train_loop is not None else lock.EVALUATOR
         locks = [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
@@ -304,9 +307,10 @@ class OuterLoop:
             yield locks
 
     def _join_loops(self, spec: RunSpec) -> tuple[Evaluations, Training | None]:
-        """Makes the loops part of one run: their actions are closed here, however it ends.
+        """Joins the loops into one run, whose actions this object closes.
 
-        Returns the evaluations of a call, and its training; None where nothing is trained.
+        Returns:
+          The evaluations of the call, and its training; None if nothing is trained.
         """
         train_loop, specs = self._train_loop, spec.eval_specs
         training, run = None, Run(self._history, spec.total_steps, stop=spec.stop)
@@ -336,7 +340,7 @@ class OuterLoop:
         return evaluations, training
 
     def _evaluate(self, state: Any, evaluations: Evaluations) -> metrics.LoopOutputs | None:
-        """Evaluates only."""
+        """Runs a call without a train loop."""
         if self._checkpoint_spec is not None:
             return evaluations.of_checkpoints(state, self._checkpoint_spec, self._history)
         step_num = step_num_of(state)
@@ -344,7 +348,7 @@ class OuterLoop:
         return evaluations.once(state, step_num)
 
     def _source_of(self, dataset: Any) -> PositionedIterator:
-        """Returns what counts the batches of a dataset; for an iterator always the same, so no call loses one."""
+        """Returns the positioned iterator of a dataset. For an iterator it is always the same, so no batch is lost."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._sources:
@@ -354,15 +358,15 @@ class OuterLoop:
     # The end -------------------------------------------------------------------------------------
 
     def _record_failure(self, error: BaseException) -> None:
-        """Records the step that failed, once all checkpoints are committed."""
+        """Writes a record of the failed step, after all checkpoints are committed."""
         loop, workdir = self._train_loop, self._directory_of_failures
         failed_step = None if loop is None else loop.engine.stepper.call.failed_step
         if not isinstance(loop, TrainLoop) or failed_step is None or workdir is None:
             return
         if self._job.is_shared:
-            logging.info("No record of the failure is made in %s: it would take the batches of all processes.", workdir)
+            logging.info("The failure is not recorded in %s: that would need the batches of all processes.", workdir)
             return
-        if not isinstance(error, Exception) or not loop.spent.steps:  # The very first step fails again at once.
+        if not isinstance(error, Exception) or not loop.spent.steps:  # The very first step is easy to repeat.
             return
         state = self._rescued_state if loop.step_num == failed_step - loop.step.updates_per_step else None
         failure = failures.Failure(
@@ -377,12 +381,12 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in _all_actions(self._loops):
+        for action in reversed(_all_actions(self._loops)):  # The progress bar, often the first, then times the others.
             try:
-                with self._loops[0].engine.progress.stopwatch.counting(action.time_goes_to):
+                with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     action.close()
             except Exception as error:
-                error.add_note(f"when {action!r} was closed at the end of the run")
+                error.add_note(f"in {type(action).__name__}.close of {action!r}, at the end of the run")
                 logging.exception("%r could not be closed.", action)
                 errors.append(error)
         for loop in self._loops:
@@ -394,38 +398,40 @@ class OuterLoop:
 
 
 def _begin_counting(loops: Sequence[ActionLoop]) -> None:
-    """Has the loops and their actions count from here how often they are called."""
+    """Resets the counters of calls of the loops and their actions."""
     for loop in loops:
         loop.engine.progress.loops_run = loop.engine.progress.longest_loop = 0
         for each in loop.action_lists:
             each.calls = [0] * len(each.actions)
 
 
-def _warn_of_what_never_ran(loops: Sequence[ActionLoop], evaluations: Evaluations) -> None:
-    """Lists in one warning the actions and evaluations that were never called in a run, and the reasons."""
+def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> None:
+    """Logs one warning that lists the actions and evaluations that were never called in a run, with the reasons."""
     lines, action_lists = [], {}
     for loop in loops:
         for each in loop.action_lists if loop.engine.progress.loops_run else ():
             action_lists.setdefault(id(each), (each, loop))  # Two loops may share a step.
     for each, loop in action_lists.values():
         runs, most_steps = loop.engine.progress.loops_run, loop.engine.progress.longest_loop
-        happened = f"{runs} ran" if each.unit == "loops" else f"the longest loop had {most_steps}"
+        ran = "1 loop ran" if runs == 1 else f"{runs} loops ran"
+        happened = f"only {ran}" if each.unit == "loops" else f"the longest loop had {most_steps}"
         for action in [action for action, calls in zip(each.actions, each.calls, strict=True) if not calls]:
-            if isinstance(action.interval, Schedule):
-                lines.append(f"{action!r} of {loop!r}: its schedule did not fire up to step {loop.step_num}")
+            name, interval = f"{type(action).__name__} of {loop!r}", action.interval
+            if isinstance(interval, Schedule):
+                lines.append(f"{name}: interval={interval!r} did not fire up to step {loop.step_num}.")
             else:
-                lines.append(f"{action!r} of {loop!r}: its interval counts {each.unit}, of which {happened}")
+                hint = f" Did you mean every(steps={interval})?" if interval > 1 else ""
+                lines.append(f"{name}: interval={interval} means every {interval} {each.unit}, and {happened}.{hint}")
     train_loops = sum(loop.engine.progress.loops_run for loop in loops[: len(loops) - len(evaluations.items)])
     for each in evaluations.items:
         if train_loops and not each.loop.engine.progress.loops_run:
-            when = f"{each.spec.when} never let it run after one of the {train_loops} train loops"
-            lines.append(f"{each.loop!r}: {when}")
+            lines.append(f"{each.loop!r}: {each.spec.when} was never due in {train_loops} train loops.")
     if lines:
-        logging.warning("Never called in this run:\n  %s.\nAnother interval would make them run.", ";\n  ".join(lines))
+        logging.warning("Never called in this run:\n  %s", "\n  ".join(lines))
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num: int) -> None:
-    """Warns of each train metric that is NaN in the last step of a run, by what is on the host already."""
+    """Warns of each train metric that is NaN in the last step of a run, if its values are on the host."""
     for name, values in (outputs or {}).items():
         if not isinstance(values, list) or not _is_nan(values[-1:]):
             continue
@@ -446,7 +452,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num
 
 
 def _is_nan(values: Sequence[Any]) -> bool:
-    """Returns whether there is a value, and it is NaN."""
+    """Returns whether there is a value and it is NaN."""
     return any(isinstance(value, float | np.generic) and bool(value != value) for value in values)
 
 
@@ -455,13 +461,13 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
         try:
             state = action.finish(state)
         except Exception as error:
-            error.add_note(f"when {action!r} finished the run")
+            error.add_note(f"in {type(action).__name__}.finish of {action!r}")
             raise
     return state
 
 
 class _Recorder(Action):
-    """Makes rows of the history. A loop's first action, so that the others find the row of their step there."""
+    """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step."""
 
     def __init__(self, history: History, name: str, interval: int | Schedule):
         super().__init__(interval)

@@ -230,7 +230,7 @@ class OutputQueue:
     """Takes the outputs of a loop's steps, and hands them back when they are on the host.
 
     The host reads no value from a device before it has to: only when it is asked to, with `drain`, or when the devices
-    hold those of more than `most_steps_held` steps, so that their memory does not grow. Where their memory is the
+    hold those of more than `max_steps_kept` steps, so that their memory does not grow. Where their memory is the
     host's, there is nothing to be read: values are taken some at a time once they are computed, while they are in its
     caches. It waits for them only when it is more than `max_steps_in_flight` ahead, so that their queue of pending
     steps does not grow either.
@@ -240,7 +240,7 @@ class OutputQueue:
 
     Args:
       max_steps_in_flight: how many steps the devices may have before them.
-      most_steps_held: of how many steps they may hold the outputs, as long as these are scalars; others are read when
+      max_steps_kept: of how many steps they may hold the outputs, as long as these are scalars; others are read when
         their step is done. None for no more than may be in flight.
       stopwatch: counts the time spent waiting.
       sums: by name, the merged `clu.metrics` states that an earlier queue came to, to go on with.
@@ -254,14 +254,14 @@ class OutputQueue:
     def __init__(
         self,
         max_steps_in_flight: int,
-        most_steps_held: int | None = None,
+        max_steps_kept: int | None = None,
         stopwatch: timing.Stopwatch | None = None,
         sums: Mapping[str, Any] | None = None,
         is_on_host: bool | None = None,
     ):
         self.max_steps_in_flight: int = max_steps_in_flight
         self._chunk_size = chunk_size(max_steps_in_flight)
-        self._most_held = max(max_steps_in_flight, most_steps_held or 0)
+        self._max_kept = max(max_steps_in_flight, max_steps_kept or 0)
         self._sums_before = dict(sums or {})
         self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
         self._is_on_host = jax.default_backend() == "cpu" if is_on_host is None else is_on_host
@@ -293,14 +293,14 @@ class OutputQueue:
         arrived = Arrived()
         if self._steps < self._chunk_size:
             return arrived
-        self.newest = self._set_metrics_aside(self.newest)
+        self.newest = self._split_off_metrics(self.newest)
         chunk = _Chunk(self.newest, self._steps)
         if not self._is_on_host:
             chunk.send()
         elif self._num_outputs >= self._chunk_size and all(chunk.is_computed() for chunk in self._chunks):
             self._take_chunks(arrived, metrics.view)
-        most_held = self._most_held if chunk.is_light() else self.max_steps_in_flight
-        if self._held + self._steps >= most_held:
+        max_kept = self._max_kept if chunk.is_light() else self.max_steps_in_flight
+        if self._held + self._steps >= max_kept:
             self._take_chunks(arrived, metrics.fetch)
         self._chunks.append(chunk)
         self._held += chunk.num_steps
@@ -343,7 +343,7 @@ class OutputQueue:
         With `keep_sums` it goes on with those sums, and returns them again with what comes.
         """
         # Emptied only once all is there: an interrupted read loses nothing.
-        self.newest, arrived = self._set_metrics_aside(self.newest), Arrived()
+        self.newest, arrived = self._split_off_metrics(self.newest), Arrived()
         merged = self._read([*self._chunks, _Chunk(self.newest, self._steps)], arrived, metrics.fetch, self._merged)
         if keep_sums:
             self._sums_before.update(self._merged)
@@ -374,7 +374,7 @@ class OutputQueue:
 
     # States of clu.metrics -----------------------------------------------------------------------
 
-    def _set_metrics_aside(self, chunk: "list[types.Output | Block]") -> "list[types.Output | Block]":
+    def _split_off_metrics(self, chunk: "list[types.Output | Block]") -> "list[types.Output | Block]":
         """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
         columns = _columns_if_alike(chunk)
         if columns is None:

@@ -1,4 +1,4 @@
-"""Batches drawn ahead of their use, in a thread."""
+"""Prefetching: a background thread that reads batches before they are needed."""
 
 import collections
 import itertools
@@ -11,8 +11,15 @@ from jaxloop import types
 
 
 @final
-class Drawn(NamedTuple):
-    """A batch, or the error that came in its place; its number, from 1; and the source's state after it, if read."""
+class ReadBatch(NamedTuple):
+    """The result of one read in the background thread.
+
+    Attributes:
+      batch: The batch; None if the read raised an error.
+      error: The error that was raised instead; None if there is a batch.
+      number: The number of the read, from 1; 0 after the end.
+      state: The state of the source after the read; None if it was not requested.
+    """
 
     batch: types.Batch
     error: BaseException | None
@@ -22,20 +29,21 @@ class Drawn(NamedTuple):
 
 @final
 class ReadAhead:
-    """Draws up to `size` batches ahead, in one thread that begins with the first call of `take`.
+    """Reads up to `size` batches ahead, in a thread that the first call of `take` starts.
 
     >>> ahead = ReadAhead(iter([1, 2]), size=1)
     >>> [ahead.take().batch for _ in range(2)], type(ahead.take().error).__name__
     ([1, 2], 'StopIteration')
 
-    From then on the thread alone touches the source. It ends with the source, with its first error, on `close`, and
-    when nobody holds this object any more.
+    From then on, only the thread uses the source. The thread ends when the source ends or raises an error, on `close`,
+    and when this object is garbage-collected.
 
     Args:
-      iterator: the source.
-      size: how many batches may wait, the one being drawn included.
-      read_state: reads the state of the source.
-      reads_always: whether it is so cheap that it shall be read after each batch; else only where `request_state` asks.
+      iterator: The source.
+      size: The largest number of batches in the buffer, including the one that is being read.
+      read_state: Reads the state of the source.
+      always_reads_state: If True, the state is read after each batch, which must be cheap. Otherwise it is read only
+        after a call of `request_state`.
     """
 
     def __init__(
@@ -43,77 +51,84 @@ class ReadAhead:
         iterator: Iterator[types.Batch],
         size: int,
         read_state: Callable[[], Any] = lambda: None,
-        reads_always: bool = False,
+        always_reads_state: bool = False,
     ):
-        self._buffer = _Buffer(iterator, size, read_state, reads_always)
+        self._buffer = _Buffer(iterator, size, read_state, always_reads_state)
         self._thread = threading.Thread(target=self._buffer.fill, name="jaxloop-prefetch", daemon=True)
         self.close: weakref.finalize[..., Any] = weakref.finalize(self, self._buffer.close, self._thread)
-        """Ends the thread, and waits a second for it: it may have to end the drawing of a batch before."""
+        """Stops the thread, and waits up to a second for it to finish the batch that it is reading."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the thread has the source."""
+        """True if the thread was started and owns the source."""
         return self._thread.ident is not None
 
-    def take(self) -> Drawn:
-        """The next batch; waits for it. After an error, and after `close`, the data have ended."""
+    def take(self) -> ReadBatch:
+        """Waits for the next batch and returns it. After an error or `close`, its error is a `StopIteration`."""
         buffer = self._buffer
         if not self.has_begun and not buffer.is_closed:
             self._thread.start()
         with buffer.changed:
-            buffer.changed.wait_for(lambda: buffer.drawn or buffer.is_closed)
-            if not buffer.drawn:
-                return Drawn(None, StopIteration(), 0, None)
-            drawn = buffer.drawn.popleft()
-            buffer.is_closed |= drawn.error is not None
+            buffer.changed.wait_for(lambda: buffer.batches or buffer.is_closed)
+            if not buffer.batches:
+                return ReadBatch(None, StopIteration(), 0, None)
+            batch = buffer.batches.popleft()
+            buffer.is_closed |= batch.error is not None
             buffer.changed.notify_all()
-        return drawn
+        return batch
 
     def request_state(self) -> None:
-        """Has the state read after the next batch that is drawn."""
+        """Makes the thread read the state of the source after the next batch that it reads."""
         self._buffer.is_state_wanted = True
 
 
 class _Buffer:
-    """What the thread shares with the consumer. The thread must not hold the `ReadAhead`, whose end is its own."""
+    """State shared by the thread and the consumer.
 
-    def __init__(self, iterator: Iterator[types.Batch], size: int, read_state: Callable[[], Any], reads_always: bool):
-        self._iterator, self._size, self._read_state, self._reads_always = iterator, size, read_state, reads_always
-        self.drawn: collections.deque[Drawn] = collections.deque()
+    The thread must not refer to the `ReadAhead`. Otherwise the `ReadAhead` would never be garbage-collected, and the
+    thread would never end.
+    """
+
+    def __init__(
+        self, iterator: Iterator[types.Batch], size: int, read_state: Callable[[], Any], always_reads_state: bool
+    ):
+        self._iterator, self._size = iterator, size
+        self._read_state, self._always_reads_state = read_state, always_reads_state
+        self.batches: collections.deque[ReadBatch] = collections.deque()
         self.changed = threading.Condition()
         self.is_closed = self.is_state_wanted = False
 
     def fill(self) -> None:
-        """Draws from the source until it ends, or this is closed; what the thread runs."""
+        """Reads from the source until it ends, or until this buffer is closed. The thread runs this method."""
         for number in itertools.count(1):
             with self.changed:
-                self.changed.wait_for(lambda: len(self.drawn) < self._size or self.is_closed)
+                self.changed.wait_for(lambda: len(self.batches) < self._size or self.is_closed)
                 if self.is_closed:
                     return
-            drawn = self._draw(number)
+            batch = self._read(number)
             with self.changed:
                 if not self.is_closed:
-                    self.drawn.append(drawn)
+                    self.batches.append(batch)
                 self.changed.notify_all()
-            if drawn.error is not None:
+            if batch.error is not None:
                 return
-            del drawn  # While the thread waits for room, the consumer alone has the batch.
+            del batch  # So that the consumer has the only reference while the thread waits.
 
-    def _draw(self, number: int) -> Drawn:
+    def _read(self, number: int) -> ReadBatch:
         try:
             batch = next(self._iterator)
-            if not self._reads_always and not self.is_state_wanted:
-                return Drawn(batch, None, number, None)
+            if not self._always_reads_state and not self.is_state_wanted:
+                return ReadBatch(batch, None, number, None)
             self.is_state_wanted = False
-            return Drawn(batch, None, number, self._read_state())
+            return ReadBatch(batch, None, number, self._read_state())
         except BaseException as error:
-            return Drawn(None, error, number, None)
+            return ReadBatch(None, error, number, None)
 
     def close(self, thread: threading.Thread) -> None:
-        """Has the thread end, and waits for it."""
+        """Stops the thread, and waits up to a second for it."""
         with self.changed:
             self.is_closed = True
-            self.drawn.clear()
+            self.batches.clear()
             self.changed.notify_all()
         if thread.ident is not None and thread is not threading.current_thread():
             thread.join(timeout=1)

@@ -1,7 +1,7 @@
-"""When: how far a run is, and at which of its steps something happens. Pure Python, without memory.
+"""The progress of a run, and schedules, which decide at which of its steps something happens.
 
-A schedule is an immutable value. It answers two questions: did it fire between `before` and `now`, and what is the next
-step, time, or end of a loop, at which it can fire, up to which a run may go on freely.
+A schedule is an immutable value without memory. It answers two questions: did it fire between `before` and `now`, and
+what is the next step, time or end of a loop at which it can fire? Up to there a run need not ask again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -24,21 +24,21 @@ import numpy as np
 
 Unit = Literal["steps", "samples", "time", "loops"]
 _MOST_IN_32_BITS = 2**31 - 1
-NEVER = (sys.maxsize, math.inf)  # A step and a time that no run comes to.
+NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
 
 
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
-    """The progress of a run. A pytree, so that a jitted function can take it; its leaves are the attributes.
+    """The progress of a run. A pytree whose leaves are the attributes, so that jitted functions can take it.
 
     Attributes:
-      steps: completed updates. Within the first batch's callbacks it is 1.
-      samples: examples of the batches so far.
-      time: seconds of training, those before a resume included, without evaluation and checkpointing.
-      loops: train loops that have ended.
-      is_last: whether this is known to be the last step of the run.
-      previous: how far the run was a batch earlier; None where nobody has kept it.
+      steps: Completed updates. It is 1 in the callbacks of the first batch.
+      samples: Examples in the batches so far.
+      time: Seconds of training, including those before a resume, without evaluations and checkpoints.
+      loops: Train loops that have ended.
+      is_last: Whether this is known to be the last step of the run.
+      previous: The progress one batch earlier; None if it was not kept.
 
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
     >>> elapsed
@@ -63,7 +63,7 @@ class Elapsed:
         is_last: bool = False,
         previous: "Elapsed | None" = None,
     ):
-        own = vars(self)  # There may be one for each step, and this takes less than half of what a frozen class does.
+        own = vars(self)  # Less than half the time of a frozen class; there may be one object per step.
         own["steps"], own["samples"], own["time"], own["loops"] = steps, samples, time, loops
         own["is_last"], own["previous"] = is_last, previous
 
@@ -74,27 +74,27 @@ class Elapsed:
         return not point.reached(self) if isinstance(point, Schedule) else NotImplemented
 
     def advance(self, *, samples: int, time: float, steps: int = 1) -> "Elapsed":
-        """The progress one batch later.
+        """Returns the progress one batch later.
 
         Args:
-          samples: examples of that batch.
-          time: training time at its end, in seconds from the start of the run.
-          steps: updates made with it, see `Step.updates_per_step`.
+          samples: Examples in that batch.
+          time: Training time at its end, in seconds since the start of the run.
+          steps: Updates made with it, see `Step.updates_per_step`.
         """
         return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
     def without_previous(self) -> "Elapsed":
-        """The same, for keeping: it holds on to no other."""
+        """Returns a copy without `previous`, which can be kept without keeping others alive."""
         if self.previous is None:
             return self
-        known = self.__dict__.get("_without_previous")  # Several ask for it at each step.
+        known = self.__dict__.get("_without_previous")  # It is asked for several times per step.
         if known is None:
             known = Elapsed(self.steps, self.samples, self.time, self.loops, self.is_last)
             self.__dict__["_without_previous"] = known
         return known
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers by name, for a file: `Elapsed(**elapsed.to_dict())` is the same again."""
+        """Returns plain numbers by name, for a file. `Elapsed(**elapsed.to_dict())` restores the object."""
         return {"steps": self.steps, "samples": self.samples, "time": self.time, "loops": self.loops}
 
     def _leaves(self) -> list[Any]:
@@ -103,7 +103,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """A count as JAX takes it: one that does not fit into its 32 bits as a float, which is exact on the host."""
+    """Returns a count that JAX accepts: as a float if it exceeds 32 bits, which is exact on the host."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -122,15 +122,15 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class Schedule(abc.ABC):
-    """When something happens. Made by `every`, `at`, `after`, ..., and joined by `|`, `&` and `~`.
+    """A rule that decides when something happens. Made by `every`, `at`, `after`, ..., and joined by `|`, `&` and `~`.
 
-    A schedule is a key of a dictionary by its identity: two schedules of one meaning are two keys.
+    Schedules are hashed by identity: two equal schedules are two keys of a dictionary.
 
     Hooks:
-      fires: after each step at which it can fire. Pure.
-      next_step, next_time: after it was asked, for when to ask it again. Pure.
-      as_stop, stops: where it is the stop of a run: at the beginning, and after each step at which it can fire.
-      reached: by `elapsed >= schedule` and its like.
+      fires: Called after each step at which it can fire. Pure.
+      next_step, next_time: Called next, to find out when to call `fires` again. Pure.
+      as_stop, stops: Called if it is the `stop` of a run: at the start, and after each step at which it can fire.
+      reached: Called by comparisons such as `elapsed >= schedule`.
 
     >>> every(steps=100) | first()
     every(steps=100) | first()
@@ -140,57 +140,57 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        """Whether it fires after `before`, up to and at `now`.
+        """Returns whether it fires after `before`, up to and including `now`.
 
-        A loop asks at every step at which it can fire, with `before` a step earlier. A run that begins at step 0
-        asks once before its first update, where both are `Elapsed()`. Asked over more steps at once, `a & b` says
-        whether both fired among them, and `~a` whether `a` did not.
+        A loop calls it at every step at which it can fire, with `before` one step earlier. A run that begins at step 0
+        calls it once before its first update, with both equal to `Elapsed()`. Over several steps, `a & b` is whether
+        both fired among them, and `~a` is whether `a` did not.
         """
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
-        """The first step after `now` at which it can fire within this loop, before `next_time`; None if it can't.
+        """Returns the first step after `now` at which it can fire in this loop, before `next_time`; None if it can't.
 
-        What depends on samples can fire at each step. What counts loops, and `last()`, is asked again at the end of a
-        loop.
+        A schedule of samples can fire at each step. Schedules of loops, and `last()`, are asked again at the end of
+        each loop.
         """
 
     def next_time(self, now: Elapsed) -> float | None:
-        """The training time after `now`, in seconds, from which on it can fire at any step; None if there is none."""
+        """Returns the next training time, in seconds, from which on it can fire at any step; None if there is none."""
         return None
 
     def next_loop(self, now: Elapsed) -> int | None:
-        """The number of the first loop after `now` at whose end it can fire, where `next_step` does not tell of it.
+        """Returns the number of the next loop at whose end it can fire, other than by `next_step`.
 
-        None if there is none but the last loop of the run.
+        None if that can only be the last loop of the run.
         """
         return now.loops + 1
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        """Whether a run that stops by this schedule is over at `now`."""
+        """Returns whether a run with this schedule as its `stop` ends at `now`."""
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
-        """The same as the stop of a run: a point that has been reached stays so, `at(...)` being `after(...)`."""
+        """Returns the form for the `stop` of a run, where `at(...)` becomes `after(...)`: past it, a run is over."""
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Whether a run is at this point or past it; what `elapsed >= at(...)` asks.
+        """Returns whether a run is at this point or past it, for `elapsed >= at(...)`.
 
         Raises:
-          TypeError: the schedule is no point in a run.
+          TypeError: The schedule is not a point in a run.
         """
-        raise TypeError(f"{self!r} is no point in a run, so nothing is before or after it. Compare with at(...).")
+        raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Whether it fires at this step, for loops written by hand: `if eval_period(elapsed): ...`."""
+        """Returns whether it fires at this step, for hand-written loops: `if eval_period(elapsed): ...`."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self!r} is neither true nor false. Join schedules with |, & and ~ in place of or, and, not: "
-            "every(100) | last(). In a loop written by hand, ask it: if schedule(elapsed)."
+            f"{self!r} is neither true nor false. Join schedules with |, & and ~ instead of or, and, not: "
+            "every(100) | last(). In a hand-written loop, call it: if schedule(elapsed)."
         )
 
     def __or__(self, other: "Schedule") -> "Schedule":
@@ -210,7 +210,7 @@ def every(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> Schedule:
-    """Fires whenever the count passes a multiple. Takes one of its arguments.
+    """Returns a schedule that fires whenever a count passes a multiple. Takes exactly one argument.
 
     >>> every(100), every(time=datetime.timedelta(minutes=10))
     (every(steps=100), every(time=600.0))
@@ -218,10 +218,10 @@ def every(
     True
 
     Args:
-      steps: completed updates.
-      samples: examples. It fires at the step whose batch passes the multiple.
-      time: training time, in seconds or as a `timedelta`; likewise.
-      loops: train loops.
+      steps: Completed updates.
+      samples: Examples. It fires at the step whose batch passes the multiple.
+      time: Training time, in seconds or as a `timedelta`. It fires at the first step past the multiple.
+      loops: Train loops.
     """
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
 
@@ -233,11 +233,11 @@ def at(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "Schedule":
-    """Fires once, at the step which reaches a point. As the stop of a run, the point where it ends.
+    """Returns a schedule that fires once, at the step that reaches a point. As a `stop`, it ends the run there.
 
-    `at(0)` fires before the first update of a run that begins at step 0, and not again when the run is resumed.
+    `at(0)` fires before the first update of a run that begins at step 0, and not when a run resumes.
 
-    Takes one argument, counted as in `every`.
+    Takes exactly one argument, see `every`.
 
     >>> [step for step in range(1, 1000) if at(250)(Elapsed(step))]
     [250]
@@ -252,9 +252,9 @@ def after(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "After":
-    """Fires at each step from a point on. Takes one argument, counted as in `every`.
+    """Returns a schedule that fires at each step from a point on. Takes exactly one argument, see `every`.
 
-    `after(p).then(schedule)` fires as the schedule does, with its counts in the unit of `p` beginning at `p`.
+    `after(p).then(schedule)` fires like `schedule`, with its counts in the unit of `p` starting at `p`.
 
     >>> [step for step in range(1, 6) if after(3)(Elapsed(step))]
     [3, 4, 5]
@@ -266,14 +266,15 @@ def after(
 
 
 def first() -> Schedule:
-    """Fires at the first step of a run, and not again when it is resumed."""
+    """Returns a schedule that fires at the first step of a run, and not when it resumes."""
     return _First()
 
 
 def last() -> Schedule:
-    """Fires after the last step of a run: the end of its data and a stop that an action asks for are ends too.
+    """Returns a schedule that fires after the last step of a run.
 
-    Not after Ctrl-C or an exception, for such a run goes on later. `every(1000) | last()` fires once at that step.
+    A run also ends with its dataset, or when an action stops it. `last()` doesn't fire after Ctrl-C or an exception,
+    because such a run can resume. If `every(1000) | last()` is due twice at a step, it fires once.
 
     >>> last().fires(Elapsed(599), Elapsed(600, is_last=True))
     True
@@ -282,35 +283,35 @@ def last() -> Schedule:
 
 
 def always() -> Schedule:
-    """Fires at each step."""
+    """Returns a schedule that fires at each step."""
     return _Always()
 
 
 def never() -> Schedule:
-    """Does not fire."""
+    """Returns a schedule that never fires."""
     return _Never()
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Whether it is known to fire at each step: `always()` and `every(1)`."""
+    """Returns whether a schedule is known to fire at each step: `always()` and `every(1)`."""
     return isinstance(schedule, _Always) or (
         isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
     )
 
 
 def is_never(schedule: Any) -> bool:
-    """Whether it is `never()`."""
+    """Returns whether a value is `never()`."""
     return isinstance(schedule, _Never)
 
 
 @final
 class Goal(NamedTuple):
-    """Up to where nothing is due.
+    """The next points of a run at which something may be due.
 
     Attributes:
-      step: the first step at which something may be due inside a loop.
-      time: the first training time, in seconds.
-      loop: the number of the first loop at whose end something may be due that the others do not tell of.
+      step: The first step inside a loop.
+      time: The first training time, in seconds.
+      loop: The number of the first loop at whose end something may be due, other than by step or time.
     """
 
     step: int
@@ -319,11 +320,11 @@ class Goal(NamedTuple):
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns up to where a run may go on freely after `now`, before it asks one of the intervals again.
+    """Returns the next points at which one of the intervals may be due; up to there a run need not ask.
 
     Args:
-      intervals: schedules; and ints, which count loops.
-      now: how far the run is.
+      intervals: Schedules, and ints, which count loops.
+      now: The progress of the run.
 
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
     Goal(step=90, time=inf, loop=4)
@@ -335,7 +336,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """The least of several steps or times, where None is never."""
+    """Returns the smallest of several steps or times, where None means never."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -343,7 +344,7 @@ _NUMBER_OF = {"steps": "a number of steps", "samples": "a number of samples", "l
 
 
 def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
-    """The unit and the value of the one argument that was given."""
+    """Returns the unit and the value of the one argument that was given."""
     options = {"steps": steps, "samples": samples, "time": time, "loops": loops}
     given: dict[Any, Any] = {unit: value for unit, value in options.items() if value is not None}
     if len(given) != 1:
@@ -354,7 +355,7 @@ def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, lea
         )
     ((unit, value),) = given.items()
     if isinstance(value, Schedule):
-        raise TypeError(f"{name}(...) takes a number, got {value!r}, which is a schedule already: use it as it is.")
+        raise TypeError(f"{name}(...) takes a number, got {value!r}, which is already a schedule. Use it directly.")
     if isinstance(value, datetime.timedelta):
         value = value.total_seconds() if unit == "time" else value
     allowed, kind = ("seconds or a timedelta", numbers.Real) if unit == "time" else (_NUMBER_OF[unit], numbers.Integral)
@@ -374,7 +375,7 @@ def _joined(name: str, given: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Counted(Schedule):
-    """What names a count of one unit."""
+    """A schedule defined by a count of one unit."""
 
     unit: Unit
     value: float
@@ -409,7 +410,7 @@ class _Every(_Counted):
 
 
 class _Point(_Counted):
-    """What has a point in the run from which on it is reached."""
+    """A schedule defined by a point in the run."""
 
     def next_step(self, now: Elapsed) -> int | None:
         if self.reached(now):
@@ -420,7 +421,7 @@ class _Point(_Counted):
 
     @abc.abstractmethod
     def _next_step_past_it(self, now: Elapsed) -> int | None:
-        """`next_step` where the point has been reached."""
+        """Returns `next_step` for a point that was reached."""
 
     def next_time(self, now: Elapsed) -> float | None:
         return self.value if self.unit == "time" and not self.reached(now) else None
@@ -447,10 +448,10 @@ class _At(_Point):
 
 @final
 class After(_Point):
-    """What `after(...)` makes: a schedule, and `then`."""
+    """The schedule that `after(...)` returns, with the method `then`."""
 
     def then(self, schedule: Schedule) -> Schedule:
-        """Fires as `schedule` does from this point on, where its counts in this unit begin."""
+        """Returns a schedule that fires like `schedule` from this point on, where its counts in this unit start."""
         if not isinstance(schedule, Schedule):
             raise TypeError(f"{self!r}.then(...) takes a schedule, got {schedule!r}. Write then(every(steps=100)).")
         return _Then(self, schedule)
@@ -480,7 +481,7 @@ class _Then(Schedule):
                 return first_step
             since = self._since_start(now)
             found = self.schedule.next_step(since)
-            # What fires at a step for its samples or the time, say, may do so at the very first.
+            # A schedule of samples or time may fire at the very first step.
             if found == 1 or self.schedule.next_time(since) is not None or self.schedule.fires(since, since):
                 return first_step
         else:
@@ -586,7 +587,7 @@ class _And(_Pair):
     def next_step(self, now: Elapsed) -> int | None:
         one, other = self.one.next_step(now), self.other.next_step(now)
         both = None if one is None or other is None else max(one, other)
-        # One by its step, the other once its time has come.
+        # One by its step, the other by its time.
         return earliest(
             [
                 both,

@@ -282,7 +282,7 @@ class _Torch(_Stateful):
         return self._iterator
 
     def doubt(self, *, several_passes: bool) -> str | None:
-        reason = _why_order_is_unknown(self._loader)
+        reason = _unknown_order_reason(self._loader)
         return reason and f"{name_of(self._loader)} may come in another order after a resume: {reason}. {_TORCH_REMEDY}"
 
 
@@ -341,7 +341,7 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
         return _Index(iterator)
     if tensorflow and isinstance(iterator, (tensorflow.data.Iterator, tensorflow.data.NumpyIterator)):
         return _TensorFlow(dataset, iterator)
-    if _is_loader(dataset) and (_has(dataset, "state_dict", "load_state_dict") or not _why_order_is_unknown(dataset)):
+    if _is_loader(dataset) and (_has(dataset, "state_dict", "load_state_dict") or not _unknown_order_reason(dataset)):
         return _Torch(dataset, iterator, start)
     if _has(iterator, "get_state", "set_state"):
         return _Stateful("state", iterator.get_state, lambda state: (iterator, iterator.set_state(state))[0])
@@ -453,7 +453,7 @@ def _samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def _why_order_is_unknown(loader: Any) -> str | None:
+def _unknown_order_reason(loader: Any) -> str | None:
     """Returns what may order a loader's examples other than PyTorch's generators; None if nothing does."""
     has_state = lambda value: _has(loader, "state_dict") and _has(value, "state_dict", "load_state_dict")
     is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
@@ -520,14 +520,14 @@ def _with_tensors(state: Any) -> Any:
     return jax.tree.map(back, state, is_leaf=is_tensor)
 
 
-def why_unknown(dataset: Any) -> str:
+def unknown_reason(dataset: Any) -> str:
     """Why an iterator of a dataset can't say where it is, and what to do."""
     give = "a list, a Grain dataset, a tf.data.Dataset, or jaxloop.data.from_index(function)"
     packages = {base.__module__.partition(".")[0] for base in type(dataset).__mro__}
     if "tensorflow_datasets" in packages:
         give = "the tf.data.Dataset itself, or its as_numpy_iterator()"
     elif "torch" in packages:
-        reason = _why_order_is_unknown(dataset) if _is_loader(dataset) else None
+        reason = _unknown_order_reason(dataset) if _is_loader(dataset) else None
         because = f": {reason}" if reason else ""
         return f"{name_of(dataset)} can't say where it is{because}. {_TORCH_REMEDY}, {OR_SKIPPABLE}."
     return f"{name_of(dataset)} can't say where it is. Give {give}, {OR_SKIPPABLE}."
@@ -570,7 +570,7 @@ def check_is_dataset(data: Any) -> None:
         if isinstance(data, tuple):
             what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
         hint = " For the one batch that this is, write [batch]." if is_batch else ""
-        raise TypeError(f"A dataset is an iterator of batches, or an iterable, got {what}. {_REMEDY}{hint}")
+        raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {_REMEDY}{hint}")
 
 
 def _describe(value: Any) -> str:

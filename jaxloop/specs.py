@@ -1,4 +1,4 @@
-"""The arguments of an experiment: how long to train, on what to evaluate and when, where its checkpoints are."""
+"""The arguments of an experiment: its length, its evaluations and its checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from jaxloop.schedules import Schedule
 from jaxloop.sources import NO_DATA
 
 STOPPED_FILE = "STOPPED"
-"""The empty file in the checkpoint directory which says that training is done."""
+"""The empty file in the checkpoint directory that marks the training as done."""
 
 
 @final
@@ -21,9 +21,9 @@ class EvalContext:
     """The progress of an experiment when it asks whether to evaluate.
 
     Attributes:
-      is_continuous_eval: whether checkpoints are evaluated as they appear, without a train loop.
-      step_num: completed updates of the state to evaluate.
-      loop_count: train loops that have ended; in continuous evaluation, checkpoints that have been evaluated.
+      is_continuous_eval: Whether checkpoints are evaluated as they appear, without a train loop.
+      step_num: Completed updates of the state to evaluate.
+      loop_count: Train loops that have ended; in continuous evaluation, checkpoints that have been evaluated.
     """
 
     is_continuous_eval: bool
@@ -34,22 +34,24 @@ class EvalContext:
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """The data that an eval loop evaluates on, and when it does.
+    """The dataset of an evaluation, and when it runs.
 
     >>> import numpy as np
     >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
     True
 
     Attributes:
-      dataset: an iterable of batches, evaluated from its start each time, or a function that returns a new one.
-      dataset_iterator: an iterator to go on with instead, `num_steps` batches each time.
-      num_steps: how many batches; None for all.
-      eval_loop_interval: evaluates after every so many train loops; None for each. Not asked in continuous evaluation.
-      should_eval_fn: gets an `EvalContext`, says whether to evaluate. Both the interval and the function must agree.
-      schedule: evaluates after exactly the steps at which it fires, inside a train loop if need be, in the place of the
-        interval: `every(steps=500)`, `every(time=600)`, `last()`. Not asked where nothing is trained.
-      name: what its rows in the history are called, and its metrics: "test" makes `test/accuracy`. Where several specs
-        leave it at "eval", the second is called "eval_2".
+      dataset: An iterable of batches, which each evaluation reads from its start, or a function that returns a new one.
+      dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches.
+      num_steps: The number of batches to evaluate; None for all.
+      eval_loop_interval: Evaluates after every this many train loops; None for each one. Ignored in continuous
+        evaluation.
+      should_eval_fn: Receives an `EvalContext` and returns whether to evaluate. The interval must agree too.
+      interval: As the `interval` of an action: an int, which means the same as `eval_loop_interval`, or a schedule such
+        as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is exact to the step, also inside a train loop.
+        A schedule is ignored where nothing is trained.
+      name: The name of its rows in the history and the prefix of its metrics: "test" makes `test/accuracy`. If several
+        specs keep the default "eval", the second one becomes "eval_2".
     """
 
     dataset: Iterable[types.Batch] | Callable[[], Iterable[types.Batch]] | None
@@ -57,18 +59,18 @@ class EvalSpec:
     num_steps: int | None = None
     eval_loop_interval: int | None = None
     should_eval_fn: Callable[[EvalContext], bool] | None = None
-    schedule: Schedule | None = None
+    interval: int | Schedule | None = None
     name: str = "eval"
 
     def __post_init__(self) -> None:
         checks.check_positive("EvalSpec.num_steps", self.num_steps, optional=True)
         checks.check_positive("EvalSpec.eval_loop_interval", self.eval_loop_interval, optional=True)
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
-            raise TypeError(f"EvalSpec.schedule must be a Schedule such as every(steps=500), got {self.schedule!r}.")
-        if self.schedule is not None and self.eval_loop_interval is not None:
+        if not isinstance(self.interval, Schedule):
+            checks.check_positive("EvalSpec.interval", self.interval, optional=True)
+        if self.interval is not None and self.eval_loop_interval is not None:
             raise ValueError(
-                f"EvalSpec got schedule={self.schedule!r} and eval_loop_interval={self.eval_loop_interval}: give one "
-                "of them. every(loops=5) is the interval as a schedule."
+                f"EvalSpec got both interval={self.interval!r} and eval_loop_interval={self.eval_loop_interval}. Give "
+                "one of them: as an interval, an int counts train loops, and every(steps=500) is exact to the step."
             )
         if self.name in ("", "train") or "/" in self.name or "." in self.name:
             raise ValueError(f"EvalSpec.name must be a name without / and ., other than 'train', got {self.name!r}.")
@@ -76,33 +78,34 @@ class EvalSpec:
             raise ValueError("EvalSpec needs a dataset, or a dataset_iterator with num_steps; both are None.")
         if self.dataset_iterator is not None and self.num_steps is None:
             raise ValueError(
-                "EvalSpec.dataset_iterator is drawn from again at each evaluation, so it needs num_steps, got None."
+                "EvalSpec.dataset_iterator continues at each evaluation where the last one stopped, so it needs "
+                "num_steps, got None."
             )
 
     @property
-    def interval(self) -> int | Schedule:
-        """When it is evaluated in training, as the interval of an action."""
-        return self.schedule if self.schedule is not None else self.eval_loop_interval or 1
+    def when_due(self) -> int | Schedule:
+        """The interval during training: a schedule, or a number of train loops."""
+        return self.interval if self.interval is not None else self.eval_loop_interval or 1
 
     @property
     def when(self) -> str:
-        """The argument that says when it is evaluated, in words."""
-        if self.schedule is not None:
-            return f"schedule={self.schedule!r}"
+        """The argument that decides when to evaluate, as it appears in messages."""
+        if self.interval is not None:
+            return f"interval={self.interval!r}"
         is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
         return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
 
     def empty(self) -> ValueError:
-        """The error of an evaluation without a batch."""
+        """Returns the error for an evaluation that has no batch."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
             "An eval dataset gave no batch. "
             + (
-                "It is an iterator, which has been used up: give an iterable that starts anew each time (a list, a "
+                "It is an exhausted iterator. Give an iterable that can be read again for each evaluation (a list, a "
                 "tf.data.Dataset, tfds.as_numpy(...))."
                 if used_up
-                else "Look at what its pipeline filters out, and whether it drops a remainder that is all there is. "
-                "A function must return a new iterator each time."
+                else "Check that its pipeline does not filter out every example, or drop a remainder that is the only "
+                "batch. A function must return a new iterator each time."
             )
         )
 
@@ -112,17 +115,17 @@ class EvalSpec:
 class CheckpointSpec:
     """The checkpoints of an experiment.
 
-    With a train loop the experiment resumes from the newest one. (A `CheckpointAction` of the train loop writes them.)
-    Without, each checkpoint is evaluated as it appears.
+    An experiment with a train loop resumes from the newest one; a `CheckpointAction` of the train loop writes them. An
+    experiment without a train loop evaluates each checkpoint as it appears.
 
     Attributes:
-      checkpoint_dir: the directory with one subdirectory a step.
-      iterate_interval_secs: in continuous evaluation, seconds between two looks at the directory.
-      iterate_stop_fn: in continuous evaluation, says whether no more checkpoints will come; None for the presence of
-        the file `STOPPED`, which training leaves in the directory when it is done.
+      checkpoint_dir: The directory, with one subdirectory per checkpoint, named after its step.
+      iterate_interval_secs: In continuous evaluation, the seconds between two listings of the directory.
+      iterate_stop_fn: In continuous evaluation, returns whether no more checkpoints will appear. The default is to
+        check for the file `STOPPED`, which training writes to the directory when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
-      restore_data: whether a resumed run goes on in its train data where it was; False for other data, or for an
-        iterator that stands where it should.
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. False for another
+        dataset, or for an iterator that is already at the right position.
     """
 
     checkpoint_dir: epath.PathLike
@@ -139,12 +142,12 @@ class CheckpointSpec:
 
     @property
     def stopped_file(self) -> epath.Path:
-        """The file which says that training is done."""
+        """The file that marks the training as done."""
         return checkpoint.absolute(self.checkpoint_dir) / STOPPED_FILE
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs, those without a name of their own numbered.
+    """Returns the specs, with a number added to repeated default names.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -157,16 +160,16 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 
 
 def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
-    """Returns how many evaluations come in so many train loops; None where that takes more than to count loops."""
-    if spec.schedule is not None or spec.should_eval_fn is not None:
+    """Returns the number of evaluations in this many train loops; None if it depends on more than the loop count."""
+    if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
         return None
-    return train_loops // (spec.eval_loop_interval or 1)
+    return train_loops // spec.when_due
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The arguments of a call of an `OuterLoop`, see there; the eval specs are `named`."""
+    """The arguments of `OuterLoop.__call__`, with eval specs that are `named`."""
 
     train_dataset: Any = None
     total_steps: int | None = None
@@ -177,7 +180,7 @@ class RunSpec:
     on_exhausted: str = "stop"
 
     def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in it, for an `OuterLoop` with so many eval loops, and with a train loop of this step."""
+        """Yields the errors in these arguments, for an `OuterLoop` with this train step and number of eval loops."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
@@ -190,22 +193,22 @@ class RunSpec:
             return
         has_no_data = self.train_dataset is None and train_step is not None
         if self.total_steps is not None and self.total_steps > np.iinfo(np.int32).max:
-            yield ValueError(f"train_total_steps={self.total_steps} is more than state.step, an int32, can count to.")
+            yield ValueError(f"train_total_steps={self.total_steps} exceeds the range of state.step, an int32.")
         if self.epochs is not None and has_no_data:
             yield ValueError(
-                f"OuterLoop got train_epochs={self.epochs} without a train_dataset: there is nothing to pass over. "
+                f"OuterLoop got train_epochs={self.epochs} without a train_dataset, so there are no epochs. "
                 "Give train_total_steps or stop."
             )
         if self.epochs is not None and self.loop_steps is not None:
             yield ValueError(
                 f"OuterLoop got train_epochs={self.epochs} and train_loop_steps={self.loop_steps}, and each epoch is "
-                "one loop: give one of them. An action or evaluation with a schedule such as every(steps=100) is "
-                "called inside the loop."
+                "one loop: give one of them. For an action or evaluation within an epoch, use a schedule such as "
+                "every(steps=100)."
             )
         if self.epochs is not None and self.epochs > 1 and self.has_iterator:
             yield ValueError(
-                f"train_epochs={self.epochs} needs a train dataset that starts anew each time (a list, a "
-                f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}, which ends once and for all."
+                f"train_epochs={self.epochs} needs a train_dataset that can be read more than once (a list, a "
+                f"tf.data.Dataset, a DataLoader), got the iterator {self.train_dataset!r}."
             )
         if self.stop is not None and not isinstance(self.stop, Schedule):
             yield TypeError(f"stop must be a Schedule such as at(steps=10_000), got {self.stop!r}.")
@@ -215,8 +218,8 @@ class RunSpec:
             )
         if has_no_data and self.total_steps is None and self.stop is None:
             yield ValueError(
-                "OuterLoop got a train_loop without a train_dataset. Give the data; or, if the step needs none, "
-                "train_total_steps or stop, because nothing else ends the run."
+                "OuterLoop got a train_loop without a train_dataset. Give the dataset. If the step needs no data, "
+                "give train_total_steps or stop, because nothing else ends the run."
             )
         yield from self._errors_of_evaluations(num_eval_loops)
         if self.on_exhausted not in ("stop", "raise"):
@@ -233,31 +236,32 @@ class RunSpec:
         if strangers := [spec for spec in specs if not isinstance(spec, EvalSpec)]:
             yield TypeError(f"eval_specs must hold EvalSpecs, got {strangers[0]!r}.")
         elif twice := {name for name in names if names.count(name) > 1}:
-            yield ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each a name of its own.")
+            yield ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each one a different name.")
 
     @property
     def data(self) -> Any:
-        """The train dataset; without one, a batch of None for each step."""
+        """The training dataset; without one, an endless source of the batch None."""
         return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property
     def has_iterator(self) -> bool:
-        """True if the train data end once and for all."""
+        """Whether the training dataset is an iterator, which can be read only once."""
         return hasattr(self.train_dataset, "__next__")
 
     @property
     def end(self) -> Any:
-        """The end of the training, as far as it is known before."""
+        """The planned end of the training, for messages."""
         end = self.stop if self.total_steps is None else self.total_steps
         return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
-        """Returns whether a loop ends after this step in any case."""
+        """Returns whether a loop certainly ends after this step."""
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
-        """Returns the steps to the next multiple of `loop_steps`, or to the total; None for as long as there is data.
+        """Returns the steps to the next multiple of `loop_steps` or to the total; None if only the dataset ends the
+        loop.
 
         >>> spec = RunSpec(total_steps=25, loop_steps=10)
         >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
@@ -271,7 +275,7 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """Returns what must be the same in all processes of a job, a line each."""
+        """Returns lines that must be equal in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

@@ -1,4 +1,4 @@
-"""A loop that measures itself."""
+"""A loop that adds statistics to its outputs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,33 +14,33 @@ from jaxloop.step import Step
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
-"""Floating-point operations of one `run`, as XLA counts them before it optimizes."""
+"""Floating-point operations of one `run`, counted by XLA before optimization."""
 STAT_MFU = "jaxloop/model_flops_utilization"
-"""`STAT_NUM_FLOPS` a second over what the devices could do at most, from 0 to 1: `StatLoop.peak_flops_per_sec`."""
+"""Achieved FLOPs per second over the peak of the devices, from 0 to 1, see `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
-"""When the loop was made, in seconds since the epoch."""
+"""The time of the loop's construction, in seconds since the Unix epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
-"""When this call began, in seconds since the epoch."""
+"""The time at which this call began, in seconds since the Unix epoch."""
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
-"""Seconds from when the loop was made to the end of this call."""
+"""Seconds from the loop's construction to the end of this call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Seconds that this call took, until the device had finished; for an action, those since its last call."""
+"""Seconds of this call, until the devices had finished; for an action, seconds since its last call."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
-"""Steps over the same seconds, without those of evaluations and checkpoints."""
+"""Steps per second of training, that is, without evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
-"""Examples over the same seconds."""
+"""Examples per second of training."""
 STAT_DATA_TIME_SECS = "jaxloop/data_time_secs"
-"""Of `STAT_LOOP_TIME_SECS`, those spent waiting for the next batch."""
+"""The part of `STAT_LOOP_TIME_SECS` spent waiting for the next batch."""
 STAT_DEVICE_TIME_SECS = "jaxloop/device_time_secs"
-"""Those spent waiting for the devices."""
+"""The part spent waiting for the devices."""
 STAT_ACTION_TIME_SECS = "jaxloop/action_time_secs"
-"""Those spent in actions other than checkpoints."""
+"""The part spent in actions other than checkpoints."""
 STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
-"""Those spent in evaluations."""
+"""The part spent in evaluations."""
 STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
-"""Those spent in saving checkpoints, as far as the loop waits for that."""
+"""The part for which saves blocked the loop."""
 
-# Those that cost nothing, and that make a curve.
+# They cost nothing and are worth plotting.
 DEFAULT_STATS = (
     STAT_NUM_PARAMS,
     STAT_LIFE_TIME_SECS,
@@ -60,16 +60,16 @@ ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, STAT_NUM_FLOPS, STAT_MFU, STAT_INIT_TI
 
 @final
 class Statistics:
-    """Measures the intervals of a loop.
+    """Computes the statistics of a loop.
 
     Args:
-      step: what happens to one batch.
-      stopwatch: counts the steps of the loop, and what its time goes to.
-      names: the statistics to return.
-      global_batch_size: examples in a batch; None to count them.
+      step: The step of the loop.
+      stopwatch: Counts the steps of the loop and attributes its time.
+      names: The statistics to return.
+      global_batch_size: Examples in a batch; None to count them.
 
     Attributes:
-      peak_flops_per_sec: see `StatLoop`.
+      peak_flops_per_sec: See `StatLoop`.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class Statistics:
         self._names = DEFAULT_STATS if names is None else tuple(names)
         self._init = time.time(), stopwatch.clock()
         self._begin = self._init[0], stopwatch.spent()
-        self._example: tuple[types.Batch] | None = None  # For the count of operations.
-        self._has_said_peak = False
+        self._example: tuple[types.Batch] | None = None  # To count the FLOPs of a step.
+        self._has_logged_peak = False
         self.peak_flops_per_sec: float | None = None
 
     def begin_loop(self) -> None:
-        """Begins the interval of a loop."""
+        """Begins the interval that the statistics of a loop describe."""
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns what has to see the batches, for their operations to be counted."""
+        """Returns functions to call with each batch, for the count of FLOPs."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -101,12 +101,12 @@ class Statistics:
             self._example = (batch,)
 
     def of(self, state: Any, spent: timing.Spent | None = None, *, updates: int = 1) -> dict[str, Any]:
-        """Returns the statistics of an interval, by name.
+        """Returns the statistics of an interval by name.
 
         Args:
-          state: the state at its end.
-          spent: what the time went to; None for the interval of the loop.
-          updates: by how much a batch advances the count of steps.
+          state: The state at the end of the interval.
+          spent: The time report of the interval; None for the interval of the loop.
+          updates: The updates that a batch adds to the count of steps.
         """
         step, begin_time = self._step, self._begin[0]
         spent = self._stopwatch.spent() - self._begin[1] if spent is None else spent
@@ -139,10 +139,10 @@ class Statistics:
         mesh = self._step.partitioner.mesh
         devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
         peak = self.peak_flops_per_sec or cost.peak_flops_per_sec(devices[0].device_kind)
-        if peak is None and self._names != ALL_STATS and not self._has_said_peak:
-            self._has_said_peak = True
+        if peak is None and self._names != ALL_STATS and not self._has_logged_peak:
+            self._has_logged_peak = True
             logging.warning(
-                "%s is left out: what a device of kind %r could do at most is not known here. Set "
+                "%s is left out, because the peak FLOPs of a device of kind %r are unknown. Set "
                 "loop.peak_flops_per_sec.",
                 STAT_MFU,
                 devices[0].device_kind,
@@ -153,11 +153,11 @@ class Statistics:
 
 
 class StatLoop(Loop):
-    """Adds statistics to the outputs, plain numbers under their names.
+    """Adds statistics to the outputs, as plain numbers under their names.
 
     Hooks:
-      end: see `Loop`; call that of `super()`, which measures.
-      begin, run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+      end: See `Loop`. Call `super().end(...)`, which adds the statistics.
+      begin, run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -166,13 +166,13 @@ class StatLoop(Loop):
     4
 
     Args:
-      step: what happens to one batch.
-      stat_names: which, an empty list for none. None for `DEFAULT_STATS`: the number of parameters, the seconds in
-        all, and the speed. `ALL_STATS` has besides what the time went to, two moments in time, and the operations,
-        which have to be counted in a trace of their own.
-      global_batch_size: examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
-      clock: tells the time in seconds, for durations.
-      max_steps_in_flight: see `Loop`.
+      step: The step to run on each batch.
+      stat_names: The statistics to add; an empty list for none. None for `DEFAULT_STATS`: the number of parameters, the
+        total time, and the speed. `ALL_STATS` also has the time report, two points in time, and FLOPs, which take one
+        more trace of the step.
+      global_batch_size: Examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
+      clock: Returns the time in seconds, for durations.
+      max_steps_in_flight: See `Loop`.
     """
 
     def __init__(
@@ -190,9 +190,9 @@ class StatLoop(Loop):
 
     @property
     def peak_flops_per_sec(self) -> float | None:
-        """What one device could do at most, for `STAT_MFU`; to be set.
+        """The peak FLOPs per second of one device, for `STAT_MFU`. It can be set.
 
-        None to look it up, in bfloat16, for known GPUs and TPUs.
+        None to use the bfloat16 peak of known GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 
@@ -201,7 +201,7 @@ class StatLoop(Loop):
         self._statistics.peak_flops_per_sec = value
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # The outputs are on the host, so the device has finished; without outputs, wait for the state.
+        # Outputs on the host mean that the devices have finished. Without outputs, wait for the state.
         if not outputs:
             with self.engine.progress.stopwatch.counting("device"):
                 metrics.wait(state)

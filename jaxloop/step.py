@@ -16,11 +16,12 @@ from etils import epath
 from jax.extend import core as jax_core
 from jax.interpreters import partial_eval
 
-from jaxloop import bad_numbers, checkpoint, checks, cost, data, metrics, models, partition, types
+from jaxloop import checkpoint, checks, cost, data, metrics, models, nonfinite, partition, types
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
 from jaxloop.schedules import Elapsed
+from jaxloop.timing import Stopwatch
 from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
@@ -183,13 +184,14 @@ class Step:
         self._end_actions = ActionList(end_actions, unit="steps within the loop")
         self._compiled: dict[Any, Compiled] = {}
         self._jit_kwargs: dict[str, Any] = {}
-        self._watch: bad_numbers.Watch | None = None
+        self._watch: nonfinite.Watch | None = None
+        self._stopwatch: Stopwatch | None = None
         self._new_state: Callable[[], Any] | None = None
         # Weak references to a state that is alive for certain, and to a leaf of it that the next step donates.
         self._known_state: Callable[[], Any] = _NOTHING
         self._known_leaf: Callable[[], Any] = _NOTHING
         self._rescued_state: Any = None
-        self._has_said_count = False
+        self._has_logged_count = False
         self.batch_watch: checks.BatchWatch = checks.BatchWatch()
         self._num_params: int | None = None
         self._num_flops: float | None = None
@@ -228,8 +230,8 @@ class Step:
         return any whole number that is not negative: an int, a float, or an array with one element.
         """
         count = checks.num_examples(batch)
-        if count is None and not self._has_said_count:
-            self._has_said_count = True
+        if count is None and not self._has_logged_count:
+            self._has_logged_count = True
             logging.warning(
                 "%r counts each batch as one example, because its leaves don't share a leading axis. Override "
                 "Step.num_examples(batch) for weighted means.",
@@ -341,7 +343,7 @@ class Step:
             return state
         if step is None:
             restored = checkpoint.restore_newest(
-                checkpoint_dir, checks.adopt(state), transforms=transforms, moves_aside=False
+                checkpoint_dir, checks.adopt(state), transforms=transforms, quarantines=False
             )
             return state if restored is None else restored[0]
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
@@ -431,20 +433,20 @@ class Step:
     def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
         """Returns a state, or its shapes, and the shapes of a batch as the hooks before `run` leave it."""
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
-        state = self._as_it_will_come(state) if is_abstract else self.prepare_state(state)
+        state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
         state, batch = self.before_run(state, models.example_batch(batch))
-        if checks.is_of_user(self, "shard_batch") or checks.is_of_user(self._partitioner, "shard_batch"):
+        if checks.is_user_defined(self, "shard_batch") or checks.is_user_defined(self._partitioner, "shard_batch"):
             return state, batch  # That one may take arrays only.
         return state, jax.tree.map(models.shape_of_array, batch)
 
-    def _as_it_will_come(self, shapes: Any) -> Any:
+    def _as_after_first_step(self, shapes: Any) -> Any:
         """A state in shapes, laid out as that of a run, for which jit then finds what was compiled ahead."""
         if self._partitioner.mesh is not None:
             return shapes
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
         return jax.tree.map(plain, shapes)
 
-    def _compiled_for(self, *, evaluates: bool, fuses: bool, watch: bad_numbers.Watch | None) -> Compiled:
+    def _compiled_for(self, *, evaluates: bool, fuses: bool, watch: nonfinite.Watch | None) -> Compiled:
         policy = None if evaluates or watch is None else watch.policy
         key = (evaluates, fuses, policy)
         if key not in self._compiled:
@@ -457,6 +459,7 @@ class Step:
                 fuses=fuses,
                 policy=policy,
                 jit_kwargs=self._jit_kwargs,
+                stopwatch=lambda: self._stopwatch,
             )
         return self._compiled[key]
 
@@ -573,9 +576,9 @@ class Step:
             logging.info("%r takes %s FLOPs a step.", self, self.compute_num_flops(state, batch))
         elapsed = elapsed or Elapsed(per_loop_step_number + 1)
         state, batch = self._begin(state, batch, per_loop_step_number, elapsed)
-        self.look_at(batch)
+        self.check_batches(batch)
         state, outputs = self._dispatch(state, batch)
-        checks.mark_taken(given, repr(self))
+        checks.mark_donated(given, repr(self))
         try:
             state, outputs = self._end(state, outputs, per_loop_step_number, elapsed)
         except BaseException:
@@ -610,7 +613,7 @@ class Step:
         """Whether `begin` reads the state, which then has to be put together for it before each step."""
         return self._has_own("begin")
 
-    def look_at(self, *batches: types.Batch) -> int:
+    def check_batches(self, *batches: types.Batch) -> int:
         """Looks at batches of training that are ready for `run`, see `BatchWatch.look`; returns how many rows each has.
 
         Args:
@@ -620,18 +623,24 @@ class Step:
         return self.count_examples(batches[0]) if rows is None else rows
 
     @property
-    def watch(self) -> bad_numbers.Watch | None:
+    def watch(self) -> nonfinite.Watch | None:
         """What looks for bad numbers at present, see `watched`."""
         return self._watch
 
     @contextlib.contextmanager
-    def watched(self, watch: bad_numbers.Watch | None) -> Iterator[None]:
-        """Has the step look for bad numbers, as a `TrainLoop` asks; what it compiles for a policy is kept."""
-        before, self._watch = self._watch, watch
+    def watched(self, watch: nonfinite.Watch | None, stopwatch: Stopwatch | None = None) -> Iterator[None]:
+        """Attaches the step to a loop, which checks for non-finite values and times compilations in this context.
+
+        Args:
+          watch: checks for non-finite values, as the loop's `nan_policy` asks; None for no checks.
+          stopwatch: the loop's; None to keep the present one.
+        """
+        before = self._watch, self._stopwatch
+        self._watch, self._stopwatch = watch, stopwatch or self._stopwatch
         try:
             yield
         finally:
-            self._watch = before
+            self._watch, self._stopwatch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
         """Takes one batch through the hooks as a call of the step does, without its actions. The state is donated.

@@ -226,7 +226,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
     where that batch was to be in the same dispatch.
     """
     observed: dict[int, _Observed] = {}
-    feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._take_in, CheckpointWriter.save
+    feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save
     writers: set[CheckpointWriter] = set()
 
     def kill_after(number: int) -> None:
@@ -238,15 +238,15 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
     def observed_feed(self: Stepper, dataset: Any) -> Any:
         is_new, feed = self._feed.dataset is not dataset, feed_of(self, dataset)
         if self.call.trains and is_new:
-            seen, draw = observed.setdefault(id(self), _Observed(self)), feed._draw
+            seen, read = observed.setdefault(id(self), _Observed(self)), feed._read
 
-            def observed_draw() -> Any:
-                batch = draw()
+            def observed_read() -> Any:
+                batch = read()
                 seen.add(seen.batches, batch)
                 kill_after(max(seen.batches) - seen.updates)
                 return batch
 
-            feed._draw = observed_draw
+            feed._read = observed_read
         return feed
 
     def observed_push(self: Stepper, state: Any, num_steps: int) -> None:
@@ -264,7 +264,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
         writers.add(self)
         return save(self, *args, **kwargs)
 
-    Stepper._feed_of, Stepper.push, Stepper._take_in = observed_feed, observed_push, observed_take
+    Stepper._feed_of, Stepper.push, Stepper._receive = observed_feed, observed_push, observed_take
     CheckpointWriter.save = saved
     return observed
 

@@ -2,15 +2,15 @@
 
 
 def printable(text: object) -> str:
-    r"""Returns a text on one line, with everything that a terminal would not show as a character escaped.
+    r"""Returns a text as one line, in which all unprintable characters are escaped.
 
-    Names of metrics, and texts of files, may hold newlines, carriage returns or escape sequences. Use it wherever one
-    of them is displayed; files keep the text as it is.
+    Names of metrics and texts read from files may contain newlines, carriage returns or escape sequences. Use this
+    function wherever they are displayed. Files store the original text.
 
     >>> print(printable("loss\n\x1b[31m"))
     loss\n\x1b[31m
     """
-    shown = str(text)
-    if shown.isprintable():
-        return shown
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in shown)
+    line = str(text)
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)

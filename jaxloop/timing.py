@@ -1,4 +1,4 @@
-"""What a run spends its time on."""
+"""Where the time of a run goes."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,8 @@ from typing import final
 _NAMES = {
     "data": "waiting for data",
     "device": "waiting for the devices",
-    "rest": "starting the steps",
+    "compiling": "compiling",
+    "dispatch": "dispatching steps",
     "actions": "in actions",
     "evals": "in evaluations",
     "checkpoints": "in checkpoints",
@@ -20,45 +21,47 @@ _NOT_TRAINING = ("evals", "checkpoints")
 @final
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """Seconds by what they were spent on, and what they brought. As a text, one sentence.
+    """A time report: where the seconds of a run went. `str` makes one sentence of it.
 
     Attributes:
-      data: waiting for the next batch.
-      device: waiting for values from the devices, because somebody asked for them or the host was far ahead.
-      actions: in actions, other than checkpoints.
-      evals: in evaluations.
-      checkpoints: in saving checkpoints, as far as the loop waits for that.
-      rest: all else: the hooks of the step, compiling it and giving it to the devices.
-      steps: steps that were run.
-      samples: examples in them.
+      data: Seconds spent waiting for the next batch.
+      device: Seconds spent waiting for the devices, because something read a value or the host was too far ahead.
+      compiling: Seconds spent tracing and compiling the train step.
+      dispatch: Seconds spent in the step's hooks and in dispatching it to the devices.
+      actions: Seconds spent in actions other than checkpoints.
+      evals: Seconds spent in evaluations, including their compilation.
+      checkpoints: Seconds for which saves blocked the loop.
+      steps: Steps that ran.
+      samples: Examples in these steps.
 
-    >>> print(Spent(data=6.3, device=3.0, rest=0.7, steps=500, samples=16_000))
-    500 steps in 10.0 s (50.0 a second of training): 63% of the time was spent waiting for data, 30% waiting for the
-    devices, 7% starting the steps.
+    >>> print(Spent(data=6.3, device=1.0, compiling=2.0, dispatch=0.7, steps=500, samples=16_000))
+    500 steps in 10.0 s (50.0 steps/s in training): 63% waiting for data, 20% compiling, 10% waiting for the devices,
+    7% dispatching steps.
     """
 
     data: float = 0.0
     device: float = 0.0
+    compiling: float = 0.0
+    dispatch: float = 0.0
     actions: float = 0.0
     evals: float = 0.0
     checkpoints: float = 0.0
-    rest: float = 0.0
     steps: int = 0
     samples: int = 0
 
     @property
     def total(self) -> float:
-        """All seconds."""
+        """The sum of all seconds."""
         return sum(getattr(self, kind) for kind in _NAMES)
 
     @property
     def training(self) -> float:
-        """All seconds but those of evaluations and checkpoints."""
-        return self.data + self.device + self.actions + self.rest
+        """Seconds of training: all except those in evaluations and checkpoints."""
+        return self.data + self.device + self.compiling + self.dispatch + self.actions
 
     @property
     def steps_per_sec(self) -> float:
-        """Steps over the seconds of training."""
+        """Steps per second of training."""
         return self.steps / max(self.training, 1e-9)
 
     def __sub__(self, earlier: "Spent") -> "Spent":
@@ -67,19 +70,20 @@ class Spent:
     def __str__(self) -> str:
         total = max(self.total, 1e-9)
         shares = sorted(((getattr(self, kind) / total, name) for kind, name in _NAMES.items()), reverse=True)
-        told = [f"{share:.0%} {name}" for share, name in shares if share >= 0.005]
-        head = f"{self.steps:,} steps in {_readable(self.total)} ({self.steps_per_sec:,.1f} a second of training)"
-        if not told:
-            return f"{head}."
-        first, *others = told
-        share, _, name = first.partition(" ")
-        return ", ".join([f"{head}: {share} of the time was spent {name}", *others]) + "."
+        listed = ", ".join(f"{share:.0%} {name}" for share, name in shares if share >= 0.005)
+        head = f"{self.steps:,} steps in {duration(self.total)} ({self.steps_per_sec:,.1f} steps/s in training)"
+        return f"{head}: {listed}." if listed else f"{head}."
 
 
 _values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Spent)))
 
 
-def _readable(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Formats a number of seconds.
+
+    >>> duration(9.98), duration(61.2), duration(7300)
+    ('10.0 s', '1 min 1 s', '2 h 1 min')
+    """
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
@@ -89,18 +93,18 @@ def _readable(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Counts each second for one thing at a time.
+    """Attributes each second to one kind of work at a time, the fields of `Spent`.
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
-    >>> with stopwatch.counting("rest"):
+    >>> with stopwatch.counting("dispatch"):
     ...     with stopwatch.counting("data"):
     ...         pass
-    >>> stopwatch.spent().data, stopwatch.spent().rest
+    >>> stopwatch.spent().data, stopwatch.spent().dispatch
     (1.0, 2.0)
 
     Args:
-      clock: tells the time in seconds.
+      clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -114,7 +118,7 @@ class Stopwatch:
         """`spent().training` as of the last switch."""
 
     def switch(self, kind: str | None) -> str | None:
-        """Counts for another thing from now on, for nothing with None; returns for what it counted before."""
+        """Attributes the time from now on to another kind, or to none with None; returns the previous kind."""
         now = self.clock()
         before = self._kind
         if before is not None:
@@ -125,22 +129,22 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Counts for another thing what goes to the present one: for whoever times a part of it himself, for less."""
+        """Moves seconds from the current kind to another one. Cheaper than `switch` if the caller has timed them."""
         if self._kind is not None:
             self._seconds[self._kind] -= seconds
             self._seconds[kind] += seconds
 
     def training_at(self, reading: float) -> float:
-        """`spent().training` when the clock shows this, as long as what is counted now is training."""
+        """Returns `spent().training` at a reading of the clock, if the current kind of work is training."""
         return self.training + (reading - self._since)
 
     def reading_at(self, training: float) -> float:
-        """What the clock shows when `spent().training` comes to this, as long as what is counted now is training."""
+        """Returns the reading of the clock at which `spent().training` has a value. The inverse of `training_at`."""
         return self._since + (training - self.training)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Counts for a thing while the context is open."""
+        """Attributes the time to a kind while the context is open."""
         before = self.switch(kind)
         try:
             yield
@@ -148,11 +152,11 @@ class Stopwatch:
             self.switch(before)
 
     def spent(self) -> Spent:
-        """All up to now."""
+        """Returns the time report up to now."""
         self.switch(self._kind)
         return Spent(**self._seconds, steps=self.steps, samples=self.samples)
 
     def training_secs(self) -> float:
-        """`spent().training`, for less."""
+        """Returns `spent().training`, without building the report."""
         self.switch(self._kind)
         return self.training

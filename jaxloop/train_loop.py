@@ -1,23 +1,23 @@
-"""A loop that trains."""
+"""The loop that trains."""
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jaxloop import bad_numbers
+from jaxloop import nonfinite
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
-from jaxloop.bad_numbers import STAT_SKIPPED_STEPS as STAT_SKIPPED_STEPS
+from jaxloop.nonfinite import STAT_SKIPPED_STEPS as STAT_SKIPPED_STEPS
 from jaxloop.output_queue import chunk_size
 from jaxloop.step import Step
 
 
 class TrainLoop(ActionLoop):
-    """Trains: each step makes one optimizer update, and the state that comes out goes into the next.
+    """Trains: each step makes one optimizer update and passes its new state to the next step.
 
     Hooks:
-      begin, end: see `Loop`; call those of `super()`, which measure, and call the actions.
-      run, update_outputs, _get_next_batch, _run_one_step: see `Loop`.
+      begin, end: See `Loop`. Call those of `super()`, which call the actions and add the statistics.
+      run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -26,9 +26,9 @@ class TrainLoop(ActionLoop):
     >>> int(state.step), bool(outputs["loss"][-1] < outputs["loss"][0])
     (100, True)
 
-    With a `nan_policy`, numbers that are not finite (NaN, inf) are looked for inside the compiled step: in the new
-    `params` and `batch_stats`, where such gradients end up (of a state without `params`, in all of it), and in the
-    outputs with "loss" in their name. Other outputs may be undefined in some batches.
+    A `nan_policy` checks for NaN and infinity inside the compiled step: in the new `params` and `batch_stats`, where
+    non-finite gradients end up (in the whole state, if it has no `params`), and in outputs with "loss" in their name.
+    Other outputs may be undefined in some batches and are not checked.
 
     >>> batches[2]["x"][0, 0] = float("nan")
     >>> step, state, _ = examples.tiny_regression()
@@ -39,29 +39,28 @@ class TrainLoop(ActionLoop):
     3 ('outputs/loss', 'params/bias', 'params/kernel')
 
     Args:
-      step: what happens to one batch; made with `train=True`.
-      stat_names: see `StatLoop`.
-      begin_actions: see `ActionLoop`, as `end_actions`.
-      global_batch_size: see `StatLoop`, as `clock`.
-      nan_policy: "raise" for a `bad_numbers.BadNumberError`, which names the first bad step. The loop does not wait
-        for the devices to find out: the host looks at flags that are there, once in 32 steps, and at the rest
-        before a checkpoint is saved, so that none is of a state from a bad step on. "skip" to leave such a step out:
-        the state stays bit by bit what it was, but for `state.step`, which counts on. Its outputs are in the lists,
-        and have no weight in means; states of `clu.metrics` are emptied, unless they collect values; the number of
-        such steps is in `outputs["jaxloop/skipped_steps"]`. The devices then hold a second copy of the state during a
-        step. "ignore" to look at nothing, which costs nothing. Measured on two CPU cores, "raise" makes a step of a
+      step: The step to run on each batch, made with `train=True`.
+      stat_names: See `StatLoop`.
+      begin_actions: See `ActionLoop`, also for `end_actions`.
+      global_batch_size: See `StatLoop`, also for `clock`.
+      nan_policy: "raise" raises a `nonfinite.NonFiniteError` that names the first bad step. The loop doesn't
+        synchronize for that: the host reads the flags that have arrived every 32 steps, and all others before a
+        checkpoint is saved, so that no checkpoint contains a bad step. "skip" discards the update of a bad step: the
+        state keeps its bits, except that `state.step` increases. The outputs of a skipped step stay in the lists but
+        have no weight in means; `clu.metrics` are reset for it, unless they collect values;
+        `outputs["jaxloop/skipped_steps"]` counts such steps. "skip" holds a second copy of the state on the devices
+        during a step. "ignore" checks nothing and costs nothing. Measured on two CPU cores, "raise" makes a step of a
         small CNN 1.0 times as long, one of 2M parameters in 193 leaves with Adam 1.05 to 1.25 times, and one of 0.1 ms
         1.1 to 1.3 times; "skip" 1.0, 1.3 to 1.5 and 1.1 to 1.2 times.
-      steps_per_dispatch: how many steps the devices take at a time, in one dispatch that scans `run` over as many
-        batches. For small models, whose steps take less time than to start them, several times faster; on a CPU
-        convolutions are ten times slower so. What happens between two steps on the host (schedules, the end of a loop
-        or of the data) is done at its exact step: up to there steps are taken one by one. Only a schedule of time,
-        which nobody knows in advance, fires after the dispatch in which its time comes. What comes out is the same, but
-        XLA may round otherwise in the last bit. `Step.begin` is called for each batch, with the state before the
-        dispatch, and may not change it; a Step with actions or with an `end` of its own is a ValueError. "auto" tries
-        1 and 32 on the first 32 batches, with copies of the state, and keeps what is faster, for a checkpoint's resume
-        too; the hooks before `run` are called more often then. In several processes it is 1.
-      max_steps_in_flight: see `Loop`.
+      steps_per_dispatch: The number of steps per dispatch, which scans `run` over as many batches. This makes small
+        models, whose steps take less time than their dispatch, several times faster; on a CPU it makes convolutions ten
+        times slower. Schedules and the ends of loops and datasets stay exact: steps run one by one up to them. Only a
+        schedule of time, which can't be predicted, fires after the dispatch in which it becomes due. Results are the
+        same, except that XLA may round the last bit differently. `Step.begin` is called for each batch with the state
+        before the dispatch, and must not change it. A `Step` with actions, or that overrides `end`, is a ValueError.
+        "auto" tries 1 and 32 on the first 32 batches, with copies of the state, and keeps the faster one, also when the
+        run resumes; the hooks before `run` are called more often for that. With several processes "auto" is 1.
+      max_steps_in_flight: See `Loop`.
     """
 
     def __init__(
@@ -73,14 +72,14 @@ class TrainLoop(ActionLoop):
         global_batch_size: int | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        nan_policy: bad_numbers.NanPolicy = "ignore",
+        nan_policy: nonfinite.NanPolicy = "ignore",
         steps_per_dispatch: int | Literal["auto"] = 1,
         max_steps_in_flight: int | None = None,
     ):
         if isinstance(step, Step) and not step.train:
             raise ValueError(
-                f"{type(self).__name__} got {step!r}, a step with train=False: its run would not train, or would train "
-                f"a model in evaluation mode. Make it with {type(step).__name__}(..., train=True)."
+                f"{type(self).__name__} got {step!r}, a step with train=False, whose run would not train, or would "
+                f"train a model in evaluation mode. Make it with {type(step).__name__}(..., train=True)."
             )
         super().__init__(
             step,
@@ -91,20 +90,20 @@ class TrainLoop(ActionLoop):
             clock=clock,
             max_steps_in_flight=max_steps_in_flight,
         )
-        if nan_policy not in bad_numbers.POLICIES:
+        if nan_policy not in nonfinite.POLICIES:
             raise ValueError(f"nan_policy must be one of 'raise', 'skip' and 'ignore', got {nan_policy!r}.")
         stepper = self.engine.stepper
         stepper.checks_count = True
         stepper.set_steps_per_dispatch(steps_per_dispatch)
-        if nan_policy != "ignore" and (stepper.steps_at_once or 1) > bad_numbers.MAX_STEPS:
+        if nan_policy != "ignore" and (stepper.steps_per_dispatch or 1) > nonfinite.MAX_STEPS:
             raise ValueError(
-                f"With nan_policy={nan_policy!r}, steps_per_dispatch can be {bad_numbers.MAX_STEPS} at most, got "
+                f"With nan_policy={nan_policy!r}, steps_per_dispatch must be at most {nonfinite.MAX_STEPS}, got "
                 f"{steps_per_dispatch}."
             )
         if nan_policy != "ignore":
-            stepper.guard = bad_numbers.Guard(bad_numbers.Watch(nan_policy, chunk_size(stepper.max_in_flight)))
+            stepper.guard = nonfinite.Guard(nonfinite.Watch(nan_policy, chunk_size(stepper.max_in_flight)))
 
     @property
-    def nan_policy(self) -> bad_numbers.NanPolicy:
-        """What is done about numbers that are not finite."""
+    def nan_policy(self) -> nonfinite.NanPolicy:
+        """The reaction to NaN and infinity: "raise", "skip" or "ignore"."""
         return self.engine.stepper.guard.policy

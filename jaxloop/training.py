@@ -1,4 +1,4 @@
-"""The training of an experiment: from where it begins or resumes, pass after pass over its data, to its end."""
+"""The training of an experiment, from its start or resume, epoch by epoch, to its end."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ class Training:
     """The training of one call of an `OuterLoop`.
 
     Attributes:
-      loop: the train loop.
-      spec: on what it trains, and for how long.
-      evaluations: those of the call.
-      run: what checkpoints keep of it beside the state.
-      checkpoint_spec: where to resume from; None to begin with the state as it is.
-      source_of: returns what counts the batches of a dataset.
-      savers: the actions that save it.
-      has_begun: whether it has come to its first step.
-      newest: the newest state and its step; None while the train loop runs, which knows better.
-      pass_has_ended: whether the newest pass over the data was counted.
+      loop: The train loop.
+      spec: The arguments of the call: the dataset and the length of the training.
+      evaluations: The evaluations of the call.
+      run: Everything that a checkpoint stores besides the state.
+      checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
+      source_of: Returns the positioned iterator of a dataset.
+      savers: The actions that save checkpoints.
+      has_begun: Whether the training has reached its first step.
+      newest: The newest state and its step; None while the train loop runs, which holds them.
+      pass_has_ended: Whether the newest epoch was counted.
     """
 
     loop: ActionLoop
@@ -46,78 +46,79 @@ class Training:
     newest: tuple[Any, int] | None = None
     pass_has_ended: bool = False
 
-    def __call__(self, state: Any, *, says_so: bool) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains to the end; returns the state and the outputs of the last train loop, None where none ran.
+    def __call__(self, state: Any, *, logs_total_steps: bool) -> tuple[Any, metrics.LoopOutputs | None]:
+        """Trains to the end; returns the state and the outputs of the last train loop, or None if no loop ran.
 
         Args:
-          state: what to begin with, unless there is a checkpoint.
-          says_so: logs from where to where the training goes.
+          state: The state to begin with if there is no checkpoint.
+          logs_total_steps: Whether to log the first and the last step of the training.
         """
         loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.engine.moments.run
         assert run_info is not None
         state, step_num, resumed = self._resume(state)
         if spec.total_steps is not None or spec.loop_steps is not None:
             checks.check_multiple("state.step", step_num, loop.step)
-        if self.checkpoint_spec is not None:
-            for action in dict.fromkeys(action for each in self._loops for action in each.actions):
-                action.begin_run(step_num)
+        for action in dict.fromkeys(action for each in self._loops for action in each.actions):
+            action.begin_run(step_num, can_resume=self.checkpoint_spec is not None)
         self._open_data(resumed)
-        run_info.eval_intervals = [each.spec.interval for each in self.evaluations.items]
+        run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
         run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_pass
         run_info.loop_steps = spec.loop_steps
-        end = self._end_that_is_reached(resumed, step_num)
+        end = self._end_reached(resumed, step_num)
         if resumed is not None:
             self.evaluations.resume(step_num, run.measured_at(step_num))
             if not self._catch_up(state, resumed, is_last=end is not None):
-                logging.info("Stopped at step %d, as an evaluation or an action asked.", step_num)
+                logging.info("Stopped at step %d, as requested by an evaluation or an action.", step_num)
                 return state, None
         if end:
-            logging.warning("Nothing is left to train: step %d of %s.", step_num, end)
+            logging.warning("Nothing is left to train: step %d has reached %s.", step_num, end)
             return state, None
-        if says_so:
+        if logs_total_steps:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
             state = loop.step.prepare_state(state)
-            loop.engine.stepper.draw_from(run.source)
-            if not loop.engine.moments.hold(state):  # What is due before the first step.
-                logging.info("Stopped before the first step, as an evaluation or an action asked.")
+            loop.engine.stepper.read_from(run.source)
+            if not loop.engine.moments.hold(state):  # Runs what is due before the first step.
+                logging.info("Stopped before the first step, as requested by an evaluation or an action.")
                 return state, None
-        if run.job.requests.requested:  # Perhaps amid an evaluation of this step, which the next run does again.
-            logging.warning("Ended by %s, before a step was taken.", run.job.requests.signal_name)
+        if run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
+            logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
             return state, None
         self.newest, self.has_begun = (state, step_num), True
         state, outputs, has_ended = self._train(state)
         if has_ended and (loop.step_num > step_num or resumed is not None):
-            loop.engine.moments.hold(state, is_last=True)  # What waits for the last step, and can know only now.
+            loop.engine.moments.hold(
+                state, is_last=True
+            )  # Runs what is due at the last step, now that it is known to be the last.
         return state, outputs
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
-        """Has the actions that save do so, though their interval has not come; returns their errors."""
+        """Saves a checkpoint outside the schedules of the saving actions; returns their errors."""
         errors = []
         for action in self.savers:
             try:
-                action.flush()  # Whether a step is saved is known, to all processes, only once it is committed.
+                action.flush()  # All processes know that a step is saved only after its commit.
                 if step_num not in checkpoint.all_steps(action.directory):
-                    snapshot = self.run.snapshot(was_broken_off=True)
+                    snapshot = self.run.snapshot(may_be_incomplete=True)
                     if action.save(step_num, state, None, **snapshot):
                         action.flush()
-                        logging.info("%r has saved the state of step %d.", action, step_num)
+                        logging.info("%r saved the state of step %d.", action, step_num)
             except Exception as error:
                 logging.exception("%r could not save the state of step %d.", action, step_num)
                 errors.append(error)
         return errors
 
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
-        """Saves the state as of the last whole step before an exception; None where there is none."""
+        """Saves the state after the last completed step before an exception; None if it is lost."""
         if state is None and self.savers:
-            logging.error("The state of step %d is not saved: %s", step_num, self.loop.engine.rescued[1])
-        # To save takes all processes; and who ends the program at once does not wait for it.
+            logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
+        # A save needs all processes. An exception such as KeyboardInterrupt ends the program without one.
         if state is not None and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state, step_num)
 
     def close(self) -> None:
-        """Lets go of train data with which no later call goes on: what draws them ahead ends."""
-        if not self.spec.has_iterator:  # Nobody holds them then; to close them is for whoever made them.
+        """Releases a training dataset that no later call continues, and ends the thread that reads ahead."""
+        if not self.spec.has_iterator:  # The caller owns an iterator, and may continue it.
             self.run.source = None
             self.loop.forget_batches()
 
@@ -125,17 +126,17 @@ class Training:
     def _loops(self) -> list[ActionLoop]:
         return [self.loop, *(each.loop for each in self.evaluations.items)]
 
-    # Pass after pass -----------------------------------------------------------------------------
+    # Epochs --------------------------------------------------------------------------------------
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None, bool]:
-        """Trains to the end; returns the state, the outputs of the last loop, and False where a signal has ended it."""
+        """Trains to the end; returns the state, the outputs of the last loop, and False if a signal ended it."""
         loop, engine, run, outputs = self.loop, self.loop.engine, self.run, None
         run_info, progress = engine.moments.run, engine.progress
         assert run_info is not None
         while True:
             loop_count, loops_run = progress.loops, progress.loops_run
             self.newest, self.pass_has_ended = None, False
-            engine.stepper.draw_from(run.source)
+            engine.stepper.read_from(run.source)
             run_info.ends_with_data = self._is_last_pass(run.passes + 1)
             batches = iter(()) if run.source is None else run.source
             state, found = engine.train(state, batches, self._steps_of_next_loop)
@@ -143,38 +144,38 @@ class Training:
             if progress.loops_run > loops_run or progress.loops > loop_count:
                 outputs = found
             if self.run.job.requests.requested:
-                if loop.was_interrupted and not self.savers:  # The loop under way has not come to its end.
+                if loop.was_interrupted and not self.savers:  # The current loop has not reached its end.
                     loop.loop_count -= 1
                 self._end_by_signal(state, loop.step_num)
                 return state, outputs, False
             if found.asks_to_stop:
                 found[types.STOP_LOOP] = True
-                logging.info("Stopped at step %d, as outputs[%r] asked.", loop.step_num, types.STOP_LOOP)
+                logging.info("Stopped at step %d, as requested by outputs[%r].", loop.step_num, types.STOP_LOOP)
                 return state, outputs, True
             data_ended = engine.stepper.call.data_ended
             if data_ended and not self.pass_has_ended:
                 self._end_pass()
-            goes_on = self._has_next_pass(loop.step_num) if data_ended else progress.loops > loop_count
-            if loop.elapsed.is_last or not goes_on:
+            continues = self._has_next_pass(loop.step_num) if data_ended else progress.loops > loop_count
+            if loop.elapsed.is_last or not continues:
                 return state, outputs, True
 
     def _steps_of_next_loop(self) -> int | None:
         step_num = self.loop.step_num
-        # A run may have been broken off after the last step of a loop, and before its end.
+        # A run may have been interrupted between the last step of a loop and its end.
         only_ends = self.loop.engine.progress.batches_before > 0 and self.spec.ends_loop(step_num)
         return 0 if only_ends else self.spec.steps_of_next_loop(step_num)
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
-        saves, signal_name = ", and being saved" if self.savers else "", self.run.job.requests.signal_name
-        logging.warning("Ended by %s. The state of step %d is returned%s.", signal_name, step_num, saves)
+        saves = "; saving its state" if self.savers else ""
+        logging.info("Stopped by %s at step %d%s.", self.run.job.requests.signal_name, step_num, saves)
         for error in self.save_now(state, step_num):
             raise error
 
     def _end_pass(self) -> None:
-        """Counts a pass over the train data, and begins the next one; raises where it had no batch.
+        """Counts an epoch and begins the next one; raises an error if it had no batch.
 
-        A checkpoint of this moment keeps the position at which the next pass begins, which may have an order of its
-        own. After the last pass it does so for a run that is resumed for more of them.
+        A checkpoint at this moment stores the start of the next epoch, which may have a different order. After the last
+        epoch it does so for a run that is resumed for further epochs.
         """
         run, spec, self.pass_has_ended = self.run, self.spec, True
         if self.run.job.any_stops(run.source is not None and run.source.count == 0):
@@ -192,35 +193,37 @@ class Training:
             run.source = self.source_of(spec.data)
 
     def _is_last_pass(self, number: int) -> bool:
-        """Returns whether the data can't, or need not, begin again after so many passes."""
+        """Returns whether the dataset can't be read again, or need not, after this many epochs."""
         return self.spec.epochs is None or self.spec.has_iterator or number >= self.spec.epochs
 
     def _has_next_pass(self, step_num: int) -> bool:
-        """Returns whether there is another pass over the train data; logs why there is none, or raises."""
+        """Returns whether there is another epoch; logs the reason if there is none, or raises an error."""
         total_steps, epochs = self.spec.total_steps, self.spec.epochs
         if not self._is_last_pass(self.run.passes):
             return True
-        text = f"The train dataset ended at step {step_num} of train_total_steps={total_steps}"
+        text = f"The training dataset ended at step {step_num} of train_total_steps={total_steps}"
         if epochs is not None and self.run.passes >= epochs:
-            logging.info("The last of train_epochs=%d ended at step %d.", epochs, step_num)
+            logging.info("The last of %d epochs ended at step %d.", epochs, step_num)
         elif total_steps in (None, step_num):
-            logging.info("The train dataset ended at step %d.", step_num)
+            logging.info("The training dataset ended at step %d.", step_num)
         elif self.spec.on_exhausted == "raise":
-            raise agreement.known_to_all(ValueError(f"{text}. Repeat the dataset, or lower train_total_steps."))
+            raise agreement.known_to_all_processes(
+                ValueError(f"{text}. Repeat the dataset, or lower train_total_steps.")
+            )
         else:
-            logging.warning("%s; the run ends here. Repeat the dataset to go on, or lower train_total_steps.", text)
+            logging.warning("%s, and so does the run. Repeat the dataset, or lower train_total_steps.", text)
         return False
 
-    # Where it begins -----------------------------------------------------------------------------
+    # Resuming ------------------------------------------------------------------------------------
 
-    def _end_that_is_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
-        """Returns which end a run is at already, in words; None if there is something left to train."""
+    def _end_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
+        """Describes the end that a run has already reached; returns None if there is something left to train."""
         spec, loop = self.spec, self.loop
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
         ends = {
-            "a run that was stopped there, as an evaluation or an action asked (to train on from its state, take "
-            "step.restore_model(state, directory) to another directory)": resumed and resumed.has_stopped,
+            "the end of a run that an evaluation or an action stopped (to train on from its state, call "
+            "step.restore_model(state, directory) and use another directory)": resumed and resumed.has_stopped,
             f"stop={spec.stop!r}": spec.stop is not None and spec.stop.stops(loop.elapsed, loop.elapsed),
             f"train_total_steps={spec.total_steps}": spec.total_steps is not None and step_num >= spec.total_steps,
             f"train_epochs={spec.epochs}": spec.epochs is not None and self.run.passes >= spec.epochs,
@@ -228,9 +231,10 @@ class Training:
         return next((end for end, is_reached in ends.items() if is_reached), None)
 
     def _resume(self, state: Any) -> tuple[Any, int, Resumed | None]:
-        """Goes on from the newest checkpoint, or where the last call ended, or begins with the state as it is.
+        """Resumes from the newest checkpoint, continues the last call, or begins with the given state.
 
-        Returns the state, its step, and how far the run was where it is that of a checkpoint.
+        Returns:
+          The state, its step, and the progress stored in the checkpoint; None if the state is not from a checkpoint.
         """
         loop, run, spec, loop_steps = self.loop, self.run, self.checkpoint_spec, self.spec.loop_steps
         saved, listed, resumed = [], {}, None
@@ -241,64 +245,64 @@ class Training:
             step_num = resumed.elapsed.steps
         else:
             step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
-            if step_num != loop.step_num:  # Else it goes on where the last call ended.
+            if step_num != loop.step_num:  # Otherwise it continues where the last call ended.
                 run.passes = 0
                 for each in self._loops:
                     each.resume(Elapsed(step_num))
-            run.resume_history(step_num, None if step_num else 0)  # The rows of step 0 are made again.
+            run.resume_history(step_num, None if step_num else 0)  # The rows of step 0 are repeated.
         if loop_steps is not None and (resumed is None or not resumed.knows_position):
             loop.loop_count = step_num // loop_steps
             for each in self.evaluations.items:
                 if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
                     each.loop.loop_count = number
-        if spec is not None and saved[-1:] <= [step_num]:  # Else damaged ones were moved since.
+        if spec is not None and saved[-1:] <= [step_num]:  # Otherwise damaged ones were moved since.
             listed[checkpoint.absolute(spec.checkpoint_dir)] = saved
         check_no_newer_checkpoints(loop, step_num, listed)
         return state, step_num, resumed
 
     def _saved_steps(self, spec: CheckpointSpec) -> list[int]:
-        """Returns the steps that are saved, the same in all processes."""
+        """Returns the saved steps, which are the same in all processes."""
         job = self.run.job
         checkpoint.clear_leftovers(spec.checkpoint_dir)
         if job.is_shared:
             if job.is_first:
-                checkpoint.move_damaged_aside(spec.checkpoint_dir)
+                checkpoint.quarantine_damaged(spec.checkpoint_dir)
             agreement.wait_for_all("before restoring")
         saved = checkpoint.all_steps(spec.checkpoint_dir)
-        found = f"The list of checkpoints in {spec.checkpoint_dir}, which must be a directory that all share,"
+        found = f"The list of checkpoints in {spec.checkpoint_dir}, which all processes must share,"
         job.check_same(found, lambda: list(map(str, saved)))
         return saved
 
     def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[int]) -> tuple[Any, Resumed | None]:
-        """Restores the newest checkpoint that is whole; the state as it is where it is past that one."""
+        """Restores the newest complete checkpoint; keeps the given state if it is past that one."""
         step_num, resumed, job = step_num_of(state), None, self.run.job
         if not saved:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
         elif saved[-1] < step_num:
-            logging.info("Step %d is past the newest checkpoint, of step %d: going on.", step_num, saved[-1])
+            logging.info("The run continues at step %d, which is past the newest checkpoint, %d.", step_num, saved[-1])
         else:
             given = checks.adopt(state)
             restored = checkpoint.open_newest(
-                spec.checkpoint_dir, given, transforms=spec.transforms, moves_aside=not job.is_shared, steps=saved
+                spec.checkpoint_dir, given, transforms=spec.transforms, quarantines=not job.is_shared, steps=saved
             )
             assert restored is not None
             opened, state = restored
             _check_count(state, opened.step, spec.checkpoint_dir)
             resumed = self.run.load(opened, given)
             logging.info("Resumed at step %d from %s.", opened.step, spec.checkpoint_dir)
-        if distributed.is_first_process():  # Evaluators of this directory shall wait for what is trained now.
+        if distributed.is_first_process():  # Evaluators of this directory wait for this training.
             spec.stopped_file.unlink(missing_ok=True)
         return state, resumed
 
     def _open_data(self, resumed: Resumed | None) -> None:
-        """Has the run draw from its train data, from where it was when it was saved."""
+        """Opens the training dataset at the saved position."""
         run, spec, is_epoch = self.run, self.checkpoint_spec, self.spec.epochs is not None
         run.source = source = self.source_of(self.spec.data)
         if resumed is None or spec is None or (is_epoch and resumed.is_between_passes):
             if spec is not None and self.savers:
                 self._warn_of_inexact_resume(source)
             return
-        if is_epoch:  # An epoch that is left half-way is gone on with in any case.
+        if is_epoch:  # Half an epoch is continued in any case.
             run.source = source = PositionedIterator(source, skippable=True)
         if not spec.restore_data:
             return
@@ -309,11 +313,11 @@ class Training:
             elif is_epoch and resumed.steps_in_loop:
                 source.skip(resumed.steps_in_loop)
         except PositionUnknownError as error:
-            logging.warning("%s The run goes on with what the train dataset gives now.", error)
+            logging.warning("%s The run continues with the next batch that the training dataset returns.", error)
         except ValueError as error:
             error.add_note(
-                f"when the run in {spec.checkpoint_dir} was to go on at step {resumed.elapsed.steps}. To train on with "
-                "other data, from their start, write CheckpointSpec(..., restore_data=False)."
+                f"while resuming the run in {spec.checkpoint_dir} at step {resumed.elapsed.steps}. To continue with "
+                "another dataset from its start, write CheckpointSpec(..., restore_data=False)."
             )
             raise
 
@@ -323,34 +327,35 @@ class Training:
         for spec in self.spec.eval_specs:
             if reshuffles(spec.dataset):
                 logging.warning(
-                    "The data of the evaluation %r are shuffled anew each time, so a resumed run may measure other "
-                    "values. Write dataset.shuffle(..., seed=..., reshuffle_each_iteration=False).",
+                    "The dataset of the evaluation %r is shuffled differently each time, so a resumed run may measure "
+                    "other values. Write dataset.shuffle(..., seed=..., reshuffle_each_iteration=False).",
                     spec.name,
                 )
 
     def _catch_up(self, state: Any, resumed: Resumed, *, is_last: bool) -> bool:
-        """Does what belongs to the step of a checkpoint, and did not come to it because the run was broken off.
+        """Runs what was due at the step of a checkpoint and did not run, because the run was interrupted.
 
-        Returns whether the run goes on.
+        Returns:
+          Whether the run continues.
         """
         elapsed = resumed.elapsed
-        if not resumed.was_broken_off or elapsed.previous is None:
+        if not resumed.may_be_incomplete or elapsed.previous is None:
             return True
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
         return self.loop.engine.moments.hold(state, at_end=loop_has_ended, is_last=is_last, saves=False)
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:
-    """Raises where a checkpoint is not of the step that it was saved under."""
+    """Raises an error if the step in a checkpoint is not the step in its name."""
     if hasattr(state, "step") and (count := step_num_of(state)) != saved_step:
         raise ValueError(
-            f"The checkpoint {saved_step} in {directory} has state.step={count}, and must have {saved_step}, the name "
-            "of its directory: no run can resume from it. A run whose step made another number of updates than it "
-            "said, or a program that counts something else, saved it. Remove that directory, or give another "
-            "checkpoint_dir; to begin with its parameters, call step.restore_model(state, directory)."
+            f"The checkpoint {saved_step} in {directory} has state.step={count}, but its name requires {saved_step}: "
+            "no run can resume from it. It was saved by a step whose updates_per_step was wrong, or by a program that "
+            "counts something else. Remove that directory, or give another checkpoint_dir; to begin with its "
+            "parameters, call step.restore_model(state, directory)."
         )
 
 
 def step_num_of(state: Any) -> int:
-    """Returns the number of completed updates of a state; 0 for one that doesn't count them."""
+    """Returns the number of completed updates of a state; 0 if it has no counter."""
     return int(metrics.fetch(getattr(state, "step", 0)))

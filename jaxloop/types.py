@@ -1,4 +1,4 @@
-"""The words that every module shares: train states, batches, outputs and typed metrics."""
+"""Types that all modules share: train states, batches, outputs and typed metrics."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from etils import epy
 from flax import struct
 from flax.training import train_state
 
-with epy.lazy_imports():  # It takes as long to import as all of jaxloop, and Linen models have no need of it.
+with epy.lazy_imports():  # Its import takes as long as that of jaxloop, and Linen models don't need it.
     from flax import nnx
 
 Batch = Any
@@ -24,48 +24,48 @@ BatchSpec = Any
 """A shape, a `(shape, dtype)` pair, an array or a key, or these nested in dicts, lists, tuples and named tuples."""
 
 Output = dict[str, Any] | None
-"""What a step reports: values by name, or None."""
+"""The values that a step returns, by name; or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]
-"""One PRNG key (old-style or typed), or one for each name that the model asks for."""
+"""One PRNG key, old-style or typed, or one for each stream of the model by name."""
 
 STOP_LOOP = "jaxloop/stop_loop"
-"""A loop stops the experiment by setting `outputs[STOP_LOOP] = True`."""
+"""The name of the output that stops the experiment: `outputs[STOP_LOOP] = True`."""
 
 
 def is_nnx(value: Any, name: str) -> bool:
-    """Whether a value is of the class of NNX of that name, without importing NNX: then nothing is."""
+    """Returns whether a value is of the NNX class with this name, without importing NNX."""
     return "flax.nnx" in sys.modules and isinstance(value, getattr(nnx, name))
 
 
 def is_nnx_class(value: Any) -> bool:
-    """Whether a value is a class of NNX modules; likewise."""
+    """Returns whether a value is a class of NNX modules, without importing NNX."""
     return "flax.nnx" in sys.modules and inspect.isclass(value) and issubclass(value, nnx.Module)
 
 
 State = Any
-"""A state of any kind: a pytree, most often a `TrainState`."""
+"""A state: any pytree, usually a `TrainState`."""
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with all of a model's variables. Subclasses may have more fields.
+    """Flax's `TrainState` with all variables of a model. Subclasses may add fields.
 
     Hooks:
-      apply_gradients: inside `Step.run`, with the gradients; returns the state after the update.
-      update_variables: inside `Step.run`, with what a forward pass has changed.
+      apply_gradients: Called inside `Step.run` with the gradients; returns the state after the update.
+      update_variables: Called inside `Step.run` with the variables that a forward pass changed.
 
     Attributes:
-      step: completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
-      apply_fn: for a Linen model `module.apply`. For an NNX model it is called as
+      step: Completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
+      apply_fn: For a Linen model, `module.apply`. For an NNX model, it is called as
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
-        where `train` puts the model in `model.train()` or `model.eval()` mode. For the other kinds of `LossStep`,
+        where `train` selects `model.train()` or `model.eval()` mode. For the other models of `LossStep`,
         `jaxloop.models.forward(state, state.params, inputs, train=True)` calls it.
-      params: the parameters, which `tx` updates.
-      tx: the Optax optimizer.
-      opt_state: its state.
-      batch_stats: running statistics of normalisation layers; empty for a model without them.
-      collections: every other variable. For Linen a dict by collection name (`{"cache": ...}`), for
-        NNX one `nnx.State` (the counters and keys of its `Rngs`, caches, ...).
+      params: The parameters, which `tx` updates.
+      tx: The Optax optimizer.
+      opt_state: The state of the optimizer.
+      batch_stats: Running statistics of normalization layers; empty for a model without them.
+      collections: All other variables: for Linen, a dict by collection name (`{"cache": ...}`); for NNX, one
+        `nnx.State` (the counters and keys of its `Rngs`, caches, ...).
 
     >>> import optax
     >>> from flax import linen as nn
@@ -81,22 +81,22 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
-        """Makes a state at step 0, with the optimizer's state initialised.
+        """Makes a state at step 0 and initializes the optimizer's state.
 
         Args:
-          apply_fn: the forward pass, see `TrainState`.
-          params: any pytree of arrays, such as a dict, or an Equinox module of which all leaves are arrays.
-          tx: the Optax optimizer.
-          **kwargs: the other fields.
+          apply_fn: The forward pass, see `TrainState`.
+          params: Any pytree of arrays, such as a dict, or an Equinox module whose leaves are all arrays.
+          tx: The Optax optimizer.
+          **kwargs: The other fields.
 
         Raises:
-          TypeError: a leaf of `params` is no array.
+          TypeError: A leaf of `params` is not an array.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
                 raise TypeError(
                     f"TrainState.create takes params whose leaves are arrays, got {leaf!r} at "
-                    f"params{jax.tree_util.keystr(path)}. Keep what is no array in apply_fn. For an Equinox module: "
+                    f"params{jax.tree_util.keystr(path)}. Keep other leaves in apply_fn. For an Equinox module: "
                     "params, static = eqx.partition(module, eqx.is_inexact_array), and "
                     "apply_fn=lambda params: eqx.combine(params, static)."
                 )
@@ -114,21 +114,21 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of a Linen model, as `apply_fn` takes them: `params` and all collections."""
+        """The variables of a Linen model, in the form that `apply_fn` takes: `params` and all collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
-                "TrainState.variables belongs to Linen models, and this state holds an NNX model. "
+                "TrainState.variables is for Linen models, but this state holds an NNX model. "
                 "Call state.apply_fn(state.params, state.batch_stats, state.collections, train=self.train)(inputs)."
             )
         batch_stats = {"batch_stats": self.batch_stats} if self.batch_stats else {}
         return {"params": self.params, **batch_stats, **self.collections}
 
     def update_variables(self, updates: Any) -> Self:
-        """Takes over what a forward pass changed beside the parameters.
+        """Returns the state with the variables, other than parameters, that a forward pass changed.
 
         Args:
-          updates: for Linen the second result of `apply_fn(..., mutable=[...])`; for NNX the
-            `nnx.State` that `apply_fn(...)(inputs)` returns, of which all but the parameters is taken.
+          updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
+            `apply_fn(...)(inputs)` returns, whose parameters are ignored.
         """
         if is_nnx(self.params, "State"):
             _, batch_stats, rest = nnx.split_state(updates, nnx.Param, nnx.BatchStat, ...)
@@ -141,12 +141,12 @@ class TrainState(train_state.TrainState):
 
 
 def _may_overwrite(tree: Any) -> bool:
-    """Returns whether Flax may look for a name in parameters or gradients: they are like a dict."""
+    """Returns whether parameters or gradients are a mapping, in which Flax looks for a name."""
     return isinstance(tree, Mapping) or is_nnx(tree, "State")
 
 
 def apply_gradients(state: Any, grads: Any) -> Any:
-    """Returns `state.apply_gradients(grads=grads)`, which Flax has for parameters in a dict, for any parameters."""
+    """Returns `state.apply_gradients(grads=grads)`, also for parameters that are not in a dict, as Flax requires."""
     is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
     return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
 
@@ -173,14 +173,14 @@ class MetricType(enum.Enum):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class MetricWithMetadata:
-    """A value and how it is to be shown. A pytree, so that `Step.run` can return it.
+    """A value with its kind. A pytree, so that `Step.run` can return it.
 
     Attributes:
-      value: the array: `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, any
-        shape for scalars and histograms; a string for text (from `Step.end`: jitted code has no strings).
-      type: the kind.
-      metadata: hashable values by name, for the writer: `{"sample_rate": 16_000}` for audio,
-        `{"num_buckets": 30}` for a histogram.
+      value: The array: `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, any shape for
+        scalars and histograms; a string for text (from `Step.end`, because jitted code has no strings).
+      type: The kind, which decides how a writer shows the value.
+      metadata: Hashable values by name for the writer: `{"sample_rate": 16_000}` for audio, `{"num_buckets": 30}` for a
+        histogram.
 
     >>> images = MetricWithMetadata(jnp.zeros([4, 8, 8, 1]), MetricType.IMAGE)
     >>> jax.tree.map(jnp.shape, images).value

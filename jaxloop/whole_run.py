@@ -1,4 +1,4 @@
-"""The whole run: what a checkpoint keeps beside the train state, and how a run goes on from there."""
+"""The state of a run beside its train state: how a checkpoint stores it, and how a resumed run loads it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec
 
 _POSITION_ARRAYS = "data"
-"""The tree with the long byte strings of a position in the data."""
+"""Name of the tree with the long byte strings of the position in the train data."""
 
 
 @final
@@ -27,17 +27,18 @@ class Resumed:
     """The progress of a run when its checkpoint was saved.
 
     Attributes:
-      elapsed: after the last completed step; `previous` is the one before.
-      was_broken_off: whether a signal or an exception may have kept it from all that belongs to that step.
-      has_stopped: whether somebody had asked it to stop there.
-      steps_in_loop: how many steps of the loop under way it had done.
-      position: where in the data it was; None for the start of the next pass, or where nothing is known.
-      knows_position: whether the checkpoint says where in the data it was.
-      is_own_position: whether it was saved by as many processes as there are now: the position is that of this one.
+      elapsed: Progress after the last completed step. Its `previous` is one step earlier.
+      may_be_incomplete: True if a signal or an exception may have prevented actions or evaluations of that step.
+      has_stopped: True if the run had been asked to stop there.
+      steps_in_loop: Completed steps of the current loop.
+      position: Position in the train data; None at the start of the next epoch, or if the position is unknown.
+      knows_position: True if the checkpoint contains the position in the train data.
+      is_own_position: True if the checkpoint was saved by as many processes as there are now, so that the position
+        belongs to this process.
     """
 
     elapsed: Elapsed
-    was_broken_off: bool = False
+    may_be_incomplete: bool = False
     has_stopped: bool = False
     steps_in_loop: int = 0
     position: DatasetPosition | None = None
@@ -46,50 +47,51 @@ class Resumed:
 
     @property
     def is_between_passes(self) -> bool:
-        """True if it was between two passes over the train data."""
+        """True if the checkpoint was saved between two epochs."""
         return self.knows_position and self.position is None
 
 
 class Part(Protocol):
-    """A part of a run that remembers something: a loop with its actions, say.
+    """A part of a run that has state, such as a loop with its actions.
 
-    What the part that trains remembers has `elapsed`, `previous` (a step before), `steps_in_loop` and `has_stopped`.
+    The state dict of the part that trains has the keys `elapsed`, `previous` (one step earlier), `steps_in_loop` and
+    `has_stopped`.
     """
 
     @property
     def batches_consumed(self) -> int:
-        """The number of batches that the source had given when the last whole step was done."""
+        """Number of batches that the source had returned when the last step was completed."""
         ...
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what it remembers: as JSON can hold it, and states by name."""
+        """Returns its state as JSON types, and train states that it keeps, by name."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Takes that over."""
+        """Restores the results of `state_dict`."""
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Goes on from here without it, after so many steps of the loop under way."""
+        """Continues from this progress without a state dict, after `batches_before` batches of the current loop."""
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns how many batches it has drawn from a source, and not used."""
+        """Returns the number of batches that it has read from a source but not used."""
         ...
 
 
 @final
 @dataclasses.dataclass(eq=False)
 class WholeRun:
-    """All of a run but its train state: loops, actions, positions in the data, the history.
+    """The state of a run except its train state: loops, actions, positions in the data, and the history.
 
     Attributes:
-      main: the part that trains.
-      others: other parts by name.
-      eval_sources: what evaluations draw from, where they go on from one to the next.
-      history: what was measured.
-      keys: the PRNG keys, which a later run must have too.
-      job: the processes that train together, each with data of its own.
-      passes: how many passes over the train data have ended.
-      source: the pass over the train data under way; None between two.
+      main: The part that trains.
+      others: Other parts, by name.
+      eval_sources: Iterators of evaluations that continue where the last evaluation ended, by name.
+      history: The history of the run.
+      keys: The PRNG keys. A run can resume only with the same keys.
+      job: The processes that train together, each with its own data.
+      passes: Completed epochs.
+      source: Iterator over the current epoch of the train data; None between two epochs.
     """
 
     main: Part
@@ -105,15 +107,15 @@ class WholeRun:
         self._keys = encoding.encode_keys(self.keys)
         self._parts = {"train": self.main, **self.others}
 
-    # What `snapshot` writes, `load` reads, in the same order ---------------------------------------------
+    # `load` reads what `snapshot` writes, in the same order -----------------------------------------------
 
-    def snapshot(self, *, was_broken_off: bool = False) -> dict[str, Any]:
-        """Returns what a checkpoint of this moment keeps, as `CheckpointAction.save` takes it.
+    def snapshot(self, *, may_be_incomplete: bool = False) -> dict[str, Any]:
+        """Returns the state of the run at this moment, as keyword arguments of `CheckpointAction.save`.
 
         Args:
-          was_broken_off: whether this step may lack some of what belongs to it.
+          may_be_incomplete: True if some actions or evaluations of this step may not have run.
         """
-        self.history.flush()  # The rows up to here are part of it.
+        self.history.flush()  # The checkpoint includes the rows up to here.
         states, trees = {}, {}
         for name, part in self._parts.items():
             states[name], kept = part.state_dict()
@@ -124,7 +126,7 @@ class WholeRun:
                 "elapsed": main["elapsed"],
                 "previous": main["previous"],
                 "batches_in_loop": main["steps_in_loop"],
-                "was_broken_off": was_broken_off,
+                "may_be_incomplete": may_be_incomplete,
             },
             "run": {
                 "jaxloop": checkpoint.own_version(),
@@ -133,7 +135,7 @@ class WholeRun:
                 "kept_states": sorted(trees),
                 "data_sizes": {name: array.size for name, array in arrays.items()},
                 "positions": positions,
-                # Of rows in memory a later process has none.
+                # Rows that exist only in memory are lost with the process.
                 "history_rows": None if self.history.path is None else len(self.history),
                 "history_file": self.history.checksum(),
                 "passes": self.passes,
@@ -142,28 +144,28 @@ class WholeRun:
         }
 
     def load(self, opened: checkpoint.Checkpoint, state: Any) -> Resumed:
-        """Has all parts go on from a checkpoint.
+        """Loads the state of all parts from a checkpoint.
 
         Args:
-          opened: the checkpoint.
-          state: a train state; those that actions keep are laid out as it is.
+          opened: The checkpoint.
+          state: A train state. The states that actions keep get the same structure and shardings.
 
         Returns:
-          How far the run was; its `position` is for the caller to seek, as `source`.
+          The progress of the run. The caller must set `source` to an iterator at its `position`.
 
         Raises:
-          CheckpointError: the checkpoint is damaged.
-          ValueError: it is of a run with other PRNG keys.
+          CheckpointError: The checkpoint is damaged.
+          ValueError: The checkpoint comes from a run with other PRNG keys.
         """
         with opened.understanding():
             metadata, run = opened.metadata(), opened.run()
             resumed = Resumed(
                 opened.elapsed(),
                 steps_in_loop=metadata.get("batches_in_loop", 0),
-                was_broken_off=metadata.get("was_broken_off", False),
+                may_be_incomplete=metadata.get("may_be_incomplete", False),
             )
             if not run:
-                self._load_nothing(opened, resumed)
+                self._start_without_state(opened, resumed)
                 return resumed
             self._check_is_this_run(run, opened, resumed.elapsed)
             arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
@@ -174,7 +176,7 @@ class WholeRun:
                     kept = {key.removeprefix(prefix): tree for key, tree in trees.items() if key.startswith(prefix)}
                     part.load_state_dict(run["parts"][name], kept)
                 else:
-                    warning = "The checkpoint of step %d has no evaluation named %r: it begins anew."
+                    warning = "The checkpoint of step %d has no state of an evaluation %r, which starts from scratch."
                     logging.warning(warning, opened.step, name)
                     part.resume(resumed.elapsed)
             position, is_own = self._load_positions(run["positions"], trees[_POSITION_ARRAYS])
@@ -189,7 +191,10 @@ class WholeRun:
             )
 
     def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """Returns the positions in the data of each process, and the long byte strings of one alone, as arrays."""
+        """Returns the positions in the data of each process, and the long byte strings of this process, as arrays.
+
+        There are arrays only if a single process trains.
+        """
         arrays: dict[str, np.ndarray] = {}
         own = {
             "data": _position_of(self.source, self.main.batches_consumed, None if self.job.is_shared else arrays),
@@ -203,9 +208,9 @@ class WholeRun:
     def _load_positions(
         self, positions: Sequence[Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[DatasetPosition | None, bool]:
-        """Has the evaluations go on in their data; returns the position in the train data, and whether it is our own.
+        """Restores the positions of evaluations; returns the position in the train data, and whether it is our own.
 
-        It is that of the first process where there were more processes, or fewer.
+        If the number of processes has changed, it uses the positions of the first process.
         """
         place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
         is_own = len(positions) == count
@@ -217,16 +222,16 @@ class WholeRun:
                 except PositionUnknownError as error:
                     if is_own:
                         raise
-                    logging.warning("%s The evaluation %r goes on with what it gives now.", error, name)
+                    logging.warning("%s The evaluation %r may not continue at the right batch.", error, name)
         return own["data"] and DatasetPosition.from_dict(own["data"], arrays), is_own
 
     # --------------------------------------------------------------------------------------------------
 
-    def _load_nothing(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
-        """Has all parts go on from a train state alone."""
+    def _start_without_state(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
+        """Makes all parts continue from a train state, without state of their own."""
         logging.warning(
-            "The checkpoint of step %d in %s holds a train state alone, as an Orbax CheckpointManager saves it: "
-            "the data, the actions and open means start afresh, and damage to it can't be detected.",
+            "The checkpoint of step %d in %s contains only a train state, as an Orbax CheckpointManager saves it: "
+            "the data, the actions and unfinished means start from scratch, and damage to it can't be detected.",
             opened.step,
             opened.path.parent,
         )
@@ -248,13 +253,13 @@ class WholeRun:
         check_keys(run, self._keys, directory)
 
     def measured_at(self, step: int) -> set[str]:
-        """Returns the names of what the history has measured at a step."""
+        """Returns the names of the metrics in the history at a step."""
         return {name for row in self.history.rows if row.elapsed.steps == step for name in row.logs}
 
     def resume_history(
         self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
     ) -> None:
-        """Does `History.resume`; of several processes the first does so, which writes the file, before the others."""
+        """Calls `History.resume`. The first process, which writes the file, does so before the others."""
         if not self.job.is_first:
             agreement.wait_for_all("the history")
         self.history.resume(steps, num_rows, checksum=checksum)
@@ -263,26 +268,30 @@ class WholeRun:
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Raises where a checkpoint's `run` is of other PRNG keys than these, encoded."""
+    """Checks that a checkpoint's `run` has these PRNG keys, which are encoded.
+
+    Raises:
+      ValueError: The keys differ.
+    """
     if run["keys"] != keys:
         raise ValueError(
-            f"The checkpoints in {directory} are of a run with other PRNG keys (base_prng) than this one, so it "
-            "could not go on as it was. Give the step the same keys, made from the same seed, or give another "
+            f"The checkpoints in {directory} come from a run with other PRNG keys (base_prng) than this one, so this "
+            "run can't resume from them. Give the step the same keys, made from the same seed, or give another "
             "directory."
         )
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the progress of the run at the checkpoint of a step; `previous` is a step earlier."""
+    """Returns the progress of the run at the checkpoint of a step. Its `previous` is one step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
 def directories_of(
     train_loop: ActionLoop | None, spec: CheckpointSpec | None, workdir: epath.PathLike | None = None
 ) -> list[epath.Path]:
-    """Returns the directories that a run writes to: of its checkpoints, and its work directory if given.
+    """Returns the directories that a run writes to: those of its checkpoints, and the work directory if given.
 
-    Without a train loop, a run writes to its work directory alone.
+    Without a train loop, a run writes only to its work directory.
     """
     directories = [] if train_loop is None else [action.directory for action in checkpoint_actions(train_loop)]
     directories += [] if train_loop is None or spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
@@ -291,16 +300,22 @@ def directories_of(
 
 
 def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
-    """The actions of a loop that save the run."""
+    """Returns the `CheckpointAction`s of a loop."""
     return [action for action in loop.actions if isinstance(action, CheckpointAction)]
 
 
 def check_no_newer_checkpoints(
     train_loop: ActionLoop, step_num: int, listed: Mapping[epath.Path, Sequence[int]] | None = None
 ) -> None:
-    """Raises where a run that begins at a step would save among the later checkpoints of another.
+    """Checks that a run which starts at `step_num` would not save among later checkpoints of another run.
 
-    `listed` has the steps in directories that the caller has listed.
+    Args:
+      train_loop: The train loop, with its `CheckpointAction`s.
+      step_num: The step at which the run starts.
+      listed: The steps in the directories that the caller has already listed.
+
+    Raises:
+      ValueError: A directory contains checkpoints of later steps.
     """
     listed = listed or {}
     for action in checkpoint_actions(train_loop):
@@ -309,29 +324,35 @@ def check_no_newer_checkpoints(
         if found and found[-1] > step_num:
             raise ValueError(
                 f"{action!r} would save among the checkpoints of another run: training starts at step {step_num}, and "
-                f"the directory has checkpoints up to step {found[-1]}. Go on from them, with "
+                f"the directory has checkpoints up to step {found[-1]}. Resume from them with "
                 f"checkpoint_spec=CheckpointSpec({str(directory)!r}), or give another directory."
             )
 
 
 def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool) -> None:
-    """Goes to a position in the data, that of this process or of one that had another part of each batch.
+    """Moves an iterator to a saved position.
+
+    Args:
+      source: The iterator.
+      position: The position.
+      is_own: True if the position belongs to this process. Otherwise only its count of batches is used, because its
+        process read another part of each batch.
 
     Raises:
-      PositionUnknownError: the source can't go there.
-      ValueError: it is a position in other data.
+      PositionUnknownError: The source can't go to the position.
+      ValueError: The position belongs to another dataset.
     """
     if is_own:
         source.seek(position)
     elif source.kind == "unknown":
         raise PositionUnknownError(
-            f"The position after {position.count} batches was saved by another number of processes, and {source!r} "
-            f"does not say where it is. {source.problem}"
+            f"The position after {position.count} batches was saved by another number of processes, and that of "
+            f"{source!r} is unknown. {source.problem}"
         )
     elif source.count > position.count:
         raise PositionUnknownError(
             f"The position after {position.count} batches was saved by another number of processes, and {source!r} is "
-            "past it. Give data from which nothing was drawn."
+            "past it. Give data from which no batch was read."
         )
     else:
         source.skip(position.count - source.count)
@@ -340,6 +361,6 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
 def _position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
     try:
         return source and source.position(count).to_dict(arrays)
-    except Exception:  # The run may be ending because the data are what fails.
-        logging.exception("The position in %r could not be read: a resumed run can't go there.", source)
+    except Exception:  # The data may be the reason why the run is ending.
+        logging.exception("The position in %r could not be read, so a resumed run can't return to it.", source)
         return None

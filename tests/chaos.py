@@ -828,8 +828,9 @@ def two_trainers(arena: Arena, count: int, seed: int) -> Broken:
 
 
 DONATED = re.compile(
-    r"ValueError: .* got a state that .*(TrainLoop|NoisyStep).* has already taken: its buffers \(.*(params|step).*\) "
-    r"were donated.*\nUse the state which that call returned\. To keep a copy, make it before the call"
+    r"ValueError: .* got a state that was already donated to .*(TrainLoop|NoisyStep).*: its buffers "
+    r"\(.*(params|step).*\) were reused.*\n"
+    r"Use the state that that call returned\. To keep a copy, make it before the call"
 )
 
 

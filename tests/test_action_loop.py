@@ -211,7 +211,7 @@ def test_what_does_not_use_outputs_makes_the_loop_wait_for_nothing(monkeypatch):
 
 def test_what_does_not_wait_gets_the_newest_values_that_are_there():
     step, state, batches = examples.tiny_regression()
-    seen = Seen(every(steps=5), waits_for_outputs=False)
+    seen = Seen(every(steps=5), needs_all_outputs=False)
     _, outputs = TrainLoop(step, end_actions=[seen])(state, batches, num_steps=12)
     for _, _, given, _ in seen.calls:
         assert all(value in outputs["loss"] for value in given.values())

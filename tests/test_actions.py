@@ -199,7 +199,7 @@ def test_a_save_tells_how_long_it_held_the_run_up_and_how_long_it_waited_for_the
     waits = [0.0, 3.0, 0.5, 1.5, 3.125, 4.0]
     assert seen == [(wait + 0.25, wait, int(wait >= 3.125)) for wait in waits]  # Two in a row, and once.
     (warning,) = warnings_logged()
-    assert "The save of step 500 waited 3.1 s for that of step 400 to be on disk" in warning
+    assert "Saving step 500 blocked training for 3.1 s while step 400 was still being written" in warning
     assert "Save less often than interval=every(steps=100)" in warning
     action.close()
 

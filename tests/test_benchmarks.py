@@ -43,8 +43,8 @@ def test_all_train_the_same_and_are_timed_in_each_round(w0):
     [
         contestants.fit,
         contestants.clu_style_loop,
-        contestants.train_loop_with_all,
-        contestants.hand_written_loop_with_all,
+        contestants.train_loop_with_logs,
+        contestants.hand_written_loop_with_logs,
     ],
 )
 def test_so_do_those_that_take_long_to_start(w0, contestant, writer, monkeypatch):
@@ -82,7 +82,7 @@ def test_who_is_absent_says_why(w0):
 
     comparison = compare(w0, {REFERENCE: contestants.hand_written_loop, "peer": absent}, num_rounds=1, num_steps=32)
     assert comparison.absent == {"peer": "It is not installed."}
-    assert "peer is absent: It is not installed." in report.text_table(comparison)
+    assert "peer was not run: It is not installed." in report.text_table(comparison)
 
 
 def test_contestants_take_turns_in_an_order_that_shifts(collections):
@@ -130,11 +130,11 @@ def test_the_report_has_a_row_for_each_contestant_and_target(tmp_path):
     assert "| W0 | fit, without a bar / hand-written loop | 1.30 | 1.400 | **missed** |" in text
     assert "| W0 | functional loop / hand-written loop | 1.30 | 1.150 | met |" in text
     assert "| W0 | TrainLoop, steps_per_dispatch=32 / hand-written scan of 32 | 1.15 |  | not measured |" in text
-    assert "Why what was missed was missed:\n\n- **W0, fit, without a bar.** The reference drops the losses," in text
+    assert "Reasons for the missed targets:\n\n- **W0, fit, without a bar.** The reference drops its losses," in text
     assert "**W0, functional loop.**" not in text
-    assert "- us a boundary: 7" in text and "absent: It is not there yet." in text
+    assert "- us a boundary: 7" in text and "not run: It is not there yet." in text
     assert "](plot.png)" in text and (tmp_path / "plot.png").stat().st_size > 1000
-    assert "Not run: JAX has no GPU here." in text and "### Failed\n\nW3." in text
+    assert "Not run: JAX found no GPU." in text and "### Failed\n\nW3." in text
     assert f"jax {jax.__version__}," in text
 
 

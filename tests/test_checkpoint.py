@@ -273,7 +273,9 @@ def test_a_best_that_was_never_measured_is_said(tmp_path, warnings_logged):
     action = CheckpointAction(tmp_path, best="test/accuracy", interval=every(steps=100))
     save_with(action, [None, None])
     action.close()
-    assert len(warnings_logged()) == 1 and "test/accuracy was measured at none of its 2 saves" in warnings_logged()[0]
+    assert (
+        len(warnings_logged()) == 1 and "test/accuracy was not measured at any of its 2 saves" in warnings_logged()[0]
+    )
     assert "coincide with the evaluations" in warnings_logged()[0]
     action.close()
     assert len(warnings_logged()) == 1
@@ -289,7 +291,7 @@ def test_best_needs_a_directory_and_a_name(tmp_path):
 
 
 def test_checkpoints_come_last():
-    assert CheckpointAction.comes_last and CheckpointAction.time_goes_to == "checkpoints"
+    assert CheckpointAction.runs_last and CheckpointAction.time_category == "checkpoints"
 
 
 # Metadata ---------------------------------------------------------------------------------------------
@@ -631,7 +633,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_lists_the_file
 
 def test_who_only_reads_moves_nothing(runs, warnings_logged):
     (runs / "2" / "run" / "metadata").write_text("")
-    assert checkpoint.restore_newest(runs, a_run(0)[0], moves_aside=False)[1] == 1
+    assert checkpoint.restore_newest(runs, a_run(0)[0], quarantines=False)[1] == 1
     assert checkpoint.all_steps(runs) == [1, 2] and "Step 1 was restored instead" in warnings_logged()[-1]
 
 
@@ -954,7 +956,7 @@ def test_a_checkpoint_of_which_a_part_is_missing_is_damaged(missing, whole_run, 
     template = examples.tiny_regression()[1]
     with pytest.raises(checkpoint.CheckpointError, match="is damaged"):
         checkpoint.restore(directory, 20, template)
-    assert checkpoint.restore_newest(directory, template, moves_aside=False)[1] == 10
+    assert checkpoint.restore_newest(directory, template, quarantines=False)[1] == 10
     assert_same(run_of_twenty_steps(directory), state)
     assert (directory / "damaged" / "20").exists() and checkpoint.all_steps(directory) == [10, 20]
 
@@ -1038,4 +1040,4 @@ def test_resuming_from_a_state_that_a_plain_manager_saved_is_a_warning(tmp_path,
     with orbax_checkpoint.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=orbax_checkpoint.args.PyTreeSave(state))
     run_of_twenty_steps(tmp_path)
-    assert any("holds a train state alone" in text for text in warnings_logged())
+    assert any("contains only a train state" in text for text in warnings_logged())

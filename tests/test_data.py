@@ -168,7 +168,7 @@ def test_batches_know_their_position():
     ],
 )
 def test_what_is_no_dataset_is_refused(given, message):
-    with pytest.raises(TypeError, match=f"(?s)A dataset is an iterator of batches, or an iterable, .*{message}"):
+    with pytest.raises(TypeError, match=f"(?s)A dataset must be an iterator or an iterable of batches, .*{message}"):
         data.batches(given)
 
 
@@ -198,5 +198,5 @@ def test_peeking_loses_nothing():
 
 
 def test_peeking_at_no_data_says_so():
-    with pytest.raises(ValueError, match="The dataset has no batch. An iterator that was run through before"):
+    with pytest.raises(ValueError, match="The dataset has no batch. An iterator can be read only once"):
         data.peek(iter([]))

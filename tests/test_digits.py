@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import pytest
 from sklearn import datasets, model_selection
 
 import jaxloop
+from jaxloop import checkpoint
 from jaxloop.examples import digits
 
 run_short = functools.partial(digits.run, dataset="digits", train_steps=30, batch_size=16, learning_rate=2e-3, seed=0)
@@ -104,7 +106,7 @@ def test_a_short_run_learns_and_leaves_checkpoints_events_and_its_history(unbrok
     assert state.step == 30
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {".run_id", "10", "20", "30", "STOPPED"}
     assert list(workdir.glob("events.out.tfevents.*"))
-    assert re.search(r"^30 steps in .* of the time was spent .*\.$", printed, re.MULTILINE)
+    assert re.search(r"^30 steps in .* compiling, .*\.$", printed, re.MULTILINE)
 
 
 def test_a_finished_run_says_so_and_shows_its_result_and_its_curves_again(unbroken, capsys):
@@ -115,7 +117,7 @@ def test_a_finished_run_says_so_and_shows_its_result_and_its_curves_again(unbrok
     again, accuracy = run_short(workdir)
     assert_same_training(again, state)
     shown = capsys.readouterr()
-    assert "Finished already, at step 30." in shown.out
+    assert "Finished at step 30." in shown.out
     assert not shown.err  # No progress.
     line = f"test accuracy    {accuracy:.2%}"
     assert line in shown.out
@@ -129,8 +131,9 @@ def test_a_run_that_was_broken_off_twice_ends_with_the_parameters_of_an_unbroken
 ):
     with monkeypatch.context() as patch:
         patch.setattr(digits, "load_digits", digits_interrupted_at(0, press_ctrl_c))
-        run_short(tmp_path)
-    assert "Stopped before step 30. Run the same command again to go on." in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="130"):
+            run_short(tmp_path)
+    assert "Stopped at step 1 of 30. Run the same command again to resume." in capsys.readouterr().out
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk has gone"):
         patch.setattr(digits, "load_digits", digits_interrupted_at(17, fail))
         run_short(tmp_path)
@@ -189,6 +192,28 @@ def test_mnist_comes_through_tensorflow_datasets(tmp_path):
     assert 0 <= accuracy <= 1
 
 
+@pytest.mark.parametrize("moment", ["before the first step", "in training"])
+def test_ctrl_c_ends_the_command_with_one_message_and_exit_code_130(moment, tmp_path):
+    command = [sys.executable, "-m", "jaxloop.examples.digits", f"--workdir={tmp_path}", "--train_steps=100000"]
+    env = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        process.stdout.readline()  # Printed before anything else.
+        while moment == "in training" and process.poll() is None and not checkpoint.all_steps(tmp_path / "checkpoints"):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    if moment == "in training":
+        last_step = checkpoint.all_steps(tmp_path / "checkpoints")[-1]
+        assert printed == f"Stopped at step {last_step} of 100000. Run the same command again to resume.\n"
+    else:
+        assert printed == "Interrupted. Run the same command again to resume from the newest checkpoint.\n"
+
+
 def test_the_command_reads_the_held_out_digits_as_well_as_it_says(tmp_path):
     command = [sys.executable, "-m", "jaxloop.examples.digits", "--workdir=runs/digits"]
     # Without the number of threads that the tests set for their eight devices.
@@ -199,7 +224,8 @@ def test_the_command_reads_the_held_out_digits_as_well_as_it_says(tmp_path):
     assert float(table["test accuracy"].rstrip("%")) >= 97.5
     assert float(table["test loss"]) < 0.1
     assert table["steps"] == "600"
-    assert float(table["seconds"]) < 60
+    (seconds,) = re.findall(r"^600 steps in (\d+\.\d) s ", finished.stdout, re.MULTILINE)
+    assert float(seconds) < 60
     for step in ("500", "550", "600", table["best at step"]):
         assert (tmp_path / table["checkpoints"] / step).is_dir()
     assert (tmp_path / table["learning curves"]).is_file()

@@ -56,7 +56,7 @@ def test_what_runs_in_one_process_alone_says_so(tmp_path):
         "from jaxloop import distributed, functional as jf\ndistributed.initialize()\njf.loop(0, [], tasks={}, stop=1)"
     )
     job, _ = launch(program, processes=2)
-    assert job.returncode == 1 and "NotImplementedError: jf.loop runs in one process so far" in job.stdout
+    assert job.returncode == 1 and "NotImplementedError: jf.loop supports one process only" in job.stdout
 
 
 def test_processes_with_data_of_different_length_end_together_and_count_each_example_once():
@@ -69,7 +69,7 @@ def test_processes_with_data_of_different_length_end_together_and_count_each_exa
         assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout
         assert f"[{place}] uneven: ValueError: The processes have batches of 4, 2 rows for one step" in job.stdout
         assert f"[{place}] over one iterator [27, 27]\n" in job.stdout
-        assert f"[{place}] exhausted: ValueError: The train dataset ended at step 9" in job.stdout
+        assert f"[{place}] exhausted: ValueError: The training dataset ended at step 9" in job.stdout
         assert f"[{place}] seen 4 32\n[{place}] seen 8 64\n" in of_process(place, job.stdout)
         assert f"[{place}] unnamed" not in job.stdout
         assert f"[{place}] another run: ValueError: The run is not the same in all processes" in job.stdout
@@ -110,7 +110,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_in_another_layout_to_the_
 
 def test_sigterm_in_one_process_has_all_save_the_same_step(tmp_path):
     job, _ = launch(JOB, tmp_path, "--fault=term", "--in=0", processes=2, devices=2)
-    steps = re.findall(r"Ended by SIGTERM. The state of step (\d+) is returned, and being saved", job.stdout)
+    steps = re.findall(r"Stopped by SIGTERM at step (\d+); saving its state", job.stdout)
     assert job.returncode == 143 and len(steps) == 2 and len(set(steps)) == 1
     assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == int(steps[0])
 
@@ -125,9 +125,9 @@ def test_processes_with_different_versions_of_a_step_say_so_before_they_run_it(t
 def joint(batches, **options):
     """What draws in several processes, of which there is one."""
     count = lambda batch: len(batch["x"])
-    options = {"secs": time.perf_counter, "fill_to": None, "until_all_end": False, **options}
-    options["before_drawing"] = lambda: None
-    return agreement.JointDraw(
+    options = {"secs": time.perf_counter, "fill_to": None, "until_all_processes_end": False, **options}
+    options["before_reading"] = lambda: None
+    return agreement.JointReader(
         "a test", iter(batches).__next__, count=count, requests=interrupt.Interruptible(), **options
     )
 
@@ -156,7 +156,7 @@ def test_what_ends_the_data_comes_after_the_last_batch():
     draw(), draw()
     with pytest.raises(OSError, match="the disk is gone") as raised:
         draw()
-    assert agreement.is_known_to_all(raised.value) and not agreement.is_known_to_all(OSError())
+    assert agreement.is_known_to_all_processes(raised.value) and not agreement.is_known_to_all_processes(OSError())
     draw = joint([{"x": np.zeros([4])}])
     draw.begin(None, ahead=0)
     draw()
@@ -182,7 +182,7 @@ def test_texts_and_lines_of_one_process():
     assert agreement.gather_texts("one") == ["one"]
     agreement.check_same("A run", ["one", "two"])
     job = agreement.Job(True)
-    assert not job.any_stops(False) and job.any_stops(True) and job.first_says(True)
+    assert not job.any_stops(False) and job.any_stops(True) and job.from_first_process(True)
 
 
 def test_processes_find_each_other_by_the_variables_of_slurm(tmp_path):

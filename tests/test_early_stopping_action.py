@@ -75,7 +75,7 @@ def test_the_best_is_known():
         (
             {"patience": 2, "baseline": 0.9},
             [0.5, 0.6],
-            "accuracy has not got better than the baseline 0.9 for 2 evaluations; the best was 0.6 (step 200).",
+            "accuracy has not improved on the baseline 0.9 for 2 evaluations; the best was 0.6 (step 200).",
         ),
         ({"patience": 9}, [0.5, math.nan], "accuracy is nan."),
         ({"patience": 9}, [0.5, -math.inf], "accuracy is -inf."),
@@ -98,7 +98,7 @@ def test_a_metric_of_an_evaluation_is_found_in_the_history():
         if outputs.get(STOP_LOOP):
             break
     assert step == 400 and action.best_elapsed == Elapsed(200)
-    assert EarlyStoppingAction.comes_last  # For the evaluations of the step to be there.
+    assert EarlyStoppingAction.runs_last  # For the evaluations of the step to be there.
 
 
 def states():
@@ -170,7 +170,7 @@ def test_after_a_resume_a_missing_copy_is_said(warnings_logged):
     resumed.load_state_dict(action.state_dict())
     resumed(state, {"accuracy": 0.7}, step_num=200)
     assert resumed.finish(state) is state
-    assert "resumed after step 100, where it was" in warnings_logged()[0]
+    assert "of step 100, because the run was resumed since" in warnings_logged()[0]
     resumed.load_state_dict(action.state_dict())
     resumed(state, {"accuracy": 0.9}, step_num=200)
     assert resumed.finish(state) is not state  # The new best has a copy.
@@ -195,7 +195,7 @@ def test_an_action_that_never_saw_its_metric_says_so(warnings_logged):
     for step in (100, 200):
         action(None, {"loss": 1.0}, step_num=step, elapsed=Elapsed(step), history=history)
     action.finish(None)
-    assert "at none of its calls was test/accuracy measured. Let its interval coincide" in warnings_logged()[0]
+    assert "test/accuracy was not measured at any of its calls. Let its interval coincide" in warnings_logged()[0]
 
 
 def test_a_begin_action_can_not_stop():
@@ -204,7 +204,7 @@ def test_a_begin_action_can_not_stop():
         history.commit(Elapsed(step), {"test": {"accuracy": 0.5}})
         if step == 1:
             action(None, None, step_num=step, history=history)
-    with pytest.raises(TypeError, match="give it to the end_actions"):
+    with pytest.raises(TypeError, match="Give it to the end_actions"):
         action(None, None, step_num=2, history=history)
 
 
@@ -215,7 +215,7 @@ def test_a_begin_action_can_not_stop():
         ({"patience": 1.5}, TypeError, "patience must be a positive int, got 1.5"),
         ({"patience": first()}, TypeError, r"a period such as after\(steps=1000\), got first\(\), which has no length"),
         ({"patience": at(5) | at(6)}, TypeError, "which has no length"),
-        ({"patience": after(0)}, ValueError, r"longer than nothing, got after\(steps=0\)"),
+        ({"patience": after(0)}, ValueError, r"must be positive, got after\(steps=0\)"),
         ({"patience": 1, "mode": "best"}, ValueError, "must be 'auto', 'min' or 'max', got 'best'"),
         ({"patience": 1, "min_delta": -1}, ValueError, "min_delta must not be negative, got -1"),
         ({"patience": 1, "min_delta": "0"}, TypeError, "min_delta must be a number, got '0'"),

@@ -55,10 +55,10 @@ def test_thousands_of_losses_take_little_more_than_their_bytes():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": [1, object()]}, r"value\['a'\]\[1\] is to be kept in a checkpoint, and <object"),
-        ({1: 2}, "value is to be kept in a checkpoint, and {1: 2} of type dict can't be"),
-        (np.array(["a", None], object), "an array of object can't be"),
-        ({3}, "of type set can't be. Keep numbers, strings"),
+        ({"a": [1, object()]}, r"value\['a'\]\[1\] can't be saved in a checkpoint: got <object"),
+        ({1: 2}, "value can't be saved in a checkpoint: got {1: 2} of type dict"),
+        (np.array(["a", None], object), "got an array of object"),
+        ({3}, "of type set. Use numbers, strings"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_with_its_place(value, message):

@@ -64,7 +64,7 @@ def test_evaluation_between_train_loops_changes_no_bit(assert_same):
 
 def test_asking_for_a_new_state_is_refused():
     step, state, batches = examples.tiny_regression()
-    with pytest.raises(ValueError, match="has no place in an EvalLoop"):
+    with pytest.raises(ValueError, match="an evaluation can't change the state"):
         EvalLoop(step)(state, batches, return_state_from_step=True)
 
 
@@ -73,7 +73,7 @@ def test_an_endless_dataset_is_said_out_loud(warnings_logged):
     endless = itertools.islice(itertools.cycle(batches), 120)  # For the test to end.
     EvalLoop(step, endless_after=100)(state, endless)
     assert len(warnings_logged()) == 1
-    assert "has run more than 100 steps, and its dataset has not ended" in warnings_logged()[0]
+    assert "has run more than 100 steps without reaching the end" in warnings_logged()[0]
     assert "num_steps" in warnings_logged()[0]
 
 

@@ -136,7 +136,7 @@ def test_writers_of_clu_hide_the_points_after_the_checkpoint(tmp_path):
         action = actions.SummaryAction(writer)
         if begins:
             action.load_state_dict({})
-        action.begin_run(begins)
+        action.begin_run(begins, can_resume=True)
         for step in range(begins + 1, 5):
             action(None, {"loss": float(begins)}, step_num=step)
         action.close()

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import core
-from test_bad_numbers import RegressionStep, batches, make
+from test_nonfinite import RegressionStep, batches, make
 
 import jaxloop
 from jaxloop import checkpoint

@@ -48,7 +48,7 @@ def test_an_optimizer_takes_it():
         ((0.1, 10.5), TypeError, "steps_per_epoch must be a positive int, got 10.5"),
         ((0.1, 10, 0), ValueError, "epochs must be a positive int, got 0"),
         ((0.1, 10, 5, -1), ValueError, "warmup_epochs must be a positive int, got -1"),
-        ((0.1, 10, 5), ValueError, "smaller than epochs, got warmup_epochs=5 and epochs=5. Lower it; 0 is for no"),
+        ((0.1, 10, 5), ValueError, "smaller than epochs, got warmup_epochs=5 and epochs=5. Lower it; 0 means no"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, message):
@@ -70,16 +70,23 @@ def squared(outputs, batch):
     return jnp.mean((outputs - y) ** 2, axis=-1)
 
 
-def fit_linear(train_data=DICTS, eval_data=None, **options):
+def fit_linear(train_dataset=DICTS, eval_dataset=None, **options):
     defaults = {"loss": squared, "optimizer": optax.sgd(0.1), "progress": None}
-    amount = {} if "num_steps" in options else {"num_epochs": 2}
+    amount = {} if "train_total_steps" in options else {"train_epochs": 2}
     return fit(
-        **{"model": nn.Dense(1), "train_data": train_data, "eval_data": eval_data, **defaults, **amount, **options}
+        **{
+            "model": nn.Dense(1),
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            **defaults,
+            **amount,
+            **options,
+        }
     )
 
 
 def test_fit_trains_and_evaluates_each_epoch():
-    state, history = fit_linear(eval_data=DICTS[:3], num_epochs=5)
+    state, history = fit_linear(eval_dataset=DICTS[:3], train_epochs=5)
     assert int(state.step) == 40
     assert history.collect("steps", "train.loss")[0] == [8, 16, 24, 32, 40]
     steps, losses = history.collect("steps", "eval.loss")
@@ -89,7 +96,7 @@ def test_fit_trains_and_evaluates_each_epoch():
 
 def test_what_fit_reports_is_exact():
     """The last eval batch is short."""
-    state, history = fit_linear(eval_data=DICTS, num_epochs=1)
+    state, history = fit_linear(eval_dataset=DICTS, train_epochs=1)
     kernel, bias = np.array(state.params["kernel"]), np.array(state.params["bias"])
     expected = np.mean((X.astype(np.float64) @ kernel + bias - Y) ** 2)
     assert history.collect("eval.loss") == [pytest.approx(expected, rel=1e-5)]
@@ -122,29 +129,29 @@ def test_data_of_any_kind_train_alike(data, assert_same):
 def test_tf_data_and_an_iterator(assert_same):
     import tensorflow as tf
 
-    expected, _ = fit_linear(num_epochs=1)
+    expected, _ = fit_linear(train_epochs=1)
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(8)
     for data in (dataset, dataset.as_numpy_iterator(), iter(DICTS)):
-        state, _ = fit_linear(data, num_epochs=1)
+        state, _ = fit_linear(data, train_epochs=1)
         assert_same(state.params, expected.params)
 
 
 def test_steps_pass_over_the_data_as_often_as_needed():
-    state, history = fit_linear(num_steps=20, eval_data=DICTS[:1], eval_every=every(7))
+    state, history = fit_linear(train_total_steps=20, eval_dataset=DICTS[:1], eval_interval=every(7))
     assert int(state.step) == 20
     assert history.collect("steps", "eval.loss")[0] == [7, 14, 20]
     assert history.collect("steps", "train.loss")[0] == list(range(1, 21))
 
 
 def test_an_iterator_that_ends_before_the_steps_is_said(warnings_logged):
-    state, _ = fit_linear(iter(DICTS), num_steps=100)
+    state, _ = fit_linear(iter(DICTS), train_total_steps=100)
     assert int(state.step) == 8
     assert any("ended at step 8 of train_total_steps=100" in text for text in warnings_logged())
 
 
 def test_the_three_doors_give_the_same_parameters(assert_same):
     """One call, functions and objects, the same model and data."""
-    by_call, _ = fit_linear(num_epochs=3)
+    by_call, _ = fit_linear(train_epochs=3)
 
     step = jaxloop.LossStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True, loss=squared, batch_size=8)
     state = step.initialize_model([1, 3])
@@ -177,8 +184,8 @@ def test_a_train_step_written_by_hand_is_the_same(assert_same):
         DICTS,
         train_step=train_step,
         eval_step=eval_step,
-        num_epochs=2,
-        eval_freq=1,
+        train_epochs=2,
+        eval_interval=1,
         progress=None,
     )
     for one, two in zip(jax.tree.leaves(by_loss.params), jax.tree.leaves(state.params), strict=True):
@@ -196,7 +203,7 @@ def test_a_state_of_ones_own_is_any_pytree():
         {"weights": np.zeros([3, 1], np.float32), "count": np.int32(0)},
         DICTS,
         train_step=train_step,
-        num_epochs=4,
+        train_epochs=4,
         progress=None,
     )
     assert int(state["count"]) == 32
@@ -204,15 +211,15 @@ def test_a_state_of_ones_own_is_any_pytree():
 
 
 def test_fit_over_a_mesh_is_fit(data_parallel):
-    one, history = fit_linear(eval_data=DICTS)
-    eight, same = fit_linear(eval_data=DICTS, partitioner=data_parallel(8))
+    one, history = fit_linear(eval_dataset=DICTS)
+    eight, same = fit_linear(eval_dataset=DICTS, partitioner=data_parallel(8))
     np.testing.assert_allclose(one.params["kernel"], eight.params["kernel"], rtol=1e-5)
     np.testing.assert_allclose(history.collect("eval.loss"), same.collect("eval.loss"), rtol=1e-5)
 
 
 def test_without_a_work_directory_no_file_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fit_linear(eval_data=DICTS)
+    fit_linear(eval_dataset=DICTS)
     assert not list(tmp_path.iterdir())
 
 
@@ -220,8 +227,8 @@ def test_a_work_directory_has_events_the_history_and_checkpoints(tmp_path, recor
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 32))
     with jax.numpy_dtype_promotion("standard"):
         _, history = fit_linear(
-            eval_data=DICTS,
-            num_epochs=4,
+            eval_dataset=DICTS,
+            train_epochs=4,
             optimizer=optimizer,
             workdir=tmp_path,
             log_name="linear",
@@ -251,32 +258,35 @@ class DieAt(jaxloop.Action):
         raise Killed
 
 
-@pytest.mark.parametrize("amount", [{"num_epochs": 4}, {"num_steps": 32}], ids=str)
+@pytest.mark.parametrize("amount", [{"train_epochs": 4}, {"train_total_steps": 32}], ids=str)
 @pytest.mark.parametrize("killed_at", [7, 9, 16, 31])
 def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, recorded, assert_same):
-    whole, history = fit_linear(eval_data=DICTS, **amount)
+    whole, history = fit_linear(eval_dataset=DICTS, **amount)
     with pytest.raises(Killed):
-        fit_linear(eval_data=DICTS, workdir=tmp_path, actions=[DieAt(killed_at)], **amount)
-    resumed, same = fit_linear(eval_data=DICTS, workdir=tmp_path, **amount)
+        fit_linear(eval_dataset=DICTS, workdir=tmp_path, actions=[DieAt(killed_at)], **amount)
+    resumed, same = fit_linear(eval_dataset=DICTS, workdir=tmp_path, **amount)
     assert_same(whole, resumed)
     assert same.collect("steps", "eval.loss") == history.collect("steps", "eval.loss")
-    again, _ = fit_linear(eval_data=DICTS, workdir=tmp_path, **amount)  # There is nothing left to do.
+    again, _ = fit_linear(eval_dataset=DICTS, workdir=tmp_path, **amount)  # There is nothing left to do.
     assert_same(whole, again)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_epochs": None}, ValueError, "either num_epochs.*or num_steps.*it got neither"),
-        ({"num_epochs": 2, "num_steps": 5}, ValueError, "it got num_epochs=2 and num_steps=5"),
-        ({"num_epochs": 0}, ValueError, "num_epochs must be a positive int or None, got 0"),
-        ({"num_epochs": 2.5}, TypeError, "num_epochs must be a positive int"),
-        ({"eval_every": 0}, ValueError, "eval_every must be a positive int"),
-        ({"eval_every": 1, "eval_freq": 1}, ValueError, "eval_freq is another name of eval_every"),
-        ({"train_data": iter(DICTS)}, ValueError, "num_epochs=2 needs train data that start anew for each pass"),
-        ({"eval_data": iter(DICTS)}, ValueError, "eval_data is evaluated from its start each time"),
-        ({"train_data": []}, ValueError, "The dataset has no batch"),
-        ({"train_data": DICTS[0]}, TypeError, "write .batch."),
+        ({"train_epochs": None}, ValueError, "either train_epochs.*or train_total_steps.*it got neither"),
+        ({"train_epochs": 2, "train_total_steps": 5}, ValueError, "it got train_epochs=2 and train_total_steps=5"),
+        ({"train_epochs": 0}, ValueError, "train_epochs must be a positive int or None, got 0"),
+        ({"train_epochs": 2.5}, TypeError, "train_epochs must be a positive int"),
+        ({"eval_interval": 0}, ValueError, "eval_interval must be a positive int"),
+        (
+            {"train_dataset": iter(DICTS)},
+            ValueError,
+            "train_epochs=2 needs a train_dataset that can be read more than once",
+        ),
+        ({"eval_dataset": iter(DICTS)}, ValueError, "Each evaluation reads eval_dataset from its start"),
+        ({"train_dataset": []}, ValueError, "The dataset has no batch"),
+        ({"train_dataset": DICTS[0]}, TypeError, "write .batch."),
         ({"loss": None}, ValueError, "a model with a loss and an optimizer"),
         ({"optimizer": None}, ValueError, "a model with a loss and an optimizer"),
         ({"train_step": lambda state, batch: (state, None)}, ValueError, "fit got a train_step and loss"),
@@ -302,17 +312,17 @@ def test_arguments_that_can_not_be_meant_are_refused(options, error, message):
 
 def test_eval_data_and_eval_step_belong_together():
     train_step = lambda state, batch: (state, None)
-    with pytest.raises(ValueError, match="a train_step and eval_data without eval_step"):
-        fit(np.float32(0), DICTS, DICTS, train_step=train_step, num_epochs=1)
+    with pytest.raises(ValueError, match="a train_step and eval_dataset without eval_step"):
+        fit(np.float32(0), DICTS, DICTS, train_step=train_step, train_epochs=1)
 
 
 def test_an_unknown_name_to_monitor_is_an_error_that_lists_what_there_is(tmp_path, recorded):
     with pytest.raises(ValueError, match="Nothing named 'eval/acuracy' is measured. There is: .*eval/loss"):
-        fit_linear(eval_data=DICTS, workdir=tmp_path, monitor="eval/acuracy")
+        fit_linear(eval_dataset=DICTS, workdir=tmp_path, monitor="eval/acuracy")
 
 
 def test_progress_is_shown_where_asked_for(capsys):
-    fit_linear(eval_data=DICTS, progress="plain")
+    fit_linear(eval_dataset=DICTS, progress="plain")
     shown = capsys.readouterr().err
     assert "step 16 of 16" in shown
     assert "eval: loss" in shown
@@ -330,7 +340,7 @@ def test_data_of_unknown_length_show_progress_too(capsys):
 def test_the_best_checkpoint_has_been_saved_whenever_evaluations_are(tmp_path, recorded):
     """The learning rate spoils everything after step 21."""
     rate = optax.piecewise_constant_schedule(0.1, {21: 100.0})
-    options = {"num_steps": 40, "eval_data": DICTS, "eval_every": every(7), "workdir": tmp_path}
+    options = {"train_total_steps": 40, "eval_dataset": DICTS, "eval_interval": every(7), "workdir": tmp_path}
     with jax.numpy_dtype_promotion("standard"):  # Optax's.
         _, history = fit_linear(optimizer=optax.sgd(rate), **options)
     steps, losses = history.collect("steps", "eval.loss")
@@ -342,7 +352,7 @@ def test_the_best_checkpoint_has_been_saved_whenever_evaluations_are(tmp_path, r
     ("options", "message"),
     [
         ({"monitor": "eval/loss"}, "without a workdir there is none"),
-        ({"eval_every": 2}, "fit got eval_every=2 without eval_data"),
+        ({"eval_interval": 2}, "fit got eval_interval=2 without eval_dataset"),
         ({"metrics": [squared]}, "metrics takes functions by name"),
     ],
 )

@@ -330,7 +330,7 @@ def by_name_only(state, *, needed):
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (lambda a, b, c, d, e: None, r"The callback <lambda> takes \(a, b, c, d, e\), .* get up to four"),
+        (lambda a, b, c, d, e: None, r"The callback <lambda> takes \(a, b, c, d, e\), .* receive up to four"),
         (lambda elapsed: None, r"takes \(elapsed\), .* Write \(state, batch, elapsed\)"),
         (by_name_only, "by_name_only needs needed by name"),
         (jaxloop.Elapsed, "A callback is a function .* got <class"),
@@ -348,10 +348,10 @@ def test_a_wrong_callback_is_an_error_before_the_first_step(callback, message):
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (count, r"Tasks are {schedule: callbacks}, .* got count. Write {every\(1\): count}"),
-        ({100: count}, "got 100 in the place of a schedule"),
-        ([count], "in the place of a pair"),
-        ("every", "Tasks are"),
+        (count, r"Tasks must be {schedule: callbacks}, .* got count. Write {every\(1\): count}"),
+        ({100: count}, "got 100 instead of a schedule"),
+        ([count], "instead of a pair"),
+        ("every", "Tasks must be"),
     ],
 )
 def test_tasks_of_another_form_are_an_error(tasks, message):
@@ -429,7 +429,7 @@ def test_a_stop_that_is_no_point_is_an_error(stop):
     [
         (BATCHES[:5], {"stop": 10}, r"The dataset ended at step 5, before stop=at\(steps=10\)"),
         (iter([]), {}, "The dataset had no batch"),
-        (BATCHES, {"stop": 10, "elapsed": jf.Elapsed(10)}, "Nothing is left to do: the run is at step 10"),
+        (BATCHES, {"stop": 10, "elapsed": jf.Elapsed(10)}, "Nothing is left to train: step 10 has reached stop"),
     ],
 )
 def test_what_ends_early_is_said(dataset, options, message, warnings_logged):
@@ -1047,7 +1047,7 @@ def test_an_inner_loop_of_something_else_or_that_takes_the_state_over_is_an_erro
         jf.loop(0, BATCHES, {jf.every(1): jf.inner_loop("test", lambda: 7)})
     _, state, batches = examples.tiny_regression()
     train = jf.inner_loop("train", lambda state: jf.loop(state, batches, {jf.every(1): regression}, stop=2))
-    with pytest.raises(ValueError, match="has taken over .donated. the state of the loop around it"):
+    with pytest.raises(ValueError, match="donated the state of the outer loop"):
         jf.loop(state, batches, {jf.every(1): train})
 
 
@@ -1202,7 +1202,7 @@ def test_elapse_counts_along_and_says_which_step_is_the_last():
     elapsed = [elapsed for elapsed, _ in jf.elapse(BATCHES, stop=3, start=jf.Elapsed(1, samples=4))]
     assert [(each.steps, each.samples, each.is_last) for each in elapsed] == [(2, 8, False), (3, 12, True)]
     assert [each.previous.steps for each in elapsed] == [1, 2]
-    with pytest.raises(TypeError, match="A dataset is an iterator of batches"):
+    with pytest.raises(TypeError, match="A dataset must be an iterator"):
         jf.elapse({"x": 1})
 
 
@@ -1238,7 +1238,9 @@ def test_a_state_that_a_loop_has_taken_over_is_an_error_before_the_next_one_begi
     _, state, batches = examples.tiny_regression()
     train = jf.train_step(squared_error, data_parallel(8))
     jf.loop(state, batches, {jf.every(1): train}, stop=2)
-    with pytest.raises(ValueError, match=r"jf.loop got a state that train_step\(squared_error\) has already taken"):
+    with pytest.raises(
+        ValueError, match=r"jf.loop got a state that was already donated to train_step\(squared_error\)"
+    ):
         jf.loop(state, batches, {jf.on_start: lambda: os.abort(), jf.every(1): train}, stop=2)
 
 
@@ -1316,7 +1318,7 @@ def test_a_finished_loop_is_not_run_again(tmp_path, warnings_logged):
     assert jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)[2].steps == 10
     state, _, elapsed = jf.loop(jnp.int32(0), BATCHES, tasks(), stop=10)
     assert (int(state), elapsed.steps) == (10, 10)
-    assert any("Nothing is left to do" in warning for warning in warnings_logged())
+    assert any("Nothing is left to train" in warning for warning in warnings_logged())
 
 
 def test_a_loop_that_was_killed_before_its_first_checkpoint_has_the_row_of_step_0_once(tmp_path):

@@ -13,7 +13,7 @@ from programs import whole_run
 from programs.whole_run import as_of, assert_goes_on_as_if_nothing_had_happened
 
 import jaxloop
-from jaxloop import bad_numbers, every
+from jaxloop import every, nonfinite
 from jaxloop.engine import program
 
 
@@ -163,7 +163,7 @@ def test_bad_numbers_are_found_at_their_step(bad, policy):
     data = [batch_of(number) for number in range(64)]
     data[bad - 1]["x"][0, 0] = np.nan
     if policy == "raise":
-        with pytest.raises(bad_numbers.BadNumberError) as caught:
+        with pytest.raises(nonfinite.NonFiniteError) as caught:
             train(32, data, interval=every(steps=40), nan_policy=policy)
         assert caught.value.step_num == bad and "outputs/loss" in caught.value.names
     else:
@@ -187,7 +187,7 @@ def test_the_flags_of_steps_before_a_group_are_not_lost(bad):
     data[bad - 1]["x"][0, 0] = np.nan
     step = make_step()
     loop = jaxloop.TrainLoop(step, end_actions=[Idle(jaxloop.at(steps=5))], nan_policy="raise", steps_per_dispatch=32)
-    with pytest.raises(bad_numbers.BadNumberError) as caught:
+    with pytest.raises(nonfinite.NonFiniteError) as caught:
         loop(step.initialize_model([1, 3]), data)
     assert caught.value.step_num == bad
 
@@ -257,7 +257,7 @@ def test_what_comes_between_two_steps_is_told():
         jaxloop.TrainLoop(make_step(end_actions=[Note(1)]), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="OwnLoop has a _run_one_step of its own"):
         OwnLoop(make_step(), steps_per_dispatch=4)
-    with pytest.raises(ValueError, match="can be 32 at most, got 33"):
+    with pytest.raises(ValueError, match="must be at most 32, got 33"):
         jaxloop.TrainLoop(make_step(), nan_policy="raise", steps_per_dispatch=33)
     for bad in (0, -1, 1.5, True):
         with pytest.raises((TypeError, ValueError), match="steps_per_dispatch must be a positive int"):
@@ -359,7 +359,7 @@ def test_fit_takes_it_too():
             data[:3],
             loss=loss,
             optimizer=optax.sgd(0.1),
-            num_epochs=2,
+            train_epochs=2,
             inputs="x",
             progress=None,
             steps_per_dispatch=number,

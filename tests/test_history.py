@@ -94,7 +94,9 @@ def test_an_end_is_made_of_whole_parts():
 
 @pytest.mark.parametrize("ask", [History.collect, History.find, History.last])
 def test_a_name_of_several_values_is_an_error_that_lists_them(ask):
-    with pytest.raises(ValueError, match="'loss' is the end of 2 names: train.loss, test.loss. Ask for one of them"):
+    with pytest.raises(
+        ValueError, match="'loss' is ambiguous; it may be any of train.loss, test.loss. Give one of these names"
+    ):
         ask(two_curves(), "loss")
 
 
@@ -113,7 +115,7 @@ def test_an_empty_history_gives_empty_lists():
 def test_names_are_needed_and_are_strings():
     with pytest.raises(ValueError, match="at least one name"):
         History().collect()
-    with pytest.raises(TypeError, match="A name in a history is a string"):
+    with pytest.raises(TypeError, match="A name in a history must be a string"):
         History().collect(["steps", "loss"])
 
 
@@ -193,15 +195,15 @@ def test_values_come_out_as_plain_python(value, expected):
 @pytest.mark.parametrize(
     ("logs", "error", "message"),
     [
-        (3.0, TypeError, "logs of a history are a .nested. dict, got float"),
-        ({"a": {1: 2}}, TypeError, "keys of a history's logs are strings, got 1. Write '1'"),
+        (3.0, TypeError, "logs of a history must be a .nested. dict, got float"),
+        ({"a": {1: 2}}, TypeError, "keys of a history's logs must be strings, got 1. Write '1'"),
         ({"a": {"b": np.zeros(3)}}, TypeError, "hold scalars, got float64.3. under a.b. Reduce it to one"),
         ({"a": jnp.zeros([1])}, TypeError, "got float32.1. under a"),
         ({"a": jax.random.key(0)}, TypeError, "hold scalars"),
         ({"a": None}, TypeError, "hold scalars, got NoneType"),
         ({"a": 1j}, TypeError, "hold scalars, got complex"),
         ({"a/b": 1, "a": {"b": 2}}, ValueError, "two values under the path a.b"),
-        ({"steps": 1}, ValueError, "'steps', and that name is asked of elapsed"),
+        ({"steps": 1}, ValueError, "'steps', which is the name of a number of elapsed"),
     ],
 )
 def test_what_is_no_dict_of_scalars_is_an_error_and_leaves_no_row(logs, error, message):
@@ -212,7 +214,7 @@ def test_what_is_no_dict_of_scalars_is_an_error_and_leaves_no_row(logs, error, m
 
 
 def test_elapsed_must_be_one():
-    with pytest.raises(TypeError, match="takes how far the run is, an Elapsed, got 100"):
+    with pytest.raises(TypeError, match="takes an Elapsed, the progress of the run, got 100"):
         History().commit(100, {"loss": 1.0})
 
 
@@ -287,7 +289,7 @@ def test_of_several_rows_at_once_an_error_says_which():
     assert history.collect("steps", "loss") == ([1], [1.0])
     with pytest.raises(ValueError, match="takes as many elapsed as logs, got 2 and 1"):
         history.commit_all([Elapsed(2), Elapsed(3)], [{"loss": loss}])
-    with pytest.raises(TypeError, match="takes how far the run is, an Elapsed, got 2"):
+    with pytest.raises(TypeError, match="takes an Elapsed, the progress of the run, got 2"):
         history.commit_all([2, 3], [{"loss": loss}] * 2)
     gone = jnp.float32(2)
     gone.delete()
@@ -577,7 +579,7 @@ def test_two_runs_are_not_mixed_in_one_file(tmp_path):
     before = path.read_bytes()
     second = History(path)
     for value in (2.0, jnp.float32(2)):
-        with pytest.raises(ValueError, match="rows of an earlier run, .* history.resume.steps. .* or delete the file"):
+        with pytest.raises(ValueError, match="rows of an earlier run, .* history.resume.steps. .* or delete it"):
             second.commit(Elapsed(1), {"loss": value})
     assert path.read_bytes() == before and len(second) == 0
     path.unlink()
@@ -671,7 +673,7 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_number(line, read, tmp_pat
     history_of((1, {"loss": 1.0}), path=path)
     content = path.read_bytes() + line.encode(errors="surrogateescape") + b"\n" + path.read_bytes()
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="history.jsonl, line 2: expected a row, .* Mend the line or delete it"):
+    with pytest.raises(ValueError, match="history.jsonl, line 2: expected a row, .* Correct the line or delete it"):
         read(path)
     assert path.read_bytes() == content
 
@@ -759,7 +761,7 @@ def test_what_cannot_be_drawn_is_an_error():
         two_curves().plot("train.loss", x="epochs")
     with pytest.raises(ValueError, match="'note' has strings"):
         history_of((1, {"note": "hello"})).plot("note")
-    with pytest.raises(ValueError, match="There is nothing to draw"):
+    with pytest.raises(ValueError, match="There is nothing to plot"):
         History().plot()
 
 
@@ -833,7 +835,7 @@ def test_a_resumed_run_says_what_was_lost_of_its_rows(damage, tmp_path, warnings
     change(path)
     _, train = resumed_from_twenty(tmp_path)
     train(26)
-    said = [each for each in warnings_logged() if "is not as it was when the checkpoint of step 20 was saved" in each]
+    said = [each for each in warnings_logged() if "has changed since the checkpoint of step 20 was saved" in each]
     assert len(said) == 1 and text in said[0]
     kept = [row for row in rows_of(tmp_path) if row[0] <= 20]
     assert [steps for steps, _ in kept] == sorted(steps for steps, _ in kept)

@@ -20,7 +20,7 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 ORDER = """types structures flat_state text files encoding compilation_cache distributed checks interrupt agreement lock
 schedules timing layout cost partition.partitioner partition.meshes partition.single_device
 partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp partition.rules partition.spmd
-partition.explicit partition.choice partition models metrics output_queue engine engine.ledger bad_numbers history seal
+partition.explicit partition.choice partition models metrics output_queue engine engine.ledger nonfinite history seal
 checkpoint read_ahead fingerprint sources position data actions.action actions.writer_queue actions.monitor
 actions.checkpoint_action actions.early_stopping_action actions.learning_rate_action actions.periodic_action
 actions.profile_action actions.progress_action actions.summary_action actions.event_file actions.writers

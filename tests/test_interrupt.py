@@ -93,7 +93,7 @@ def test_after_sigterm_the_outermost_one_exits_with_143_and_no_other(warnings_lo
     assert exit_.value.code == 143 and reached == ["SIGTERM"]
     assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
     assert warnings_logged() == [
-        "SIGTERM: the run ends after this step, saves and exits with 143. A second one ends it at once."
+        "SIGTERM: the run stops after this step, saves, and exits with 143. A second one ends it at once."
     ]
 
 

@@ -153,8 +153,7 @@ def test_rules_that_match_nothing_and_large_leaves_without_one_are_said(warnings
     partitioner.place_state(state)
     assert warnings_logged() == [
         "The rule ('attention/.*/kernel', P(None, 'model')) matches no leaf of the state.",
-        "No rule matches params/embedding: each device has the whole of it. To mean that, add the rule ('', P()) at "
-        "the end.",
+        "No rule matches params/embedding, so it is replicated. If you want that, add the rule ('', P()) at the end.",
     ]
 
 
@@ -164,7 +163,7 @@ def test_rules_that_match_nothing_and_large_leaves_without_one_are_said(warnings
         (P("data"), r"params/w, float32\[6, 64\]: its axis 0 of size 6 does not divide over the 4 devices of 'data'"),
         (P(None, ("data", "model")), None),
         (P(("data", "model")), r"axis 0 of size 6 does not divide over the 8 devices of \('data', 'model'\)"),
-        (P(None, None, "data"), "it has 2 axes, and the rule speaks of 3"),
+        (P(None, None, "data"), "it has 2 axes, but the rule has 3"),
     ],
     ids=str,
 )
@@ -188,7 +187,7 @@ def test_an_optimizer_may_have_less_of_a_leaf_than_the_rule_splits():
 
 def test_a_rule_for_an_axis_that_is_not_there_is_an_error():
     with pytest.raises(
-        ValueError, match="splits over 'tensor', which is no axis of the mesh; those are 'data', 'model'"
+        ValueError, match="splits over 'tensor', which is not an axis of the mesh, which has 'data', 'model'"
     ):
         partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
 
@@ -196,7 +195,7 @@ def test_a_rule_for_an_axis_that_is_not_there_is_an_error():
 def test_one_partitioner_holds_one_layout():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
     new_step(partitioner).initialize_model([1, 24])
-    with pytest.raises(ValueError, match="This FSDPPartitioner holds the layout of another state already"):
+    with pytest.raises(ValueError, match="This FSDPPartitioner already holds the layout of another state"):
         LossStep(KEY, nn.Dense(3), optax.sgd(0.1), partitioner, train=True, loss=loss).initialize_model([1, 24])
 
 
@@ -260,7 +259,7 @@ def test_logical_axes_are_where_the_rules_say(kind, rules, spec):
 
 @pytest.mark.parametrize(("kind", "rules"), [("Linen", []), ("NNX", []), ("NNX", [("embed", None)])])
 def test_a_logical_axis_is_an_error_without_any_rule_and_in_nnx_without_its_own(kind, rules):
-    with pytest.raises(ValueError, match=r"names an axis '(hidden|embed)'.*Add \('\1', \.\.\.\) to logical_axis_rules"):
+    with pytest.raises(ValueError, match=r"uses the axis '(hidden|embed)'.*Add \('\1', \.\.\.\) to logical_axis_rules"):
         logical_step(kind, rules).initialize_model([1, 3])
 
 
@@ -282,7 +281,7 @@ def test_logical_names_are_translated_one_by_one():
         assert sharding(specs[key]).is_equivalent_to(sharding(spec), 2), (key, specs[key])
     model = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.zeros, ("a", None)))
     partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", rules)
-    with pytest.raises(ValueError, match="Annotate it by nn.with_logical_partitioning"):
+    with pytest.raises(ValueError, match="Use nn.with_logical_partitioning"):
         LossStep(KEY, model, optax.sgd(0.1), partitioner, train=True, loss=loss).initialize_model([1, 8])
 
 
@@ -296,9 +295,7 @@ def test_rules_of_a_context_around_it_are_left_alone():
 
 
 def test_a_logical_axis_stands_for_an_axis_of_the_mesh():
-    with pytest.raises(
-        ValueError, match=r"rule \('hidden', 'tensor'\) stands for 'tensor', which is no axis of the mesh"
-    ):
+    with pytest.raises(ValueError, match=r"rule \('hidden', 'tensor'\) has 'tensor', which is not an axis of the mesh"):
         logical_step("Linen", [("hidden", "tensor")])
 
 
@@ -317,13 +314,13 @@ def test_a_mesh_takes_all_devices(axes, shape):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"data": 3, "model": -1}, r"create_mesh\(data=3, model=-1\) can't be made of 8 devices"),
+        ({"data": 3, "model": -1}, r"create_mesh\(data=3, model=-1\) does not fit 8 devices"),
         (
             {"data": 4},
-            r"sizes multiply to 4. Change them, or give some of them: devices=jax.devices\(\)",
+            r"sizes multiply to 4. Change them, or use some of the devices: devices=jax.devices\(\)",
         ),
-        ({"data": -1, "model": -1}, "one of them may be -1"),
-        ({"data": 0}, "sizes of a mesh's axes are positive"),
+        ({"data": -1, "model": -1}, "one may be -1"),
+        ({"data": 0}, "sizes of a mesh's axes must be positive"),
         ({"data": 16}, "8 devices: the sizes multiply to 16"),
     ],
 )
@@ -351,7 +348,7 @@ def test_a_report_is_a_table_of_where_the_leaves_live():
         "params/odd        [71, 61]    float32  P()          16.9 KiB  "
         "none of its axes divides by the 8 devices of 'data'",
         "params/small      [7]         float32  P()              28 B",
-        "                                                    48.2 KiB  of 266.9 KiB in all",
+        "                                                    48.2 KiB  of 266.9 KiB in total",
     ]
 
 
@@ -369,7 +366,7 @@ def test_a_partitioner_refuses_a_state_that_is_laid_out_otherwise():
     partitioner.place_state({"w": np.zeros([64, 8])})
     partitioner.place_state({"w": np.ones([64, 8])})
     for other in ({"v": np.zeros([64, 8])}, {"w": np.zeros([8, 64])}):
-        with pytest.raises(ValueError, match="holds the layout of another state already"):
+        with pytest.raises(ValueError, match="already holds the layout of another state"):
             partitioner.place_state(other)
 
 
@@ -390,7 +387,7 @@ def test_a_picture_shows_what_is_split(capsys):
     partitioner.plot(state, "params|mu")
     shown = capsys.readouterr().out
     assert "params/Dense_1/kernel and 1 like it: [64, 32] by P('model', 'data')" in shown and "CPU 0" in shown
-    assert "Whole on each device: 2." in shown
+    assert "Replicated: 2." in shown
     with pytest.raises(ValueError, match="No leaf of the state has 'attention' in its path"):
         partitioner.plot(state, "attention")
 
@@ -419,9 +416,9 @@ def test_what_is_chosen_depends_on_the_devices_and_the_batch(memory, rows, kind,
 
 def test_fit_takes_all_devices_if_asked(logs):
     data = batches(8)
-    options = {"loss": loss, "optimizer": optax.adam(1e-2), "num_epochs": 2, "progress": None}
+    options = {"loss": loss, "optimizer": optax.adam(1e-2), "train_epochs": 2, "progress": None}
     state, history = jaxloop.fit(Network(), data, partitioner="auto", **options)
     _, on_one = jaxloop.fit(Network(), data, **options)
     assert len(state.params["Dense_0"]["kernel"].sharding.device_set) == 8
-    assert "on 8 devices of which nobody knows the memory, the batch is split over all of them" in logs.text
+    assert "on 8 devices of unknown memory, the batch is split over all of them" in logs.text
     np.testing.assert_allclose(history.collect("loss"), on_one.collect("loss"), rtol=1e-5)

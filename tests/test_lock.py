@@ -163,7 +163,7 @@ def test_a_lock_from_another_host_is_taken_over_with_a_warning(tmp_path, warning
     assert is_free(tmp_path)
     assert warnings_logged() == [
         f"{tmp_path}: took over the lock of {Holder(**holder)}, which ended without releasing it. "
-        "Or does it still run, on a host whose locks can't be seen here? Then end one."
+        "If it still runs on its host, the two hosts don't share locks: end one of the runs."
     ]
 
 
@@ -312,7 +312,7 @@ FULL = r"No space left on device\). Give another directory, or free space and in
     [
         ("os.open", errno.ENOSPC, FULL),
         ("os.pwrite", errno.ENOSPC, FULL),
-        ("fcntl.flock", errno.EIO, r"\(Input/output error\). Give another directory, or the right to"),
+        ("fcntl.flock", errno.EIO, r"\(Input/output error\). Give another directory, or make this one"),
         ("os.pwrite", KeyboardInterrupt("stop"), "stop"),
     ],
 )
@@ -349,7 +349,7 @@ def test_a_read_only_directory_is_refused_in_words(read_only):
             DirectoryLock(directory).acquire()
         assert caught.value.strerror == (
             f"Can't write to the directory {directory} ({os.path.join(directory, name).rstrip('/')}: Permission "
-            "denied). Give another directory, or the right to write there"
+            "denied). Give another directory, or make this one writable"
         )
 
 
@@ -359,7 +359,7 @@ def test_a_file_system_without_locks_is_warned_of_once(code, tmp_path, monkeypat
     with DirectoryLock(tmp_path), DirectoryLock(tmp_path):
         assert "of this process" in str(in_a_thread(lambda: refusal(tmp_path)))
     assert warnings_logged() == [
-        f"{tmp_path} can't be locked ({os.strerror(code)}): take care that no other run writes there at the same time."
+        f"{tmp_path} can't be locked ({os.strerror(code)}): make sure that no other run writes there at the same time."
     ]
 
 
@@ -367,7 +367,7 @@ def test_a_file_system_without_locks_is_warned_of_once(code, tmp_path, monkeypat
 def test_a_remote_directory_is_not_locked(directory, warnings_logged):
     with DirectoryLock(directory):
         (line,) = warnings_logged()
-        assert line.startswith("gs://bucket/run can't be locked (there are none on remote file systems")
+        assert line.startswith("gs://bucket/run can't be locked (remote file systems")
 
 
 def test_windows_has_no_lock(tmp_path, monkeypatch, warnings_logged):

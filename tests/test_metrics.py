@@ -193,6 +193,6 @@ def test_two_parts_of_a_class_that_nobody_can_find_are_left_out_with_a_warning(w
     assert summarize(parts[0]) == {"odd": 1000.0}  # One by itself is what it was.
     parts[0].extend(parts[1])
     parts[0] = through_json(parts[0])  # Both are kept, for a step to come.
-    assert summarize(parts[0]) == {} and "The output 'odd' is left out" in warnings_logged()[-1]
+    assert summarize(parts[0]) == {} and "The output 'odd' is omitted" in warnings_logged()[-1]
     parts[0].extend(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1]))
     assert summarize(parts[0]) == {"odd": 1000.0}

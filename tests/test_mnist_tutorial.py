@@ -21,6 +21,6 @@ def test_the_tutorial_runs_alike_on_several_meshes(tmp_path):
     assert len(expected) == 10
     for name, values in losses.items():
         np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5, err_msg=name)
-    # Ten loops do not reach an interval of a hundred, which is said for both loops in each of the runs.
+    # Ten loops do not reach an interval of a hundred: each run warns about both loops.
     assert run.stderr.count("Never called in this run") == 3
-    assert "CheckpointAction(" in run.stderr and "its interval counts loops, of which 10 ran" in run.stderr
+    assert "CheckpointAction of TrainLoop(" in run.stderr and "every 100 loops, and only 10 loops ran" in run.stderr

@@ -98,7 +98,7 @@ def test_as_long_as_an_evaluation_may_come_its_metric_is_no_error(warnings_logge
     assert len(warnings_logged()) == 1
     assert (
         "Nothing named 'test/accuracy' is measured. There is: valid/accuracy, " in warnings_logged()[0]
-        and "It may still come from an evaluation named 'test'" in warnings_logged()[0]
+        and "An evaluation named 'test' may still measure it" in warnings_logged()[0]
     )
 
 
@@ -120,20 +120,20 @@ def test_a_name_that_can_not_come_is_an_error_that_lists_what_there_is(name, row
 
 def test_a_name_of_several_is_an_error():
     history = history_of((1, {"test": {"accuracy": 0.9}, "valid": {"accuracy": 0.8}}))
-    with pytest.raises(ValueError, match="'accuracy' is the end of 2 names: test.accuracy, valid.accuracy"):
+    with pytest.raises(ValueError, match="'accuracy' is ambiguous; it may be any of test.accuracy, valid.accuracy"):
         Monitor("accuracy").measured(OUTPUTS, history, Elapsed(1))
-    with pytest.raises(ValueError, match="'recall' may be any of a/recall, b/recall. Write the one in full"):
+    with pytest.raises(ValueError, match="'recall' may be any of a/recall, b/recall. Write one in full"):
         Monitor("recall").measured({"a/recall": 0.5, "b/recall": 0.5}, None, Elapsed(1))
 
 
 def test_what_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="'note' is to be monitored, so it must be a number, got 'hello'"):
+    with pytest.raises(TypeError, match="The monitored metric 'note' must be a number, got 'hello'"):
         Monitor("note").measured(None, history_of((1, {"test": {"note": "hello"}})), Elapsed(1))
 
 
 @pytest.mark.parametrize("name", ["", "/", None, 3])
 def test_a_name_is_needed(name):
-    with pytest.raises(TypeError, match="given by its name, such as 'test/accuracy', got"):
+    with pytest.raises(TypeError, match="must be a string such as 'test/accuracy', got"):
         Monitor(name)
 
 

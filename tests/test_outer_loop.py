@@ -76,7 +76,7 @@ def test_a_finished_run_makes_no_update(start, warnings_logged):
     before = jax.device_get(state)
     state, outputs, noted = train(state, step, batches, train_total_steps=100, train_loop_steps=10)
     assert (outputs, noted) == (None, [])
-    assert warnings_logged() == [f"Nothing is left to train: step {start} of train_total_steps=100."]
+    assert warnings_logged() == [f"Nothing is left to train: step {start} has reached train_total_steps=100."]
     jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
@@ -225,8 +225,8 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
     ("dataset", "message"),
     [
         (lambda: lambda: iter([]), "gave no batch.*A function must return a new iterator each time"),
-        (lambda: [], "gave no batch. Look at what its pipeline filters out"),
-        (lambda: iter([]), "It is an iterator, which has been used up: give an iterable"),
+        (lambda: [], "gave no batch. Check that its pipeline does not filter out"),
+        (lambda: iter([]), "It is an exhausted iterator. Give an iterable"),
     ],
 )
 def test_an_empty_eval_dataset_is_an_error(dataset, message, tmp_path):
@@ -291,14 +291,14 @@ def test_a_loop_stops_the_experiment_from_its_end():
     assert int(state.step) < 100 and outputs[STOP_LOOP] is True and outputs["loss"][-1] < 0.1
 
 
-def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, warnings_logged, interrupted):
+def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, logs, interrupted):
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
     state, outputs = outer_loop(state, interrupted(batches, 24), 100, 10)
     assert int(state.step) == 25 and len(outputs["loss"]) == 5 and outputs[STOP_LOOP]
     assert checkpoint.all_steps(tmp_path)[-1] == 25
-    assert any("Ended by Ctrl-C. The state of step 25" in warning for warning in warnings_logged())
+    assert "Stopped by Ctrl-C at step 25; saving its state." in logs.text
     assert not (tmp_path / "STOPPED").exists()
     state, _ = outer_loop(state, itertools.cycle(batches), 100, 10)
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
@@ -367,7 +367,7 @@ def test_a_new_run_does_not_save_among_the_checkpoints_of_another(tmp_path):
     resumable(tmp_path, 20)
     step, state, batches = examples.tiny_regression()
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
-    with pytest.raises(ValueError, match=r"starts at step 0, and the directory has checkpoints up to step 20. Go on"):
+    with pytest.raises(ValueError, match=r"starts at step 0, and the directory has checkpoints up to step 20. Resume"):
         outer_loop(state, batches, 20, 10)
     state, _ = outer_loop(step.restore_model(state, tmp_path), batches, 40, 10)
     assert checkpoint.all_steps(tmp_path) == [20, 30, 40]
@@ -459,7 +459,7 @@ def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
     assert checkpoint.all_steps(tmp_path) == [20]
     state, _ = outer_loop(state, iterator, 40, 10)
     assert int(state.step) == 40 and len(list(iterator)) == 60
-    assert "Step 30 is past the newest checkpoint, of step 20: going on." in logs.messages
+    assert "The run continues at step 30, which is past the newest checkpoint, 20." in logs.messages
 
 
 def test_an_action_that_raises_loses_nothing(tmp_path):
@@ -601,10 +601,15 @@ def test_what_never_ran_is_said_in_one_warning(tmp_path, writer, warnings_logged
     outer_loop(state, batches, 100, 10, eval_specs=[spec])
     assert len(warnings_logged()) == 1
     lines = warnings_logged()[0].splitlines()
-    assert "SummaryAction(interval=100) of TrainLoop(" in lines[1] and "counts loops, of which 10 ran" in lines[1]
-    assert "Note(interval=50)" in lines[2] and "steps within the loop, of which the longest loop had 10" in lines[2]
-    assert "eval_loop_interval=20 never let it run after one of the 10 train loops" in lines[3]
-    assert len(lines) == 5
+    assert lines[1].startswith("  SummaryAction of TrainLoop(")
+    assert lines[1].endswith(
+        ": interval=100 means every 100 loops, and only 10 loops ran. Did you mean every(steps=100)?"
+    )
+    assert lines[2].endswith(
+        "every 50 steps within the loop, and the longest loop had 10. Did you mean every(steps=50)?"
+    )
+    assert lines[3].endswith(": eval_loop_interval=20 was never due in 10 train loops.")
+    assert len(lines) == 4
 
 
 def test_what_ran_is_not_mentioned(warnings_logged):
@@ -630,7 +635,7 @@ def test_what_ran_is_not_mentioned(warnings_logged):
             ValueError,
             "got a train_loop without a train_dataset. Give the data",
         ),
-        ({"train_dataset": "train"}, TypeError, "A dataset is an iterator of batches"),
+        ({"train_dataset": "train"}, TypeError, "A dataset must be an iterator"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_first_step(options, error, message):

@@ -169,6 +169,13 @@ def test_the_oldest_versions_that_are_tested_are_the_lowest_that_are_allowed():
     assert tested == lowest
 
 
+def test_dir_shows_public_names_only():
+    names = set(dir(jaxloop))
+    assert set(jaxloop.__all__) < names and {"__version__", "actions", "types"} < names
+    assert not names & {"engine", "output_queue", "checks", "fitting", "compiled"}
+    assert all(hasattr(jaxloop, name) for name in names)
+
+
 def test_each_extra_is_there_and_the_tests_take_all_of_them():
     extras = PROJECT["optional-dependencies"]
     assert set(extras) == {"bench", "data", "demo", "docs", "plots", "tensorflow", "test"}

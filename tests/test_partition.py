@@ -69,7 +69,7 @@ def test_a_short_batch_is_replicated_when_evaluating():
 
 
 def test_an_unknown_axis_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'batch' is no axis of the mesh; those are 'data', 'model'"):
+    with pytest.raises(ValueError, match="'batch' is not an axis of the mesh: 'data', 'model'"):
         partition.DataParallelPartitioner(TWO_AXES, "batch")
 
 
@@ -190,7 +190,7 @@ def test_one_spmd_partitioner_holds_one_layout():
     partitioner = partition.SPMDPartitioner(TWO_AXES, "data")
     linen_step(partitioner).initialize_model([1, 3])
     linen_step(partitioner)
-    with pytest.raises(ValueError, match="holds the layout of another state already"):
+    with pytest.raises(ValueError, match="already holds the layout of another state"):
         LinenStep(jax.random.key(0), LinenTwoLayers(), partitioner=partitioner).initialize_model([1, 3])
 
 
@@ -293,7 +293,7 @@ def test_a_layer_that_reshapes_its_kernel_may_be_annotated(make, model):
 def test_a_logical_name_without_a_rule_is_not_sharded_and_logged(logs):
     partitioner = partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model")])
     LinenStep(jax.random.key(0), Attention(**LOGICAL), partitioner=partitioner).initialize_model([1, 3])
-    assert "No logical axis rule has 'embed': these axes are not sharded." in logs.messages
+    assert "There is no logical axis rule for 'embed', so these axes are not split." in logs.messages
 
 
 # Explicit axes --------------------------------------------------------------------------------------------
@@ -355,4 +355,4 @@ def test_explicit_axes_that_are_made_automatic_are_logged_and_named_where_they_a
     assert f"{kind.__name__} makes the explicit mesh axes data, model automatic." in logs.messages
     with pytest.raises(Exception) as caught:
         explicit_step(partitioner).initialize_model([4, 3])
-    assert any("take ExplicitPartitioner(mesh, data_axis)" in note for note in caught.value.__notes__)
+    assert any("use ExplicitPartitioner(mesh, data_axis)" in note for note in caught.value.__notes__)

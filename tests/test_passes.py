@@ -127,8 +127,8 @@ def from_generator():
             False,
             r"between. Write dataset.shuffle.*.repeat\(\)",
         ),
-        (from_generator, False, "PyFunc is stateful.*which is not exact"),
-        (lambda: from_generator().shuffle(2, seed=1), False, "PyFunc is stateful.*which is not exact"),
+        (from_generator, False, "PyFunc is stateful.*not continue at the right batch"),
+        (lambda: from_generator().shuffle(2, seed=1), False, "PyFunc is stateful.*not continue at the right batch"),
         (lambda: rows().batch(3).prefetch(2).repeat(2), True, None),
     ],
 )
@@ -339,7 +339,7 @@ def test_evaluation_data_that_are_shuffled_anew_warn_at_the_start(tmp_path, warn
     outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
     specs = [jaxloop.EvalSpec(data.Passes(shuffled_batches()), num_steps=2, name="test")]
     outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES[:2], 2, eval_specs=specs)
-    assert "The data of the evaluation 'test' are shuffled anew each time" in str(warnings_logged())
+    assert "The dataset of the evaluation 'test' is shuffled differently each time" in str(warnings_logged())
 
 
 # When a batch is read --------------------------------------------------------------------------------

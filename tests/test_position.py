@@ -207,7 +207,7 @@ def test_batches_since_a_mark_are_drawn_again():
     values(iterator, 4)
     saved = iterator.position(5)
     assert (saved.count, saved.skip) == (5, 2)
-    with pytest.raises(ValueError, match="A position is told for 0 to 7 batches.*got count=8"):
+    with pytest.raises(ValueError, match="A position is available after 0 to 7 batches.*got count=8"):
         iterator.position(8)
 
 
@@ -232,7 +232,7 @@ def test_two_names_of_an_iterator_have_one_position():
     second = PositionedIterator(first)
     next(first), next(second)
     assert first.count == second.count == 2 and values(second, 1) == [BATCHES[2]["x"].tolist()]
-    with pytest.raises(ValueError, match="prefetch=2 takes data from which nothing was drawn"):
+    with pytest.raises(ValueError, match="prefetch=2 needs data from which no batch was read"):
         PositionedIterator(first, prefetch=2)
 
 
@@ -360,7 +360,7 @@ def test_batches_of_one_plain_dataset_may_be_skipped_in_another():
 def test_an_iterator_does_not_go_back():
     iterator = PositionedIterator(skippable(generate()))
     values(iterator, 5)
-    with pytest.raises(PositionUnknownError, match="after 5 batches.* has been drawn from, and can't go back"):
+    with pytest.raises(PositionUnknownError, match="after 5 batches.* was read from, and can't go back"):
         iterator.seek(iterator.position())
 
 
@@ -531,7 +531,7 @@ def test_with_a_run_the_threads_of_its_data_end(fails):
 @pytest.mark.parametrize("take", [PositionedIterator, skippable, lambda given: data.prefetch(given, 2)])
 @pytest.mark.parametrize("given", ["/data/train", None, 3, BATCHES[0], np.ones(3)])
 def test_what_is_no_dataset_is_refused(take, given):
-    with pytest.raises(TypeError, match="A dataset is an iterator of batches, or an iterable, got"):
+    with pytest.raises(TypeError, match="A dataset must be an iterator or an iterable of batches, got"):
         take(given)
 
 
@@ -547,8 +547,12 @@ def test_what_is_no_dataset_is_refused(take, given):
         (lambda: data.peek(data.prefetch([], 2)), ValueError, "The dataset has no batch"),
         (lambda: DatasetPosition("here", 1), ValueError, "must be one of state, .*got 'here'"),
         (lambda: DatasetPosition("skip", 1, None, 2), ValueError, "0 <= skip <= count, got skip=2, count=1"),
-        (lambda: DatasetPosition.from_dict({"next_index": 1}), ValueError, r"to_dict wrote.*got \['next_index'\]"),
-        (lambda: DatasetPosition.from_dict([]), ValueError, "to_dict wrote.*got list"),
+        (
+            lambda: DatasetPosition.from_dict({"next_index": 1}),
+            ValueError,
+            r"a result of to_dict.*got \['next_index'\]",
+        ),
+        (lambda: DatasetPosition.from_dict([]), ValueError, "a result of to_dict.*got list"),
     ],
 )
 def test_bad_arguments_are_refused(call, error, message):

@@ -86,7 +86,7 @@ class Plan:
     state: object = None
     data: object = dataclasses.field(default_factory=lambda: jaxloop.from_index(lambda number: batch_of()))
     eval_data: object = dataclasses.field(default_factory=lambda: [batch_of(), batch_of(5)])
-    eval_options: dict = dataclasses.field(default_factory=lambda: {"schedule": every(100), "name": "test"})
+    eval_options: dict = dataclasses.field(default_factory=lambda: {"interval": every(100), "name": "test"})
     options: dict = dataclasses.field(default_factory=dict)
 
     def make(self):
@@ -238,7 +238,7 @@ MISTAKES = {
         False,
     ),
     "train data without a batch": ({"data": []}, "the train data", "list, gave no batch", True),
-    "one batch for a dataset": ({"data": batch_of()}, "the train data", "A dataset is an iterator of batches", True),
+    "one batch for a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
     "train data that end early": (
         {"data": [batch_of()] * 20},
         "the train data",
@@ -302,9 +302,9 @@ MISTAKES = {
         True,
     ),
     "an evaluation that never comes, and what waits for it": (
-        {"eval_options": {"schedule": every(1000), "name": "test"}, "eval_actions": (STOPPING("test/loss"),)},
+        {"eval_options": {"interval": every(1000), "name": "test"}, "eval_actions": (STOPPING("test/loss"),)},
         "eval 'test'",
-        r"It would never run: schedule=every\(steps=1000\)",
+        r"It would never run: interval=every\(steps=1000\)",
         False,
     ),
     "a step that can't count so far": (
@@ -347,13 +347,13 @@ MISTAKES = {
     "a step that does not count": (
         {"step": run_that(lambda state, outputs: (state.replace(step=state.step - 1), outputs))},
         "the train loop",
-        "returns state.step as it was. Each run must add one to it",
+        "returns state.step unchanged. Each run must add one to it",
         True,
     ),
     "no optimizer": (
         {"optimizer": NO_OPTIMIZER},
         "the train loop",
-        "GoodStep has train=True and no optimizer, so state.apply_gradients adds the gradients to the parameters",
+        "GoodStep has train=True but no optimizer, so state.apply_gradients adds the gradients to the parameters",
         False,
     ),
     "a loss for each example": (
@@ -362,7 +362,7 @@ MISTAKES = {
             "best": None,
         },
         "the train loop",
-        r"The history holds scalars, so it would have nothing of 'loss', float32\[8\]\. Return the mean",
+        r"The history stores scalars only, and would not contain 'loss', float32\[8\]\. Return the mean",
         False,
     ),
     "outputs that are all for each example": (
@@ -371,13 +371,13 @@ MISTAKES = {
             "best": None,
         },
         "the train loop",
-        r"would have nothing of 'error', float32\[8\]",
+        r"would not contain 'error', float32\[8\]",
         False,
     ),
     "an evaluation of another model": (
         {"eval_model": Network(width=8)},
         "eval 'test'",
-        r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*one model",
+        r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*same model",
         False,
     ),
     "a value that is read in run": (
@@ -395,7 +395,7 @@ MISTAKES = {
     "outputs too large to keep": (
         {"step": step_with(outputs=lambda self, loss, batch: {"loss": loss, "maps": jnp.zeros([300, 300, 40])})},
         "the train loop",
-        r"100 steps return .* 1.3 GiB, the most of it for the output 'maps', 13.7 MiB a step",
+        r"100 steps .* 1.3 GiB. The largest output is 'maps', 13.7 MiB per step",
         False,
     ),
     # Evaluations.
@@ -413,14 +413,14 @@ MISTAKES = {
         True,
     ),
     "an evaluation by an iterator that has too few": (
-        {"eval_data": iter([batch_of()] * 5), "eval_options": {"num_steps": 2, "schedule": every(100), **TEST}},
+        {"eval_data": iter([batch_of()] * 5), "eval_options": {"num_steps": 2, "interval": every(100), **TEST}},
         "eval 'test'",
         "3 evaluations draw num_steps=2 batches each, and its iterator has 5",
         True,
     ),
     "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "gave no batch", True),
     "an evaluation that is too short": (
-        {"eval_options": {"num_steps": 10, "schedule": every(100), "name": "test"}},
+        {"eval_options": {"num_steps": 10, "interval": every(100), "name": "test"}},
         "eval 'test'",
         "num_steps=10, and its dataset has 2 batches",
         False,
@@ -493,19 +493,19 @@ MISTAKES = {
     "a metric that is never there when it is looked for": (
         {"train_actions": (STOPPING("test/loss", interval=after(1).then(every(100))),)},
         "EarlyStoppingAction",
-        "at none of these steps is 'test/loss' measured",
+        "'test/loss' is not measured at any of these steps",
         False,
     ),
     "a metric of which the best is never saved": (
         {"save": at(50)},
         "CheckpointAction",
-        "called once, at step 50, and at none of these steps is 'test/loss' measured",
+        "called once, at step 50, but 'test/loss' is not measured at any of these steps",
         False,
     ),
     "stopping when a loop begins": (
         {"begin_actions": (STOPPING("loss"),)},
         "EarlyStoppingAction",
-        "can't stop a loop that begins",
+        "can't stop a loop as one of its begin_actions",
         True,
     ),
     "an action without **kwargs": (
@@ -517,7 +517,7 @@ MISTAKES = {
     "an action that can't go on": (
         {"train_actions": (Forgetful(),)},
         "Forgetful(interval=1) of the train loop",
-        r"state_dict returns \['count'\], and Forgetful has no load_state_dict",
+        r"state_dict returns \['count'\], but Forgetful has no load_state_dict",
         True,
     ),
     "an action that remembers what no checkpoint can hold": (
@@ -529,7 +529,7 @@ MISTAKES = {
     "an action that looks for an evaluation before it": (
         {"train_actions": (Early(every(100)),)},
         "Early(interval=every(steps=100)) of the train loop",
-        "called before the evaluations of the same step. Set comes_last",
+        "called before the evaluations of the same step. Set runs_last",
         False,
     ),
     "a check that returns no list": (
@@ -617,12 +617,12 @@ def test_several_mistakes_are_found_at_once(plan, tmp_path):
     ("patched", "value", "where", "text", "is_error"),
     [
         ("jaxloop.partition.memory_of", lambda device: 100, "the train loop", "of a device, which has 100 B", True),
-        ("os.sysconf", lambda name: 8, "the train loop", "and this host has 64 B of memory", False),
+        ("os.sysconf", lambda name: 8, "the train loop", "but this host has 64 B of memory", False),
         (
             "shutil.disk_usage",
             lambda directory: types.SimpleNamespace(free=500),
             "the checkpoints",
-            "3 checkpoints of 172 B and one in the making take 860 B, and .* has 500 B free",
+            "3 checkpoints of 172 B and one that is being written need 860 B, but .* has 500 B free",
             False,
         ),
     ],
@@ -710,7 +710,7 @@ def test_a_state_that_was_donated_is_found(plan):
     step = GoodStep(jax.random.key(0), Network(), optax.sgd(0.1, momentum=0.9), train=True)
     state = step.initialize_model([1, 3])
     step(state, batch_of())
-    assert "has already taken" in plan(state=lambda _: state).check().errors[0].text
+    assert "was already donated to" in plan(state=lambda _: state).check().errors[0].text
 
 
 # What it leaves alone ----------------------------------------------------------------------------------
@@ -727,7 +727,7 @@ def test_no_batch_is_lost_and_no_step_is_run(plan, tmp_path):
     batches = (batch_of(x=np.full([8, 3], number, np.float32)) for number in range(20))
     tested = iter([batch_of()] * 4)
     changes = {"data": batches, "step": step, "options": {"train_total_steps": 20, "train_loop_steps": None}}
-    specs = [jaxloop.EvalSpec(None, dataset_iterator=tested, num_steps=2, name="test", schedule=first() | last())]
+    specs = [jaxloop.EvalSpec(None, dataset_iterator=tested, num_steps=2, name="test", interval=first() | last())]
     a_plan = plan(**changes, save=None, resumes=False, log_interval=1)
     a_plan.options["eval_specs"] = specs
     outer_loop, (state, data), options = a_plan.make()
@@ -786,7 +786,7 @@ def test_fit_has_a_dry_run(tmp_path):
     options = {
         "loss": lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1),
         "optimizer": optax.sgd(0.1, momentum=0.9),
-        "num_epochs": 5,
+        "train_epochs": 5,
         "progress": None,
         "workdir": tmp_path,
         "hparams": {"width": 4},
@@ -797,8 +797,8 @@ def test_fit_has_a_dry_run(tmp_path):
     assert not list(tmp_path.rglob("events*")) and not checkpoint.all_steps(tmp_path / "checkpoints")
     report = jaxloop.fit(Network(), batches, batches[:2], dry_run=True, monitor="eval/acc", **options)
     assert "Nothing named 'eval/acc'" in report.errors[0].text
-    with pytest.raises(ValueError, match="A dry run would draw the first batch"):
-        jaxloop.fit(Network(), iter(batches), dry_run=True, **{**options, "num_epochs": 1})
+    with pytest.raises(ValueError, match="A dry run would consume the first batch"):
+        jaxloop.fit(Network(), iter(batches), dry_run=True, **{**options, "train_epochs": 1})
 
 
 def test_only_an_evaluation_can_be_checked_too(plan, saved, tmp_path):
@@ -842,13 +842,13 @@ SOUND = {
     },
     "an evaluation by an iterator without an end": {
         "eval_data": itertools.cycle([batch_of()]),
-        "eval_options": {"num_steps": 3, "schedule": every(100), **TEST},
+        "eval_options": {"num_steps": 3, "interval": every(100), **TEST},
     },
     "an evaluation by an iterator that has enough": {
         "eval_data": iter(LIST),
-        "eval_options": {"num_steps": 6, "schedule": every(100), **TEST},
+        "eval_options": {"num_steps": 6, "interval": every(100), **TEST},
     },
-    "a name with a quote": {"eval_options": {"schedule": every(100), "name": "test's"}, "best": "test's/loss"},
+    "a name with a quote": {"eval_options": {"interval": every(100), "name": "test's"}, "best": "test's/loss"},
     "a statistic that is monitored": {"train_actions": (STOPPING("jaxloop/steps_per_sec"),)},
     "a begin that makes another state": {
         "step": begin_of(lambda state, batch: (state.replace(step=state.step), batch))
@@ -879,7 +879,7 @@ SOUND = {
     },
     "an action by the clock where a loop begins": {"begin_actions": (Report(every(time=60)),)},
     "an action of an evaluation by the clock": {
-        "eval_options": {"schedule": every(time=60), **TEST},
+        "eval_options": {"interval": every(time=60), **TEST},
         "eval_actions": (Report(every(100)),),
     },
 }
@@ -914,7 +914,7 @@ def test_there_is_none_for_an_nnx_model_with_dropout_and_keys_in_its_state():
 def test_a_second_call_goes_on_where_the_first_ended(plan):
     a_plan = plan(data=LIST[:40], save=None, resumes=False, log_interval=1)
     a_plan.options |= {"train_total_steps": 24, "train_loop_steps": None}
-    a_plan.eval_options = {"schedule": last(), **TEST}
+    a_plan.eval_options = {"interval": last(), **TEST}
     outer_loop, (_, data), options = a_plan.make()
     state, _ = outer_loop(a_plan.initial_state(), data, **options)
     options["train_total_steps"] = 64
@@ -962,7 +962,7 @@ def test_what_is_foreseen_is_what_happens(seed):
         [jaxloop.EvalLoop(step, end_actions=[evaluated, *eval_actions])],
     )
     schedule = random_interval(rng)
-    when = {"eval_loop_interval": schedule} if isinstance(schedule, int) else {"schedule": schedule}
+    when = {"eval_loop_interval": schedule} if isinstance(schedule, int) else {"interval": schedule}
     options = {"eval_specs": [jaxloop.EvalSpec(batches[:2], **when)]}
     if rng.random() < 0.3:
         options |= {"train_epochs": rng.randrange(1, 3)}
@@ -1027,7 +1027,7 @@ def train_as_foretold(case, state=None, directory=None, **options):
         [jaxloop.EvalLoop(eval_step, end_actions=[evaluations, after_evaluations])],
         None if directory is None else jaxloop.CheckpointSpec(directory),
     )
-    when = {"eval_loop_interval": evaluated} if isinstance(evaluated, int) else {"schedule": evaluated}
+    when = {"eval_loop_interval": evaluated} if isinstance(evaluated, int) else {"interval": evaluated}
     options["eval_specs"] = [jaxloop.EvalSpec(eval_batches, **when)]
     state = first_state if state is None else state
     report = outer_loop.check(state, batches, **options)

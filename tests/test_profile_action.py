@@ -27,7 +27,7 @@ def test_a_trace_of_the_steps_is_written(tmp_path, logs):
     called, _ = run(action, 10)
     assert called == [2, 4]
     assert len(traces(tmp_path)) == 1
-    assert logs.messages == [f"A profile of steps 3 to 4 is in {tmp_path}. tensorboard --logdir shows it."]
+    assert logs.messages == [f"The profile of steps 3 to 4 is in {tmp_path}. View it with tensorboard --logdir."]
     action.close()
     assert len(logs.messages) == 1
     assert not ProfileAction.uses_outputs
@@ -37,7 +37,7 @@ def test_it_can_be_repeated(tmp_path, logs):
     called, _ = run(ProfileAction(tmp_path, first_step=5, num_steps=2, every_steps=10), 30)
     assert called == [4, 6, 14, 16, 24, 26]
     steps = [message.split(" is in ")[0] for message in logs.messages]
-    assert steps == [f"A profile of steps {first} to {first + 1}" for first in (5, 15, 25)]
+    assert steps == [f"The profile of steps {first} to {first + 1}" for first in (5, 15, 25)]
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
@@ -48,7 +48,7 @@ def test_a_run_that_ends_before_leaves_a_trace_too(tmp_path, logs, ends_well):
         assert action.finish(state) is state
     action.close()
     assert len(traces(tmp_path)) == 1
-    assert logs.messages[0].startswith("A profile of the steps from 3 on is in")
+    assert logs.messages[0].startswith("The profile of the steps from 3 on is in")
     jax.profiler.start_trace(str(tmp_path))  # No other is running.
     jax.profiler.stop_trace()
 
@@ -58,7 +58,7 @@ def test_a_run_that_does_not_come_through_the_steps_says_so(tmp_path, warnings_l
     action = ProfileAction(tmp_path, first_step=30, num_steps=5)
     run(action, steps[1], first_step=steps[0])
     action.close()
-    assert "recorded nothing: the run did not come through steps 30 to 34. Give it a first_step" in warnings_logged()[0]
+    assert "recorded nothing: the run did not include steps 30 to 34. Choose a first_step" in warnings_logged()[0]
 
 
 def test_a_run_resumed_after_the_trace_is_no_news(tmp_path, warnings_logged):
@@ -77,13 +77,13 @@ def test_another_trace_that_is_running_is_said_and_the_run_goes_on(tmp_path, war
     run(ProfileAction(tmp_path, first_step=3, num_steps=2), 10)
     jax.profiler.stop_trace()
     (warning,) = warnings_logged()
-    assert "records no profile of step 3: Profile has already been started" in warning
+    assert "could not profile step 3: Profile has already been started" in warning
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"first_step": 1}, "first_step must be 2 or more, for step 1 compiles, got 1"),
+        ({"first_step": 1}, "first_step must be at least 2, because step 1 compiles, got 1"),
         ({"num_steps": 0}, "num_steps must be a positive int, got 0"),
         ({"num_steps": 5, "every_steps": 5}, "every_steps must be larger than num_steps=5.*got 5"),
     ],

@@ -50,7 +50,7 @@ def test_other_keys_are_refused(tmp_path):
     run(tmp_path)
     other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer, train=True)
     with pytest.raises(
-        ValueError, match="of a run with other PRNG keys .*made from the same seed, or give another dir"
+        ValueError, match="from a run with other PRNG keys .*made from the same seed, or give another dir"
     ):
         run(tmp_path, 20, step=other)
 
@@ -69,7 +69,11 @@ def test_data_that_cannot_say_where_they_are_are_gone_on_with_as_they_come_and_t
     run(tmp_path, 15, iter(batches_drawn_by(BATCHES, drawn)))
     assert drawn[0] is BATCHES[0]
     (said,) = [text for text in warnings_logged() if "can't be restored" in text]
-    assert "after 10 batches" in said and "skippable" in said and "goes on with what the train dataset gives" in said
+    assert (
+        "after 10 batches" in said
+        and "skippable" in said
+        and "continues with the next batch that the training dataset returns" in said
+    )
 
 
 def test_data_that_come_in_the_same_order_are_skipped_and_that_is_said(tmp_path, logs, assert_same):
@@ -90,13 +94,16 @@ def test_a_run_that_an_action_has_stopped_is_over(when, tmp_path, warnings_logge
             [EvalLoop(EVAL_STEP, stat_names=[])],
             CheckpointSpec(tmp_path),
         )
-        specs = [EvalSpec(BATCHES[:2], schedule=every(steps=5))]
+        specs = [EvalSpec(BATCHES[:2], interval=every(steps=5))]
         return outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 100, eval_specs=specs)[0]
 
     state = experiment()
     assert int(state.step) == 5 and checkpoint.all_steps(tmp_path)[-1] == 15  # The loss only falls.
     again = experiment()
-    assert any("step 15 of a run that was stopped there" in text for text in warnings_logged())
+    assert any(
+        "step 15 has reached the end of a run that an evaluation or an action stopped" in text
+        for text in warnings_logged()
+    )
     assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best one, which the checkpoint has kept.
 
 

@@ -50,7 +50,7 @@ def run(state, step, total, *, eval_specs=(), train_actions=(), eval_actions=(),
 def test_an_evaluation_by_schedule_sees_the_state_of_its_step():
     step, state, batches = examples.tiny_regression()
     seen = Seen()
-    specs = [EvalSpec(batches[:2], schedule=every(steps=30) | last())]
+    specs = [EvalSpec(batches[:2], interval=every(steps=30) | last())]
     _, _, outputs = run(state, step, 100, loop_steps=50, eval_specs=specs, eval_actions=[seen])
     assert seen.steps == [30, 60, 90, 100]
     assert [step_num for step_num, _, _ in seen.calls] == [30, 60, 90, 100]
@@ -60,7 +60,7 @@ def test_an_evaluation_by_schedule_sees_the_state_of_its_step():
 def test_without_loops_an_evaluation_by_schedule_runs_inside_the_one_loop():
     step, state, batches = examples.tiny_regression()
     evaluation, each_loop = Seen(), Seen()
-    specs = [EvalSpec(batches[:2], schedule=every(steps=30))]
+    specs = [EvalSpec(batches[:2], interval=every(steps=30))]
     run(state, step, 100, eval_specs=specs, eval_actions=[evaluation], train_actions=[each_loop])
     assert evaluation.steps == [30, 60, 90]
     assert each_loop.steps == [100]
@@ -69,7 +69,7 @@ def test_without_loops_an_evaluation_by_schedule_runs_inside_the_one_loop():
 def test_a_schedule_and_a_function_must_agree():
     step, state, batches = examples.tiny_regression()
     seen = Seen()
-    specs = [EvalSpec(batches[:2], schedule=every(20), should_eval_fn=lambda context: context.step_num > 50)]
+    specs = [EvalSpec(batches[:2], interval=every(20), should_eval_fn=lambda context: context.step_num > 50)]
     run(state, step, 100, eval_specs=specs, eval_actions=[seen])
     assert seen.steps == [60, 80, 100]
 
@@ -86,10 +86,10 @@ def test_after_a_step_come_actions_then_evaluations_then_checkpoints(tmp_path):
             order.append("checkpoint")
 
     step, state, batches = examples.tiny_regression()
-    specs = [EvalSpec(batches[:2], schedule=every(20))]
+    specs = [EvalSpec(batches[:2], interval=every(20))]
     train_actions = [
         Save(tmp_path, every(20)),
-        Note(every(20), name="late", comes_last=True),
+        Note(every(20), name="late", runs_last=True),
         Note(every(20), name="train"),
     ]
     run(state, step, 40, eval_specs=specs, eval_actions=[Note(name="eval")], train_actions=train_actions)
@@ -102,7 +102,7 @@ def test_an_evaluation_inside_a_loop_can_stop_the_run():
             outputs[types.STOP_LOOP] = True
 
     step, state, batches = examples.tiny_regression()
-    specs = [EvalSpec(batches[:2], schedule=every(30))]
+    specs = [EvalSpec(batches[:2], interval=every(30))]
     _, state, outputs = run(state, step, 100, eval_specs=specs, eval_actions=[Stop()])
     assert int(state.step) == 30
     assert outputs[types.STOP_LOOP]
@@ -110,7 +110,7 @@ def test_an_evaluation_inside_a_loop_can_stop_the_run():
 
 def test_ctrl_c_in_an_evaluation_inside_a_loop_saves_that_step(tmp_path, interrupted):
     step, state, batches = examples.tiny_regression()
-    specs = [EvalSpec(None, interrupted(batches, 2), num_steps=50, schedule=every(30))]
+    specs = [EvalSpec(None, interrupted(batches, 2), num_steps=50, interval=every(30))]
     action = actions.CheckpointAction(tmp_path, every(30))
     _, state, _ = run(state, step, 100, eval_specs=specs, train_actions=[action])
     assert int(state.step) == 30
@@ -131,7 +131,7 @@ def test_a_run_ends_where_its_stop_says(stop, steps):
 def test_last_fires_also_where_nobody_knew_that_it_was(tmp_path):
     step, state, batches = examples.tiny_regression()
     seen, evaluation = Seen(every(40) | last()), Seen()
-    specs = [EvalSpec(batches[:2], schedule=last())]
+    specs = [EvalSpec(batches[:2], interval=last())]
     save = actions.CheckpointAction(tmp_path, last())
     run(
         state,
@@ -168,7 +168,7 @@ def test_no_interval_changes_a_bit_of_the_parameters(tmp_path, assert_same):
             train_actions.append(actions.CheckpointAction(tmp_path / str(index), settings["checkpoint"]))
         if "progress" in settings:
             train_actions.append(actions.ProgressAction(interval=settings["progress"], bar="plain"))
-        specs = [EvalSpec(batches[:3], schedule=settings["evaluate"])] if "evaluate" in settings else []
+        specs = [EvalSpec(batches[:3], interval=settings["evaluate"])] if "evaluate" in settings else []
         options = {"log_interval": settings.get("log_interval", 1), "loop_steps": settings.get("loop_steps")}
         _, state, _ = run(state, step, 60, train_actions=train_actions, eval_specs=specs, **options)
         finals.append(jax.tree.map(np.array, state))
@@ -181,7 +181,7 @@ def test_no_interval_changes_a_bit_of_the_parameters(tmp_path, assert_same):
 
 def test_the_history_has_a_row_for_each_log_point_and_evaluation():
     step, state, batches = examples.tiny_regression()
-    specs = [EvalSpec(batches[:2], name="test"), EvalSpec(batches[2:4], schedule=every(20)), EvalSpec(batches[4:5])]
+    specs = [EvalSpec(batches[:2], name="test"), EvalSpec(batches[2:4], interval=every(20)), EvalSpec(batches[4:5])]
     outer_loop, _, outputs = run(state, step, 40, loop_steps=10, log_interval=2, eval_specs=specs)
     history = outer_loop.history
     assert history.paths() == ["test.loss", "eval_3.loss", "train.loss", "eval.loss"]
@@ -205,8 +205,8 @@ def test_two_evaluations_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"schedule": 500}, TypeError, r"EvalSpec.schedule must be a Schedule such as every\(steps=500\), got 500"),
-        ({"schedule": every(5), "eval_loop_interval": 2}, ValueError, "give one of them"),
+        ({"interval": 0}, ValueError, "EvalSpec.interval must be .*positive.*got 0"),
+        ({"interval": every(5), "eval_loop_interval": 2}, ValueError, "Give one of them"),
         ({"name": "train"}, ValueError, "other than 'train'"),
         ({"name": "a/b"}, ValueError, "without / and ., .* got 'a/b'"),
     ],
@@ -243,7 +243,7 @@ def test_a_resumed_run_continues_the_history_without_a_row_lost_or_doubled(
                     raise Killed
 
         save = actions.CheckpointAction(workdir, every(15) | last())
-        specs = [EvalSpec(batches[:2], schedule=every(10) | last(), name="test")]
+        specs = [EvalSpec(batches[:2], interval=every(10) | last(), name="test")]
         options = {"checkpoint_spec": CheckpointSpec(workdir), "log_interval": every(5), "train_dataset": dataset}
         train_actions = [Die(every(1), uses_outputs=False), save]
         return run(state, step, 80, train_actions=train_actions, eval_specs=specs, loop_steps=20, **options)
@@ -289,7 +289,7 @@ def test_a_run_done_anew_forgets_the_rows_of_the_last_one():
 def test_an_epoch_is_one_pass_and_one_loop():
     step, state, batches = examples.tiny_regression()
     seen, evaluation = Seen(), Seen()
-    specs = [EvalSpec(batches[:1], schedule=every(loops=2) | last())]
+    specs = [EvalSpec(batches[:1], interval=every(loops=2) | last())]
     outer_loop, state, outputs = run(
         state,
         step,
@@ -364,7 +364,7 @@ def test_ctrl_c_inside_an_epoch_and_again(tmp_path, interrupted, assert_same):
     ("options", "message"),
     [
         ({"train_epochs": 2, "loop_steps": 5}, "train_epochs=2 and train_loop_steps=5"),
-        ({"train_epochs": 2, "train_dataset": iter([])}, "starts anew each time"),
+        ({"train_epochs": 2, "train_dataset": iter([])}, "can be read more than once"),
         ({"train_epochs": 2, "train_dataset": []}, "gave no batch"),
         ({"train_epochs": 0}, "train_epochs must be a positive int"),
     ],
@@ -391,7 +391,7 @@ def test_each_second_is_counted_for_one_thing(logs):
     step, state, batches = examples.tiny_regression()
     train_actions = [
         Takes(every(5), clock=clock, seconds=3),
-        Takes(2, clock=clock, seconds=7, time_goes_to="checkpoints"),
+        Takes(2, clock=clock, seconds=7, time_category="checkpoints"),
     ]
     train_loop = TrainLoop(step, end_actions=train_actions, clock=clock)
     eval_loop = EvalLoop(type(step)(step.base_prng, step.model), clock=clock)
@@ -401,7 +401,7 @@ def test_each_second_is_counted_for_one_thing(logs):
             return clock.during(batches[:2], 10)
 
     outer_loop = OuterLoop(train_loop, [eval_loop])
-    specs = [EvalSpec(EvalData(), schedule=every(10))]
+    specs = [EvalSpec(EvalData(), interval=every(10))]
     outer_loop(state, clock.during(itertools.cycle(batches), 0.5), 20, 5, specs)
     spent = outer_loop.spent
     assert (spent.data, spent.actions, spent.evals, spent.checkpoints) == (10, 4 * 3, 2 * 20, 2 * 7)
@@ -410,10 +410,29 @@ def test_each_second_is_counted_for_one_thing(logs):
     # The last action's time is spent after the last look at the training.
     assert outer_loop.history[-1].elapsed.time == 10 + 3 * 3
     assert "20 steps in 1 min 16 s" in logs.text
-    assert (
-        "53% of the time was spent in evaluations, 18% in checkpoints, 16% in actions, 13% waiting for data"
-        in logs.text
+    assert "53% in evaluations, 18% in checkpoints, 16% in actions, 13% waiting for data" in logs.text
+
+
+def test_the_report_separates_compiling_from_dispatching(logs):
+    clock, (plain, state, batches) = Clock(), examples.tiny_regression()
+
+    class Compiles(type(plain)):
+        def run(self, state, batch):  # Called once, to trace it.
+            clock.now += 8
+            return super().run(state, batch)
+
+    make = lambda train: Compiles(plain.base_prng, plain.model, plain.optimizer, train=train)
+    train_step, eval_step = make(True), make(False)
+    outer_loop = OuterLoop(TrainLoop(train_step, clock=clock), [EvalLoop(eval_step, clock=clock)])
+    state, _ = outer_loop(state, clock.during(batches[:20], 0.5), 20, 5, [EvalSpec(batches[:2])])
+    spent = outer_loop.spent
+    assert (spent.compiling, spent.dispatch, spent.data, spent.evals) == (8, 0, 10, 8)
+    assert logs.text.index("Compiling Compiles.run before the next step.") < logs.text.index(
+        "Compiled Compiles.run in 8.0 s."
     )
+    assert "30% compiling" in logs.text or "31% compiling" in logs.text
+    outer_loop(state, clock.during(batches[:20], 0.5), 40, 5, [EvalSpec(batches[:2])])
+    assert outer_loop.spent.compiling == 0
 
 
 def test_what_is_counted_is_the_time_of_the_clock_on_the_wall():
@@ -513,7 +532,7 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how,
         step, state, batches = examples.tiny_regression()
         options = {"checkpoint_spec": CheckpointSpec(workdir), "train_dataset": batches[:5], "train_epochs": 5}
         save = actions.CheckpointAction(workdir, every(10))
-        specs = [EvalSpec(eval_dataset, schedule=schedule, name="test")]
+        specs = [EvalSpec(eval_dataset, interval=schedule, name="test")]
         return run(state, step, None, train_actions=[save], eval_specs=specs, **options)
 
     batches = examples.tiny_regression()[2][:3]
@@ -548,7 +567,7 @@ def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options,
         step, state, batches = examples.tiny_regression()
         dataset = batches[: 5 if "train_epochs" in options else 100 if "stop" in options else 20]
         save = actions.CheckpointAction(workdir, interval)
-        specs = [EvalSpec(eval_dataset, schedule=every(6) | last(), name="test")]
+        specs = [EvalSpec(eval_dataset, interval=every(6) | last(), name="test")]
         all_options = {"total": None, "checkpoint_spec": CheckpointSpec(workdir), "train_dataset": dataset} | options
         return run(state, step, train_actions=[save], eval_specs=specs, **all_options)[0].history
 
@@ -568,7 +587,7 @@ def test_an_ended_run_that_is_started_again_has_no_evaluation_twice(tmp_path):
     def experiment():
         step, state, batches = examples.tiny_regression()
         save = actions.CheckpointAction(tmp_path, every(4))
-        specs = [EvalSpec(batches[:3], schedule=every(4) | last(), name="test")]
+        specs = [EvalSpec(batches[:3], interval=every(4) | last(), name="test")]
         options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_dataset": batches[:20]}
         return run(state, step, 23, train_actions=[save], eval_specs=specs, **options)[0].history
 
@@ -606,7 +625,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation_also_at_the_end_of_a
 
     save = actions.CheckpointAction(tmp_path, every(5), keep=1, best=("eval/score", "min"))
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[save]), [Scored(type(step)(step.base_prng, step.model))])
-    outer_loop(state, batches[:5], eval_specs=[EvalSpec(batches[:1], schedule=every(loops=1))], train_epochs=4)
+    outer_loop(state, batches[:5], eval_specs=[EvalSpec(batches[:1], interval=every(loops=1))], train_epochs=4)
     assert jaxloop.checkpoint.all_steps(tmp_path) == [10, 20]
     assert save.best_step == 10
 
@@ -662,13 +681,13 @@ def test_an_action_that_can_not_finish_is_named_and_all_are_closed():
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]))
     with pytest.raises(RuntimeError, match="no way back") as caught:
         outer_loop(state, batches, 10)
-    assert any("when Fails(interval=1) finished the run" in note for note in caught.value.__notes__)
+    assert any("in Fails.finish of Fails(interval=1)" in note for note in caught.value.__notes__)
     assert action.closed
 
 
 def test_one_spec_may_serve_two_loops_and_a_loop_one_spec():
     step, state, batches = examples.tiny_regression()
-    spec = EvalSpec(batches[:2], schedule=every(5))
+    spec = EvalSpec(batches[:2], interval=every(5))
     outer_loop, _, _ = run(state, step, 10, eval_specs=[spec, spec])
     assert outer_loop.history.collect("steps", "eval.loss")[0] == [5, 10]
     assert outer_loop.history.collect("eval.loss") == outer_loop.history.collect("eval_2.loss")
@@ -678,7 +697,7 @@ def test_one_spec_may_serve_two_loops_and_a_loop_one_spec():
 
 
 def test_progress_shows_values_also_right_after_an_action_that_waited():
-    shown = Seen(every(1), waits_for_outputs=False)
+    shown = Seen(every(1), needs_all_outputs=False)
     step, state, batches = examples.tiny_regression()
     TrainLoop(step, end_actions=[Seen(every(1)), shown])(state, batches, num_steps=10)
     assert all("loss" in outputs for _, outputs, _ in shown.calls)

@@ -67,7 +67,7 @@ def test_elapsed_is_before_or_past_a_point():
     assert not Elapsed(steps=9_999) >= at(steps=10_000)
     assert Elapsed(time=59.0) < at(time=60) | at(steps=1)
     assert Elapsed(steps=2, time=59.0) < at(time=60) & at(steps=1)
-    with pytest.raises(TypeError, match=r"every\(steps=5\) is no point in a run.*Compare with at"):
+    with pytest.raises(TypeError, match=r"every\(steps=5\) is not a point in a run.*Compare with at"):
         assert Elapsed(5) >= every(5)
 
 
@@ -115,7 +115,7 @@ def test_a_schedule_is_neither_true_nor_false(join):
         (lambda: every(1.5), TypeError, r"takes a number of steps, got 1.5"),
         (lambda: every(True), TypeError, r"takes a number of steps, got True"),
         (lambda: every(samples=datetime.timedelta(1)), TypeError, "takes a number of samples"),
-        (lambda: every(every(5)), TypeError, "is a schedule already"),
+        (lambda: every(every(5)), TypeError, "is already a schedule"),
         (lambda: after(5).then(10), TypeError, r"after\(steps=5\).then\(...\) takes a schedule, got 10"),
         (lambda: every(5) | 10, TypeError, "unsupported operand"),
     ],
@@ -266,7 +266,7 @@ def test_actions_and_evaluations_fire_as_a_reference_that_looks_at_every_step(
         train_dataset=batches_of(run, clock, resumed_at),
         train_total_steps=total,
         train_loop_steps=loop_steps,
-        eval_specs=[jaxloop.EvalSpec([{"x": np.ones([2, 1], np.float32), "samples": 1}], schedule=plan.schedule)],
+        eval_specs=[jaxloop.EvalSpec([{"x": np.ones([2, 1], np.float32), "samples": 1}], interval=plan.schedule)],
     )
     assert int(state.step) == total
     assert action.steps == expected
@@ -337,7 +337,7 @@ def test_what_fires_at_step_0_comes_before_the_first_update(schedule, steps):
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(step, end_actions=[note]), [jaxloop.EvalLoop(step, end_actions=[evaluated])]
     )
-    spec = jaxloop.EvalSpec(batches[:2], schedule=schedule)
+    spec = jaxloop.EvalSpec(batches[:2], interval=schedule)
     report = outer_loop.check(state, batches, 12, 12, [spec])
     assert list(report.calls[note].steps) == steps
     outer_loop(state, batches, 12, 12, [spec])
@@ -358,7 +358,7 @@ def test_what_has_fired_at_step_0_does_not_after_a_resume(resumed_at, tmp_path):
             [jaxloop.EvalLoop(step)],
             jaxloop.CheckpointSpec(tmp_path),
         )
-        outer_loop(state, batches, total, total, [jaxloop.EvalSpec(batches[:2], schedule=schedule)])
+        outer_loop(state, batches, total, total, [jaxloop.EvalSpec(batches[:2], interval=schedule)])
         return note.steps, outer_loop.history.collect("steps", "eval.loss")[0]
 
     assert run(8) == ([0, 8], [0, 8])

@@ -64,8 +64,12 @@ def flip_a_bit(path, bit=None):
             "can't be read: .*link",
         ),
         ("about.json", lambda path: path.unlink(), "about.json is missing"),
-        ("about.json", lambda path: path.write_text(path.read_text()[:-3]), "about.json is changed: it is no JSON"),
-        ("about.json", lambda path: path.write_text("3"), "about.json is changed: it is no JSON object"),
+        (
+            "about.json",
+            lambda path: path.write_text(path.read_text()[:-3]),
+            "about.json is changed: it is no longer a JSON",
+        ),
+        ("about.json", lambda path: path.write_text("3"), "about.json is changed: it is no longer a JSON object"),
         ("about.json", lambda path: path.write_text('{"time": 3}'), "about.json is changed: author is not what was"),
         ("about.json", lambda path: path.write_text(path.read_text().replace("2.5", "2.4")), "author is not what was"),
         (seal.NAME, lambda path: path.write_bytes(b""), "SEAL, the file with the checksums, is changed"),
@@ -105,4 +109,4 @@ def test_a_part_can_be_looked_at_alone(directory):
 def test_a_seal_that_is_nested_too_deeply_is_a_changed_one(tmp_path):
     (tmp_path / seal.NAME).write_text("crc32 00000000\n" + "[" * 1_000_000)
     (problem,) = seal.problems(tmp_path)
-    assert "does not fit its own checksum" in problem
+    assert "does not match its own checksum" in problem

@@ -125,9 +125,9 @@ plans = st.fixed_dictionaries(
             [
                 {"eval_loop_interval": 4},
                 {"eval_loop_interval": 50},
-                {"schedule": every(steps=20)},
-                {"schedule": every(loops=5)},
-                {"schedule": last()},
+                {"interval": every(steps=20)},
+                {"interval": every(loops=5)},
+                {"interval": last()},
                 {"should_eval_fn": lambda context: context.step_num > 40, "eval_loop_interval": 3},
             ]
         ),
@@ -211,7 +211,9 @@ def test_data_that_others_hold_go_on_in_another_run():
     iterator = jaxloop.prefetch(batch for batch in itertools.cycle(BATCHES))
     loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
     for _ in range(2):
-        state, _ = jaxloop.fit(STEP.model, iterator, loss=loss, optimizer=STEP.optimizer, num_steps=7, progress=None)
+        state, _ = jaxloop.fit(
+            STEP.model, iterator, loss=loss, optimizer=STEP.optimizer, train_total_steps=7, progress=None
+        )
         assert int(state.step) == 7
 
 
@@ -240,9 +242,9 @@ class Calls(jaxloop.Action):
 
     uses_outputs = True
 
-    def __init__(self, function, interval=1, comes_last=False):
+    def __init__(self, function, interval=1, runs_last=False):
         super().__init__(interval)
-        self.function, self.comes_last = function, comes_last
+        self.function, self.runs_last = function, runs_last
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
         self.function(step_num, outputs)
@@ -351,7 +353,7 @@ def test_evaluations_are_not_asked_for_what_they_have_measured_before_a_resume(t
 
     def run(fails):
         save = jaxloop.CheckpointAction(tmp_path, 1)
-        failing = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), 2, comes_last=True)
+        failing = Calls(lambda step_num, outputs: (_ for _ in ()).throw(Broken), 2, runs_last=True)
         train_loop = jaxloop.TrainLoop(STEP, end_actions=[*([failing] if fails else []), save])
         spec = jaxloop.EvalSpec(BATCHES[:2], should_eval_fn=lambda context: asked.append(context.step_num) or True)
         outer_loop = jaxloop.OuterLoop(train_loop, [jaxloop.EvalLoop(EVAL_STEP)], jaxloop.CheckpointSpec(tmp_path))
@@ -420,7 +422,7 @@ def experiment(directory, *actions, save=1, log_interval=1, loop_class=jaxloop.T
 
 
 DATA = jaxloop.from_index(lambda number: BATCHES[number % 100])
-AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], schedule=last())]
+AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], interval=last())]
 
 
 @pytest.mark.parametrize("resumed_at", [10, 20, 30, 50])
@@ -449,7 +451,7 @@ class StopsAtItsEnd(jaxloop.TrainLoop):
 def test_a_run_that_was_stopped_and_is_started_again_has_all_of_its_rows(by, at, save, tmp_path):
     def run():
         loop_class = StopsAtItsEnd if by == "the hook" else jaxloop.TrainLoop
-        stops = Calls(stop_at(at if by == "an action" else None), every(steps=5), comes_last=True)
+        stops = Calls(stop_at(at if by == "an action" else None), every(steps=5), runs_last=True)
         outer_loop = experiment(tmp_path, stops, save=save, loop_class=loop_class)
         state, _ = outer_loop(STATE, DATA, 100, 10, AT_THE_END)
         return int(state.step), rows(outer_loop)
@@ -484,7 +486,7 @@ def test_an_evaluation_that_a_signal_keeps_from_its_step_is_done_by_the_next_run
                 _thread.interrupt_main()
             return BATCHES[number]
 
-        spec = jaxloop.EvalSpec(BATCHES[:2], schedule=every(steps=4) | at(steps=0), should_eval_fn=should_eval)
+        spec = jaxloop.EvalSpec(BATCHES[:2], interval=every(steps=4) | at(steps=0), should_eval_fn=should_eval)
         state, _ = outer_loop(STATE, jaxloop.from_index(fetch), 8, 4, [spec])
         return int(state.step), [row.elapsed.steps for row in outer_loop.history if set(row.logs) - {"train"}]
 

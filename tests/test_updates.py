@@ -69,7 +69,7 @@ WRONG = {
     "two": (CountsDouble, r"state.step is now \d+, not \d+. .*set the class attribute updates_per_step"),
     "three of four": (
         CountsLess,
-        r"state.step is now 3, not 4. Each run must add 4 to it, as CountsLess.updates_per_s",
+        r"state.step is now 3, not 4. Each run must add 4 to it, the value of CountsLess.updates_per_s",
     ),
 }
 
@@ -101,7 +101,7 @@ def test_a_rescue_of_a_run_that_miscounts_saves_nothing(tmp_path):
 def test_check_reports_a_run_that_makes_another_number_of_updates(kind, tmp_path):
     cls, _ = WRONG[kind]
     (problem,) = experiment(tmp_path, make(cls)).check(new_state(), BATCHES, 40).errors
-    adds = {"none": "returns state.step as it was", "two": "adds 2 to", "three of four": "adds 3 to"}[kind]
+    adds = {"none": "returns state.step unchanged", "two": "adds 2 to", "three of four": "adds 3 to"}[kind]
     assert problem.where == "the train loop" and adds in problem.text and "Each run must add" in problem.text
 
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_step_than_its_name_is_refused(tmp_path):
     run(40)
     (tmp_path / "40").rename(tmp_path / "30")
     with pytest.raises(
-        ValueError, match=r"(?s)checkpoint 30 in .* has state.step=40, and must have 30.*Remove that dir"
+        ValueError, match=r"(?s)checkpoint 30 in .* has state.step=40, but its name requires 30.*Remove that dir"
     ):
         run(40)
 

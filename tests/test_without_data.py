@@ -131,14 +131,14 @@ def test_jf_loop_takes_steps_without_data(uninterrupted):
     [
         (
             lambda step: jaxloop.TrainLoop(step)(step.initialize_model(), None),
-            "no data, so nothing ends it: give num_steps",
+            "no dataset, so nothing ends it. Give num_steps",
         ),
         (lambda step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(step.initialize_model()), "train_total_steps or stop"),
         (
             lambda step: jaxloop.OuterLoop(jaxloop.TrainLoop(step))(step.initialize_model(), None, 5, train_epochs=2),
             "train_epochs=2 without a train_dataset",
         ),
-        (lambda step: jf.loop(0, None, {jaxloop.every(1): lambda: None}), "no data, so nothing ends it: give stop"),
+        (lambda step: jf.loop(0, None, {jaxloop.every(1): lambda: None}), "no dataset, so nothing ends it. Give stop"),
     ],
     ids="loop,experiment,epochs,jf".split(","),
 )

@@ -231,8 +231,8 @@ def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process
     one, two = (actions.SummaryAction(whole, prefix=prefix, background=has_thread) for prefix in ("one/", "two/"))
     for action, state_dict in zip((one, two), kept, strict=True):
         action.load_state_dict(state_dict)
-    one.begin_run(4)
-    two.begin_run(4)
+    one.begin_run(4, can_resume=True)
+    two.begin_run(4, can_resume=True)
     tell(two, [5])
     assert one.state_dict() == two.state_dict() == {}  # All is written.
     assert whole.rows == [
@@ -251,19 +251,19 @@ def test_a_run_hides_what_others_wrote_unless_this_process_has_begun_to_write(ha
     writer = GatedWriter()
     one, two = (actions.SummaryAction(writer, background=has_thread) for _ in range(2))
     for step in (0, 1):  # The second run does not resume.
-        one.begin_run(step)
-        two.begin_run(step)
+        one.begin_run(step, can_resume=True)
+        two.begin_run(step, can_resume=True)
         tell(one, [step + 1])
     one.flush()
     assert writer.rows == [(0, "resume"), (1, "loss"), (2, "loss")]
     two.load_state_dict({})
-    two.begin_run(2)
+    two.begin_run(2, can_resume=True)
     two.flush()
     assert writer.rows[3:] == [(2, "resume")]
     other = GatedWriter()
     action = actions.SummaryAction(other, background=has_thread)
     tell(action, [1])  # Of a loop on its own.
-    action.begin_run(1)
+    action.begin_run(1, can_resume=True)
     action.flush()
     assert other.rows == [(1, "loss")]
 
@@ -273,7 +273,7 @@ def test_another_process_than_the_first_writes_nothing(monkeypatch):
     writer = GatedWriter()
     for has_thread in (True, False):
         action = actions.SummaryAction(writer, background=has_thread)
-        action.begin_run(0)
+        action.begin_run(0, can_resume=True)
         tell(action, [1])
         assert action.state_dict() == {}
         action.flush()

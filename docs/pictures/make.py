@@ -1,7 +1,7 @@
-"""Makes the pictures of the documentation, beside itself: `python docs/pictures/make.py`.
+"""Generates the pictures of the documentation in its own directory: `python docs/pictures/make.py`.
 
-modules.svg and step.svg are drawn here, in colours that can be read on a light and on a dark page. learning_curves.png
-is what the program of docs/start_here.md draws: it is run.
+modules.svg and step.svg are drawn here, in colors that are legible on light and dark pages. learning_curves.png is the
+plot that the program in docs/start_here.md makes; this script runs that program.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ import shutil
 import tempfile
 
 BLUE, VIOLET, GREEN, ORANGE, SLATE = "#2f6db5", "#7a54b8", "#2b8259", "#b4601f", "#5b6676"
-GREY = "#7f8894"  # Of arrows and of what is written beside them.
+GREY = "#7f8894"  # Arrows, and the text beside them.
 FONT = "font-family='system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif'"
 CODE = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace'"
 
 
 class Picture:
-    """Boxes, arrows and words, on a page of its own coordinates."""
+    """An SVG page with boxes, arrows and text."""
 
     def __init__(self, width, height, title):
         self.parts = [
@@ -59,7 +59,7 @@ class Picture:
 
 
 def modules():
-    """The modules in layers."""
+    """Draws the modules in layers."""
     picture = Picture(1000, 664, "The modules of jaxloop in layers. Imports point downwards.")
     left, width, height, gap = 20, 700, 56, 12
     third, half = (width - 2 * gap) / 3, (width - gap) / 2
@@ -69,7 +69,7 @@ def modules():
         [("Loops", "loop · stat_loop · action_loop · train_loop · eval_loop", width, BLUE)],
         [("The engine", "engine/: engine · moments · stepper · progress · agenda · ledger · program", width, BLUE)],
         [("Steps", "step · loss_step · function_step · compiled · feed · models", width, BLUE)],
-        [("Actions", "actions/: one file an action", width, BLUE)],
+        [("Actions", "actions/: one file per action", width, BLUE)],
         [
             ("Data", "data · position · sources", third, GREEN),
             ("Metrics", "history · metrics", third, GREEN),
@@ -82,15 +82,15 @@ def modules():
         [("Basics", "types · schedules · checks · encoding · timing", width, SLATE)],
     ]
     notes = [
-        ["ways to use it; tests; examples"],
+        ["fit, functional API, test helpers"],
         ["check, resume, evaluations, stop"],
         ["constructors and hooks"],
-        ["takes steps, calls what is due"],
+        ["runs steps, calls what is due"],
         ["what happens to one batch"],
         ["side effects, called by loops"],
-        ["metrics reads device values,", "checkpoint knows Orbax"],
+        ["only metrics reads the devices,", "only checkpoint imports Orbax"],
         ["where arrays live;", "how processes agree"],
-        ["used by all"],
+        ["used by every other layer"],
     ]
     for number, (row, lines) in enumerate(zip(rows, notes, strict=True)):
         y, x = 16 + number * (height + gap), left
@@ -107,17 +107,17 @@ def modules():
 
 
 def step():
-    """The way of a batch through a step, and that of a checkpoint."""
-    picture = Picture(1000, 690, "The way of one batch through a step, and the way of a checkpoint.")
+    """Draws how a batch passes through a step, and how a checkpoint is saved and restored."""
+    picture = Picture(1000, 690, "How a batch passes through a step, and how a checkpoint is saved and restored.")
     for y, name in ((20, "host"), (176, "devices"), (322, "host"), (496, "disk")):
         picture.text(14, y + 4, name.upper(), size=11, anchor="start", weight="600")
     for y in (156, 302, 476):
         picture.line((14, y), (986, y))
 
-    # The batch.
+    # The batch on the host.
     picture.box(20, 44, 150, 84, "Your data", ["any iterator", "or iterable"], SLATE)
-    picture.box(232, 44, 190, 84, "PositionedIterator", ["counts batches, and", "knows where they are"], GREEN)
-    picture.box(484, 44, 170, 84, "Feed", ["one or several at once;", "takes back unused ones"])
+    picture.box(232, 44, 190, 84, "PositionedIterator", ["counts batches and", "tracks the position"], GREEN)
+    picture.box(484, 44, 170, 84, "Feed", ["reads one or several;", "takes back unused ones"])
     picture.box(716, 44, 250, 84, "Step, on the host", ["preprocess_batch, begin,", "shard_batch"])
     for start, end in ((170, 232), (422, 484), (654, 716)):
         picture.arrow((start, 86), (end, 86))
@@ -135,27 +135,27 @@ def step():
         422,
         84,
         "OutputQueue",
-        ["keeps the outputs of some steps there, merges clu.metrics,", "holds the host back where it is too far ahead"],
+        ["keeps outputs on the devices, merges clu.metrics,", "blocks the host if it is too far ahead"],
         ORANGE,
     )
     picture.arrow((716, 238), (654, 238))
     picture.text(685, 228, "outputs")
 
-    # What they come to.
-    picture.box(20, 346, 190, 96, "metrics.fetch", ["the one read, where", "something is due, or", "the queue is full"])
+    # The outputs on the host.
+    picture.box(20, 346, 190, 96, "metrics.fetch", ["the only read: when", "something is due or", "the queue is full"])
     picture.arrow((232, 238), (115, 238), (115, 346))
     picture.box(256, 346, 170, 96, "LoopOutputs", ["values of each step,", "on the host"])
-    picture.box(472, 346, 170, 96, "End actions", ["history row, summaries,", "early stopping, yours"])
-    picture.box(688, 346, 120, 96, "Evaluations", ["that are due", "at this step"])
-    picture.box(854, 346, 126, 96, "Checkpoint", ["last: it keeps", "all the above"])
+    picture.box(472, 346, 170, 96, "End actions", ["history row, summaries,", "progress, custom ones"])
+    picture.box(688, 346, 120, 96, "Evaluations", ["those that are", "due at this step"])
+    picture.box(854, 346, 126, 96, "Checkpoint", ["saved last, after", "early stopping"])
     for start, end in ((210, 256), (426, 472), (642, 688), (808, 854)):
         picture.arrow((start, 394), (end, 394))
     picture.arrow((917, 280), (917, 346))
     picture.text(909, 326, "state", anchor="end")
 
     # The disk.
-    picture.box(472, 520, 76, 84, "Events", ["written by", "a thread"], GREEN, title_size=14)
-    picture.box(560, 520, 82, 84, "History", ["a line", "a row"], GREEN, title_size=14)
+    picture.box(472, 520, 76, 84, "Events", ["written in", "a thread"], GREEN, title_size=14)
+    picture.box(560, 520, 82, 84, "History", ["one line", "per row"], GREEN, title_size=14)
     picture.arrow((510, 442), (510, 520))
     picture.arrow((601, 442), (601, 520))
     picture.box(
@@ -164,15 +164,15 @@ def step():
         292,
         84,
         "Checkpoint of step N",
-        ["state; position, loops, actions, open sums;", "sealed, then one atomic rename"],
+        ["state, position, loops, actions, sums;", "sealed, then one atomic rename"],
         GREEN,
     )
     picture.arrow((917, 442), (917, 520))
     picture.text(909, 466, "WholeRun.snapshot", anchor="end")
 
-    # Back.
+    # Resuming.
     picture.arrow((834, 604), (834, 650), (326, 650), (326, 604), dashed=True)
-    picture.text(580, 642, "a later process: verify the seal, or take the one before")
+    picture.text(580, 642, "a later process verifies the seal, or uses an older checkpoint")
     picture.box(232, 520, 190, 84, "WholeRun.load", ["state, loops and actions,", "history up to step N"])
     picture.arrow((232, 562), (8, 562), (8, 146), (327, 146), (327, 128), dashed=True)
     picture.text(120, 552, "seek the position")
@@ -180,7 +180,7 @@ def step():
 
 
 def run_page(page):
-    """Runs the blocks of Python of a page, one after the other."""
+    """Runs the Python blocks of a page, one after the other."""
     names = {"__name__": "__main__"}
     for block in re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), flags=re.DOTALL):
         exec(block, names)

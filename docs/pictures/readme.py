@@ -1,8 +1,8 @@
-"""Makes run.png, the picture of the README, beside itself: `python docs/pictures/readme.py`, in a minute or two.
+"""Generates run.png, the picture of the README, in its own directory: `python docs/pictures/readme.py`.
 
-It runs `python -m jaxloop.examples.digits` on a terminal of its own, kills it, and starts it again. The curves are
-those of history.jsonl, and the lines below are those that were on the terminal. A third run, which nobody kills, must
-come to the very same history.
+This takes a minute or two. The script runs `python -m jaxloop.examples.digits` in a pseudo-terminal, kills it, and
+starts it again. The curves come from history.jsonl, and the lines below them are copied from the terminal. A third,
+uninterrupted run must produce exactly the same history.
 """
 
 import fcntl
@@ -29,11 +29,11 @@ PROMPT = f"$ python {' '.join(COMMAND)}"
 KILLED_AFTER = 330
 COLUMNS = 112
 TRAIN, TEST, STOP, INK, GREY = "#2f6db5", "#b4601f", "#c0392b", "#24292f", "#6e7781"
-PAPER, BAR, SHELL, SAYS = "#0d1117", "#79c0ff", "#8b949e", "#e6edf3"  # The terminal's.
+PAPER, BAR, SHELL, SAYS = "#0d1117", "#79c0ff", "#8b949e", "#e6edf3"  # The colors of the terminal.
 
 
 def run_on_terminal(directory, killed_after=None):
-    """Runs the example in `directory`; returns the lines that are on the terminal when it is over."""
+    """Runs the example in `directory`; returns its exit code and the lines that it leaves on the terminal."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm", "JAX_PLATFORMS": "cpu"}
@@ -45,7 +45,7 @@ def run_on_terminal(directory, killed_after=None):
     while True:
         try:
             chunk = os.read(here, 65536)
-        except OSError:  # Nobody writes to it any more.
+        except OSError:  # The process has closed its end.
             break
         if not chunk:
             break
@@ -61,7 +61,7 @@ def run_on_terminal(directory, killed_after=None):
 
 
 def read_history(directory):
-    """What was measured, without the times, which differ from run to run."""
+    """Returns the steps and values of the history, without the times, which differ from run to run."""
     rows = [json.loads(line) for line in (directory / "runs/digits/history.jsonl").read_text().splitlines()]
     return [(row["elapsed"]["steps"], row["logs"]) for row in rows]
 
@@ -132,7 +132,7 @@ def main():
         after = read_history(killed_dir)
         code, third = run_on_terminal(whole_dir)
         assert code == 0, third
-        assert after == read_history(whole_dir), "The run that was killed has another history than one that was not."
+        assert after == read_history(whole_dir), "The killed run and the uninterrupted one have different histories."
 
     bar_of_first = next(line for line in reversed(first) if "steps/s" in line)
     bar_of_second = next(line for line in reversed(second) if "steps/s" in line)
@@ -166,19 +166,18 @@ def main():
         killed,
         1.3,
         f"SIGKILL at step {killed}",
-        "Pale: what it had",
-        "measured, but not",
-        "yet saved",
+        "Pale: recorded after",
+        "the last checkpoint",
         color=STOP,
     )
     note(
         accuracy,
         killed,
         0.44,
-        "Started again, it goes on",
-        f"from step {resumed}. Its history",
-        "is, digit for digit, that of",
-        "a run that was not killed",
+        f"Restarted from step {resumed}, it",
+        "records the same history as",
+        "an uninterrupted run, digit",
+        "for digit",
         color=INK,
     )
     draw_terminal(figure.add_subplot(grid[1, :]), lines)

@@ -1,4 +1,4 @@
-"""Side effects at chosen moments: summaries, checkpoints, progress, and your own."""
+"""Actions: side effects at chosen moments, such as summaries, checkpoints and progress."""
 
 from jaxloop.actions.action import Action as Action
 from jaxloop.actions.checkpoint_action import CheckpointAction as CheckpointAction

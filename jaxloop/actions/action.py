@@ -1,4 +1,4 @@
-"""The base of all actions."""
+"""The base class of all actions."""
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,22 +11,23 @@ from jaxloop.schedules import Schedule
 class Action(abc.ABC):
     """A side effect at chosen moments. Subclass it and write `__call__`.
 
-    A loop calls its actions in their order, `begin_actions` with `outputs=None`. An exception in one ends the run.
+    A loop calls its actions in the order in which they are listed, and `begin_actions` with `outputs=None`. An
+    exception in an action ends the run.
 
     Hooks:
-      __call__: by a loop, or a step, when the interval says.
-      monitors, check: by `OuterLoop.check`, before a run.
-      before_checkpoint, state_dict: when a checkpoint is about to be saved, in this order.
-      load_state_dict: when a run resumes from a checkpoint, before its first step.
-      begin_run: when a run that can resume begins or resumes, after `load_state_dict`.
-      finish: when a run has ended well, before `close`.
-      flush: when a loop on its own ends.
-      close: when an `OuterLoop`'s run ends, however it ends.
+      __call__: Called by a loop or a step whenever the interval is due.
+      monitors, check: Called by `OuterLoop.check`, before a run.
+      before_checkpoint, state_dict: Called before a checkpoint is saved, in this order.
+      load_state_dict: Called when a run resumes from a checkpoint, before its first step.
+      begin_run: Called when an `OuterLoop`'s run begins or resumes, after `load_state_dict`.
+      finish: Called when a run has ended without an error or an interruption, before `close`.
+      flush: Called when a loop without an `OuterLoop` ends.
+      close: Called when an `OuterLoop`'s run ends, however it ends.
 
     Args:
-      interval: when it is called. An int counts loops as a loop's action (2: at the end of the 2nd, 4th, ... loop),
-        and steps within the loop as a step's action. A schedule such as `every(steps=100)` fires at exactly that step,
-        inside the loop if need be.
+      interval: When to call the action. For a loop's action, an int counts loops (2: at the end of the 2nd, 4th, ...
+        loop); for a step's action, it counts the steps within the loop. A schedule such as `every(steps=100)` is exact
+        to the step, also inside a loop.
 
     >>> class Announce(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -36,19 +37,19 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """It reads the outputs. If not, a loop keeps none for it, and does not wait for the devices."""
+    """Whether the action reads the outputs. If not, a loop keeps none for it and doesn't wait for the devices."""
 
-    waits_for_outputs: bool = True
-    """A loop that calls it between two steps waits for the outputs of all its steps. If not, the action gets those of
-    the newest step that has been computed, and the loop continues at once."""
+    needs_all_outputs: bool = True
+    """Whether a loop that calls the action between two steps waits for the outputs of all steps so far. If not, the
+    action receives those of the newest computed step, and the loop continues at once."""
 
-    comes_last: bool = False
-    """It is called after the evaluations of the same step, and after all other actions, as a checkpoint is."""
+    runs_last: bool = False
+    """Whether the action is called after the other actions and the evaluations of the same step, like a checkpoint."""
 
-    time_goes_to: str = "actions"
-    """The line of the time report for its calls: "actions", "evals" or "checkpoints"."""
+    time_category: str = "actions"
+    """The part of the time report that its calls count for: "actions", "evals" or "checkpoints"."""
 
-    _interval: int | Schedule = 1  # For a subclass that does not call `super().__init__`.
+    _interval: int | Schedule = 1  # The default for a subclass that does not call `super().__init__`.
 
     def __init__(self, interval: int | Schedule = 1):
         if not isinstance(interval, Schedule):
@@ -57,7 +58,7 @@ class Action(abc.ABC):
 
     @property
     def interval(self) -> int | Schedule:
-        """When it is called: every so many loops (or steps, as a step's action), or by a schedule."""
+        """When the action is called: a number of loops (steps, for a step's action) or a schedule."""
         return self._interval
 
     def __repr__(self) -> str:
@@ -65,79 +66,76 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
-        """Called by a loop, or a step, when the interval says; at most once after any one step.
+        """Runs the side effect. Called by a loop or a step when the interval is due, at most once after each step.
 
         Args:
-          state: the train state. The next step takes it over (donates it): copy what is to be kept.
-          outputs: as a loop's action the `LoopOutputs` since its last call, on the host; as a step's action the step's
-            outputs, still on the devices. `outputs[STOP_LOOP] = True` ends the experiment.
-          **kwargs: `step_num`, the number of completed updates; `elapsed`, how far the run is (an `Elapsed`); from a
-            loop also `history`, what was measured so far (a `History`, or None), `total_steps`, how many updates the
-            run shall have in all (None if nobody knows), `spent`, the `Spent` seconds since its last call, and
-            `snapshot`, a function that returns what a checkpoint keeps beside the state. More names may come.
+          state: The train state. The next step donates it, so copy what you keep.
+          outputs: For a loop's action, the `LoopOutputs` since its last call, on the host; for a step's action, the
+            step's outputs, still on the devices. `outputs[STOP_LOOP] = True` ends the experiment.
+          **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
+            A loop also passes `history`, the measured values so far (a `History`, or None); `total_steps`, the planned
+            number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); and
+            `snapshot`, a function that returns what a checkpoint stores besides the state. More may be added.
         """
 
     @property
     def monitors(self) -> Sequence[str]:
-        """The names of the metrics, see `jaxloop.actions.Monitor`, without which it can't do its work.
+        """The names of the metrics that the action needs, see `jaxloop.actions.Monitor`.
 
-        Before a run, `OuterLoop.check` looks whether they will be measured where it is called.
+        `OuterLoop.check` checks before a run whether they will be measured when the action is called.
         """
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns the problems that a run would have, a sentence each with its remedy, for `OuterLoop.check`.
+        """Returns the problems that a run would have, for `OuterLoop.check`: sentences that name the remedy.
 
         Args:
-          state: the train state, in shapes.
-          outputs: those of a call, with ones for values; None if it is called when a loop begins.
+          state: The shapes of the train state.
+          outputs: The outputs of a call, with ones as values; None for a begin action.
         """
         return ()
 
     def finish(self, state: Any) -> Any:
-        """Called once when a run has ended well, before `close`; returns the state that the run shall return."""
+        """Returns the state that the run returns. Called once when a run has ended well, before `close`."""
         return state
 
     kept_state: Any = None
-    """A train state that it keeps from call to call, such as the best one; a checkpoint keeps it too, and sets it in a
-    run that resumes."""
+    """A train state that the action keeps between calls, such as the best one. Checkpoints store it, and a resumed run
+    restores it."""
 
     def before_checkpoint(self) -> None:
-        """Called before a checkpoint is saved: what the action has begun must be on disk when this returns.
+        """Finishes all pending work. Called before a checkpoint is saved.
 
-        A process that is killed loses the rest, and the run that resumes does not call the action again for it.
+        Work that is still pending afterwards is lost if the process is killed: a resumed run doesn't repeat it.
         """
         self.flush()
 
-    def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
-        """Called before the first step of a run that has a `CheckpointSpec`, whether or not it resumes.
-
-        An earlier process may have been killed after this step, and the work that it did since then will be repeated.
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
+        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s run, also when it resumes.
 
         Args:
-          step_num: the number of completed updates.
+          step_num: The number of completed updates.
+          can_resume: Whether the run has a `CheckpointSpec`. An earlier process may then have been killed after this
+            step, and the work that it did since will be repeated.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the memory from call to call, as `jaxloop.encoding` takes it: numbers, strings, arrays, lists, dicts.
-
-        It is part of the run, and so of a checkpoint.
-        """
+        """Returns what the action remembers between calls: numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` of an action made with the same arguments returned."""
-        self._check_remembers((), state_dict)
+        """Restores the result of `state_dict` of an action with the same arguments."""
+        self._check_state_dict_names((), state_dict)
 
-    def _check_remembers(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
-        """Raises where a `state_dict` has other names than those of what this action remembers."""
+    def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` if a `state_dict` has names other than those of this action."""
         if sorted(names) != sorted(state_dict):
             remembered = sorted(names) or "nothing"
             raise ValueError(f"{self!r} remembers {remembered}, and was given {sorted(state_dict)}: of another action?")
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
-        """Waits until what was begun is written. Called at the end of a loop on its own, without an OuterLoop."""
+        """Finishes all pending writes. Called at the end of a loop without an `OuterLoop`."""
 
     def close(self) -> None:
-        """Flushes, and lets resources go; called when an OuterLoop's run ends, however it ends."""
+        """Flushes and releases resources. Called when an `OuterLoop`'s run ends, however it ends."""
         self.flush()

@@ -1,4 +1,4 @@
-"""Actions in their order: how loops and steps keep theirs."""
+"""The list of actions of a loop or a step."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -11,11 +11,11 @@ from jaxloop.schedules import Elapsed, Schedule
 
 @final
 class ActionList:
-    """Actions in their order, each called when its interval says.
+    """Actions in the order of their calls.
 
     Args:
-      actions: the actions, or None for none. Objects of `clu.periodic_actions` are taken too.
-      unit: what their int intervals count, as a warning words it: "loops".
+      actions: The actions, or None for none. Objects of `clu.periodic_actions` are accepted.
+      unit: The unit of their int intervals, for warnings: "loops".
     """
 
     def __init__(self, actions: Sequence[Action] | None, unit: str):
@@ -25,11 +25,11 @@ class ActionList:
 
     @property
     def has_schedules(self) -> bool:
-        """True if an interval is a schedule."""
+        """Whether the interval of an action is a schedule."""
         return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
-        """Returns whether an action is called at the end of the loop (or step) of this number, counted from one."""
+        """Returns whether an action is due at the end of the loop or step with this number, counted from one."""
         interval = self.actions[index].interval
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
@@ -44,7 +44,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns the action, or one made of an object of `clu.periodic_actions`."""
+    """Returns the action, or wraps an object of `clu.periodic_actions` in one."""
     if isinstance(action, Action):
         return action
     if is_periodic(action):

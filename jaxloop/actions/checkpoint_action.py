@@ -1,4 +1,4 @@
-"""Saving the run."""
+"""The action that saves checkpoints."""
 
 import math
 import os
@@ -17,20 +17,20 @@ from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.text import printable
 
 _LONG_WAIT_SECS = 1.0
-"""How long a save may wait for the one before without it being worth a word."""
+"""Seconds that a save may wait for the previous one without a warning."""
 
 
 class CheckpointAction(Action):
-    """Saves the run under its step, after the evaluations of that step: the train state, and what it takes to go on.
+    """Saves the whole run after the evaluations of a step: the train state and everything that a resume needs.
 
-    A save goes on in the background once the arrays are copied to the host, and a run holds still only until then. One
-    save is under way at a time: one that is due before the last is on disk waits for that first. Where two in a row
-    have waited for more than a second each, that is said, once, with what to do about it; `last_stall_secs` and
-    `last_wait_secs` tell of the last save, `Spent.checkpoints` of all.
+    A save blocks the run only while the arrays are copied to the host; the rest happens in the background. There is one
+    save at a time: a save that is due before the previous one is on disk waits for it. A warning is logged once if two
+    saves in a row waited for more than a second each. `last_stall_secs` and `last_wait_secs` describe the last save,
+    `Spent.checkpoints` all of them.
 
     Hooks:
-      __call__, close: see `Action`; call those of `super()`.
-      save: by `__call__`, with the state and what else belongs to the run.
+      __call__, close: See `Action`. Call those of `super()`.
+      save: Called by `__call__` with the state and the rest of the run.
 
     >>> import tempfile
     >>> from jaxloop import examples
@@ -43,24 +43,24 @@ class CheckpointAction(Action):
     ([200, 400], 200)
 
     Args:
-      ckpt_manager: a directory, or an Orbax `CheckpointManager` for single items, of the present or the older style.
-        When a run ends, the last save is committed and the manager closed; with a directory, the next run opens it
+      ckpt_manager: A directory, or an Orbax `CheckpointManager` for single items, of the current or the older style. At
+        the end of a run, the last save is committed and the manager closed; for a directory, the next run opens it
         again.
-      interval: see `Action`.
-      keep: with a directory, how many checkpoints to keep, the newest; None for all. A manager has options of its own.
-      best: with a directory, the name of a metric, or the name and a mode as in `("test/accuracy", "max")`, see
-        `Monitor`. The best checkpoint is kept beside the newest, over restarts of the program too; of equal ones it is
-        the newest. It is one of those whose metric was measured at the very step that is saved, so let the interval
-        coincide with the evaluations. A train metric is its mean since the last save.
-      clock: tells the time in seconds.
+      interval: See `Action`.
+      keep: For a directory, the number of newest checkpoints to keep; None for all. A manager has its own options.
+      best: For a directory, the name of a metric, or its name and mode as in `("test/accuracy", "max")`, see `Monitor`.
+        The best checkpoint is kept in addition to the newest ones, also across restarts; among equal ones, the newest
+        is the best. Only checkpoints whose metric was measured at the saved step count, so let the interval coincide
+        with the evaluations. The value of a train metric is its mean since the last save.
+      clock: Returns the time in seconds.
 
     Raises:
-      OSError: a directory that can't be written.
+      OSError: The directory can't be written.
     """
 
-    uses_outputs: bool = False  # With `best`, an attribute of the object says otherwise.
-    comes_last = True
-    time_goes_to = "checkpoints"
+    uses_outputs: bool = False  # With `best`, the attribute of the object is True.
+    runs_last = True
+    time_category = "checkpoints"
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class CheckpointAction(Action):
         self._best = name_and_mode
         self._keep = keep if isinstance(ckpt_manager, str | os.PathLike) else None
         self._saves = self._saves_measured = 0
-        self._last_step: int | None = None  # That was saved.
-        self._has_waited = self._has_said_that_it_waits = False
+        self._last_step: int | None = None  # The newest saved step.
+        self._has_waited = self._has_warned_of_waiting = False
         files.prepare_directory(self.directory)
 
     @property
@@ -90,19 +90,19 @@ class CheckpointAction(Action):
 
     @property
     def keep(self) -> int | None:
-        """How many checkpoints are kept, the newest ones; None for all, or where a manager decides."""
+        """The number of newest checkpoints that are kept; None for all, or if a manager decides."""
         return self._keep
 
     @property
     def directory(self) -> epath.Path:
-        """The directory with one subdirectory a step."""
+        """The directory, with one subdirectory per checkpoint."""
         return self._writer.directory
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint, those of earlier runs included; waits for the save under way.
+        """The step of the best checkpoint, including those of earlier runs. Waits for a pending save.
 
-        None where no metric tells. `checkpoint.best_step(directory)` reads the same without an action.
+        None if no checkpoint has the metric. `checkpoint.best_step(directory)` reads the same without an action.
         """
         if self._best is None:
             return None
@@ -111,12 +111,12 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """How long the last save held the run up; None before the first."""
+        """Seconds for which the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
     @property
     def last_wait_secs(self) -> float | None:
-        """How much of `last_stall_secs` it waited for the save before to be on disk."""
+        """The part of `last_stall_secs` that the save waited for the previous one to be on disk."""
         return self._writer.last_wait_secs
 
     def __repr__(self) -> str:
@@ -154,23 +154,21 @@ class CheckpointAction(Action):
         run: Mapping[str, Any] | None = None,
         trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Saves a state now, asynchronously. The state stays usable: it is copied before this returns.
+        """Starts to save a state in the background, after the previous save is on disk.
 
-        Waits until the save before is on disk.
-
-        Call `flush` or `close` before the program ends.
+        The state is copied before this returns, so it can be donated. Call `flush` or `close` before the program ends.
 
         Args:
-          step: the step it is saved under.
-          state: the state.
-          outputs: not saved.
-          metrics: how good the state is: with `best`, a dict with that metric.
-          metadata: what is to be noted with it, as numbers, strings, lists and dicts; `checkpoint.metadata` reads it.
-          run: more of the same kind, of any length; `checkpoint.run` reads it. With a directory only, as is `trees`.
-          trees: more trees of arrays, by name; `checkpoint.trees` reads them.
+          step: The step, which names the checkpoint.
+          state: The state to save.
+          outputs: Ignored.
+          metrics: The quality of the state: with `best`, a dict with that metric.
+          metadata: Numbers, strings, lists and dicts to store with it; `checkpoint.metadata` reads them.
+          run: More of the same kind, of any size; `checkpoint.run` reads it. Only for a directory, like `trees`.
+          trees: More pytrees of arrays, by name; `checkpoint.trees` reads them.
 
         Returns:
-          Whether a save began: not for a step that is there already, nor where the manager's own policy says no.
+          Whether a save began. It doesn't if the checkpoint exists, or if the manager's policy decides against it.
         """
         has_begun = self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
         if has_begun:
@@ -180,11 +178,11 @@ class CheckpointAction(Action):
 
     def _warn_of_waiting(self, step: int) -> None:
         waited = self.last_wait_secs or 0.0
-        if waited > _LONG_WAIT_SECS and self._has_waited and not self._has_said_that_it_waits:
-            self._has_said_that_it_waits = True
+        if waited > _LONG_WAIT_SECS and self._has_waited and not self._has_warned_of_waiting:
+            self._has_warned_of_waiting = True
             logging.warning(
-                "The save of step %d waited %.1f s for that of step %d to be on disk, as the save before had waited, "
-                "and the run held still. Save less often than interval=%r, or to a faster disk.",
+                "Saving step %d blocked training for %.1f s while step %d was still being written, for the second time "
+                "in a row. Save less often than interval=%r, or to a faster disk.",
                 step,
                 waited,
                 self._last_step,
@@ -193,7 +191,7 @@ class CheckpointAction(Action):
         self._has_waited = waited > _LONG_WAIT_SECS
 
     def before_checkpoint(self) -> None:
-        """Does nothing: a save waits for the one before by itself."""
+        """Does nothing, because a save waits for the previous one."""
 
     def flush(self) -> None:
         self._writer.wait()
@@ -202,14 +200,13 @@ class CheckpointAction(Action):
         self._writer.close()
         if self._monitor is not None and self._saves and not self._saves_measured:
             logging.warning(
-                "%r saved no checkpoint that can be the best: %s was measured at none of its %d saves. Let its "
-                "interval coincide with the evaluations: interval=every(steps=500) here, and schedule=every(steps=500) "
-                "in the EvalSpec.",
+                "%r saved no checkpoint that can be the best: %s was not measured at any of its %d saves. Let its "
+                "interval coincide with the evaluations, such as interval=every(steps=500) here and in the EvalSpec.",
                 self,
                 printable(self._monitor.name),
                 self._saves,
             )
-        self._saves = self._saves_measured = 0  # The next run counts its own.
+        self._saves = self._saves_measured = 0  # The next run starts to count at zero.
 
 
 def _monitor_of(best: str | tuple[str, str] | None) -> Monitor | None:

@@ -1,4 +1,4 @@
-"""Stopping when a metric no longer improves."""
+"""The action that stops a run when a metric no longer improves."""
 
 import dataclasses
 import math
@@ -20,15 +20,15 @@ from jaxloop.text import printable
 
 @dataclasses.dataclass
 class _Memory:
-    """The memory of an action from call to call.
+    """What the action remembers between calls.
 
     Attributes:
-      best: the best value.
-      best_elapsed: the progress of the run at the best value.
-      patient_since: where the patience began to run.
-      waits: measurements since then.
-      seen_at: the newest call.
-      stopped: it has ended the run.
+      best: The best value.
+      best_elapsed: The progress of the run at the best value.
+      patient_since: The progress at which the patience began.
+      waits: Measurements since then.
+      seen_at: The progress at the newest call.
+      stopped: Whether it has ended the run.
     """
 
     best: float | None = None
@@ -42,11 +42,11 @@ class _Memory:
 class EarlyStoppingAction(Action):
     """Ends the run when a metric no longer improves, or at once when it is NaN.
 
-    Give it to the eval loop whose metric it watches, or to the train loop, where it is called after the evaluations of
-    the same step. Why it stopped is logged.
+    Give it to the eval loop whose metric it monitors, or to the train loop, which calls it after the evaluations of the
+    same step. It logs the reason when it stops the run.
 
     Hooks:
-      __call__, finish, close, state_dict, load_state_dict: see `Action`; call those of `super()`.
+      __call__, finish, close, state_dict, load_state_dict: See `Action`. Call those of `super()`.
 
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:
@@ -56,18 +56,19 @@ class EarlyStoppingAction(Action):
     (True, 0.98, 200)
 
     Args:
-      monitor: the name of the metric, see `jaxloop.actions.Monitor`. A train metric is its mean since the last call.
-      patience: how many measurements in a row may bring no improvement; the run ends at the last of them. Or for how
-        long none may come, as a period that begins at the best: `after(steps=1000)`, `after(time=600)`.
+      monitor: The name of the metric, see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
+        last call.
+      patience: The number of measurements in a row without an improvement after which the run ends; or a period without
+        an improvement, such as `after(steps=1000)` or `after(time=600)`, which starts at the best value.
       mode: "min", "max" or "auto", see `jaxloop.actions.Monitor`.
-      min_delta: an improvement is better than the best by more than this.
-      baseline: until the metric is better than this, an improvement does not restart the patience.
-      restore_best: keeps a copy of the state with the best value on the devices, as large as the state; the run
-        returns it when it ends, for whatever reason. Its `step` is that of the best.
-      interval: see `Action`.
+      min_delta: A value must be better than the best one by more than this to count as an improvement.
+      baseline: Improvements restart the patience only once the metric is better than this.
+      restore_best: Keeps a copy of the state with the best value on the devices. The run returns it, with the `step` of
+        the best value, however it ends.
+      interval: See `Action`.
     """
 
-    comes_last = True
+    runs_last = True
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class EarlyStoppingAction(Action):
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if outputs is None:
-            yield self._cant_stop_a_beginning
+            yield self._begin_action_error
 
     @property
     def best(self) -> float | None:
@@ -115,7 +116,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def stopped(self) -> bool:
-        """True if it has ended the run."""
+        """Whether the action has ended the run."""
         return self._memory.stopped
 
     def __repr__(self) -> str:
@@ -134,7 +135,7 @@ class EarlyStoppingAction(Action):
     ) -> None:
         now = Elapsed(step_num) if elapsed is None else elapsed.without_previous()
         if self._is_over or (self._memory.seen_at is not None and now.steps < self._memory.seen_at.steps):
-            self._forget()  # It is another run.
+            self._forget()  # A new run.
         self._memory.seen_at = now
         value = self._monitor.measured(outputs, history, now)
         if value is None:
@@ -143,16 +144,16 @@ class EarlyStoppingAction(Action):
         self._memory.stopped = reason is not None
         if self._memory.stopped:
             if outputs is None:
-                raise TypeError(self._cant_stop_a_beginning)
+                raise TypeError(self._begin_action_error)
             outputs[types.STOP_LOOP] = True
             logging.info("Stopped at step %d: %s", now.steps, reason)
 
     @property
-    def _cant_stop_a_beginning(self) -> str:
-        return f"{self!r} can't stop a loop that begins: give it to the end_actions."
+    def _begin_action_error(self) -> str:
+        return f"{self!r} can't stop a loop as one of its begin_actions. Give it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Takes a value in; returns why the run is to stop, as a sentence."""
+        """Records a value; returns a sentence with the reason to stop, or None."""
         memory = self._memory
         if self._monitor.has_failed(value):
             return f"{self._monitor.name} is {value}."
@@ -161,7 +162,7 @@ class EarlyStoppingAction(Action):
         if self._monitor.improves(value, memory.best, self._min_delta):
             memory.best, memory.best_elapsed = value, now
             if self._restore_best:
-                self.kept_state = None  # Let go of the one before, so that there are never three.
+                self.kept_state = None  # Frees the previous copy, so that there are never three states.
                 self.kept_state = jax.tree.map(_copy, state)
             if self._baseline is None or self._monitor.improves(value, self._baseline, self._min_delta):
                 memory.patient_since, memory.waits = now, 0
@@ -170,13 +171,13 @@ class EarlyStoppingAction(Action):
 
     def _describe(self, gone: float) -> str:
         best, at = self._memory.best, self._memory.best_elapsed
-        assert best is not None and at is not None  # The first value is the best, or has failed.
+        assert best is not None and at is not None  # The first value is the best one, or it has failed.
         unit = {"": "evaluations", "time": "seconds"}.get(self._unit, self._unit)
         period = f"{gone:g} {unit}" if gone != 1 else f"1 {unit[:-1]}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
         if self._baseline is not None and not self._monitor.improves(best, self._baseline, self._min_delta):
             return (
-                f"{self._monitor.name} has not got better than the baseline {self._baseline:g}{margin} for {period}; "
+                f"{self._monitor.name} has not improved on the baseline {self._baseline:g}{margin} for {period}; "
                 f"the best was {best:.6g} (step {at.steps})."
             )
         return f"{self._monitor.name} has not improved on {best:.6g} (step {at.steps}){margin} for {period}."
@@ -185,8 +186,8 @@ class EarlyStoppingAction(Action):
         memory, name = self._memory, printable(self._monitor.name)
         if memory.seen_at is not None and memory.best is None and not memory.stopped:
             logging.warning(
-                f"{self!r} could not stop the run: at none of its calls was {name} measured. Let its interval coincide "
-                "with the evaluations, or give it to the end_actions of the eval loop."
+                f"{self!r} could not stop the run: {name} was not measured at any of its calls. Let its interval "
+                "coincide with the evaluations, or give it to the end_actions of the eval loop."
             )
         self._is_over = True
         best_state, self.kept_state = self.kept_state, None
@@ -194,9 +195,9 @@ class EarlyStoppingAction(Action):
             return state
         if best_state is None:
             logging.warning(
-                f"{self!r} can't return the state with the best {name}: the run was resumed after step "
-                f"{memory.best_elapsed.steps}, where it was, and the copy is not part of a checkpoint. The newest "
-                f"state is returned. CheckpointAction(directory, best={name!r}) keeps the best on disk."
+                f"{self!r} can't return the state with the best {name}, of step {memory.best_elapsed.steps}, because "
+                "the run was resumed since and the copy is not part of a checkpoint. It returns the newest state. "
+                f"CheckpointAction(directory, best={name!r}) keeps the best one on disk."
             )
             return state
         logging.info("The run returns the state of step %d, with the best %s.", memory.best_elapsed.steps, name)
@@ -211,7 +212,7 @@ class EarlyStoppingAction(Action):
         return {name: value.to_dict() if isinstance(value, Elapsed) else value for name, value in kept.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_remembers(vars(_Memory()), state_dict)
+        self._check_state_dict_names(vars(_Memory()), state_dict)
         self._forget()
         for name, kept in state_dict.items():
             setattr(self._memory, name, Elapsed(**kept) if isinstance(kept, Mapping) else kept)
@@ -233,5 +234,5 @@ def _patience_and_unit(patience: int | Schedule) -> tuple[float, str]:
             f"{patience!r}, which has no length."
         )
     if value <= 0:
-        raise ValueError(f"EarlyStoppingAction.patience must be longer than nothing, got {patience!r}.")
+        raise ValueError(f"EarlyStoppingAction.patience must be positive, got {patience!r}.")
     return value, unit

@@ -1,4 +1,4 @@
-"""Writing the learning rate."""
+"""The action that writes the learning rate."""
 
 from collections.abc import Iterable
 from typing import Any, final
@@ -13,19 +13,19 @@ from jaxloop.schedules import Schedule
 
 @final
 class LearningRateAction(WriterAction):
-    """Writes the learning rate of the last update, where `optax.inject_hyperparams` keeps it in the optimizer's state.
+    """Writes the learning rate of the last update, which `optax.inject_hyperparams` stores in the optimizer's state.
 
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     >>> float(learning_rate(optimizer.init(0.0)))
     0.10000000149011612
 
     Args:
-      summary_writer: see `SummaryAction`. It stays yours.
-      interval: see `Action`.
-      background: whether a thread writes, see `SummaryAction`.
+      summary_writer: See `SummaryAction`. You own it.
+      interval: See `Action`.
+      background: Whether a thread writes, see `SummaryAction`.
 
     Raises:
-      ValueError: when it is called, where the optimizer's state has no learning rate.
+      ValueError: When it is called, if the optimizer's state has no learning rate.
     """
 
     uses_outputs = False
@@ -42,14 +42,14 @@ class LearningRateAction(WriterAction):
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
         if learning_rate(getattr(state, "opt_state", None)) is None:
             yield (
-                "LearningRateAction finds no learning rate in the optimizer's state. Make the optimizer with "
+                "LearningRateAction found no learning rate in the optimizer's state. Make the optimizer with "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...), or leave the action out."
             )
 
 
 def learning_rate(opt_state: Any) -> Any:
-    """The learning rate in an optimizer's state, on its device; None where there is none, or more than one."""
+    """Returns the learning rate in an optimizer's state, on its device; None if there is none or more than one."""
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-    # Beside the rate itself, a schedule keeps a state of the same name.
+    # Besides the rate itself, a schedule has a state with the same name.
     rates = [value for _, value in found if hasattr(value, "dtype") and np.ndim(value) == 0]
     return rates[0] if len(rates) == 1 else None

@@ -1,4 +1,4 @@
-"""A metric that is watched: its name, its value at a step, and the better of two values."""
+"""A monitored metric: its name, its value at a step, and the comparison of two values."""
 
 import difflib
 import math
@@ -34,20 +34,20 @@ class Monitor:
     2.0
 
     Args:
-      name: "loss" or "train/loss" for an output of the loop that asks, "test/accuracy" for the `accuracy` of the
-        evaluation named `test`. "accuracy" alone is the loop's own output where it has one, else any evaluation's.
-      mode: "min" or "max". "auto" is "max" where a word of the name's last part speaks of something good (accuracy,
-        acc, auc, f1, precision, recall, score, reward, return, iou, bleu, ...) and none of a loss or an error; else
-        "min".
+      name: "loss" or "train/loss" for an output of the loop that calls the action; "test/accuracy" for the `accuracy`
+        of the evaluation named `test`. "accuracy" is the loop's own output if there is one, and otherwise that of any
+        evaluation.
+      mode: "min" or "max". "auto" is "max" if the last part of the name contains a word such as accuracy, acc, auc, f1,
+        precision, recall, score, reward, return, iou or bleu, and no word for a loss or an error; otherwise "min".
 
     Attributes:
-      name: the name as it was given.
-      mode: the better values: "min" or "max".
+      name: The name as it was given.
+      mode: The direction of improvement: "min" or "max".
     """
 
     def __init__(self, name: str, mode: str = "auto"):
         if not isinstance(name, str) or not name.strip("/. "):
-            raise TypeError(f"A metric to monitor is given by its name, such as 'test/accuracy', got {name!r}.")
+            raise TypeError(f"The name of a metric must be a string such as 'test/accuracy', got {name!r}.")
         if mode not in _MODES:
             raise ValueError(f"The mode of {name!r} must be 'auto', 'min' or 'max', got {mode!r}.")
         self.name: str = name
@@ -68,14 +68,14 @@ class Monitor:
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
-        """Returns the value of this step; None if nothing was measured.
+        """Returns the value at this step; None if it was not measured.
 
-        Looks among the scalars of `outputs`, see `jaxloop.summarize`, then for the newest row of `history`, which
-        counts if it is of this step.
+        The value is one of the scalars of `outputs`, see `jaxloop.summarize`, or from the newest row of `history` if
+        that belongs to this step.
 
         Raises:
-          ValueError: there is no metric of this name, and none can come. As long as an evaluation of this name might
-            still come, that is logged once instead, as soon as there is an evaluation to compare with.
+          ValueError: There is no metric with this name and there can't be one. If a later evaluation may still measure
+            it, a warning is logged once instead.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
@@ -83,28 +83,28 @@ class Monitor:
             return scalars[found]
         last = None if history is None else history.last(self.name)
         if last is None:
-            self._check_can_come(scalars, history)
+            self._check_can_be_measured(scalars, history)
             return None
         measured_at, value = last
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
-        """Returns whether this metric is among the scalars of a loop, or has been measured in a run."""
+        """Returns whether this metric is among the scalars of a loop or in the history of a run."""
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
-    def said_of_none(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns a text that lists what is measured, because nothing of this name is."""
+    def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
+        """Returns a message that no metric has this name, with a list of those that exist."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
-        return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._nearest_first(there))}."
+        return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._by_similarity(there))}."
 
     def _as_number(self, value: Any) -> float:
         if isinstance(value, str):
-            raise TypeError(f"{self.name!r} is to be monitored, so it must be a number, got {value!r}.")
+            raise TypeError(f"The monitored metric {self.name!r} must be a number, got {value!r}.")
         return float(value)
 
     def _find(self, names: Iterable[str]) -> str | None:
-        """Returns the name of the loop's output that is meant."""
+        """Returns the name of the loop's output that this metric refers to, or None."""
         wanted = _parts(self.name)
         wanted = wanted[1:] if len(wanted) > 1 and wanted[0] == "train" else wanted
         # The full name first; then a field of a Collection, `loss` of `metrics/loss`.
@@ -112,27 +112,27 @@ class Monitor:
             found = [name for name in names if matches(_parts(name))]
             if len(found) > 1:
                 raise ValueError(
-                    f"{self.name!r} may be any of {', '.join(map(printable, sorted(found)))}. Write the one in full."
+                    f"{self.name!r} may be any of {', '.join(map(printable, sorted(found)))}. Write one in full."
                 )
             if found:
                 return found[0]
         return None
 
-    def _check_can_come(self, scalars: Iterable[str], history: History | None) -> None:
-        """Raises if nothing of this name can come any more; warns if it may come from another evaluation."""
+    def _check_can_be_measured(self, scalars: Iterable[str], history: History | None) -> None:
+        """Raises an error if no later output can have this name; warns if another evaluation may have it."""
         groups = set() if history is None else {_parts(path)[0] for path in history.paths()}
         if not groups and not tuple(scalars):
             return
         first, *rest = _parts(self.name)
         has_evaluated = bool(groups - {"train"})
         if history is None or (rest and first in groups) or (has_evaluated and not rest):
-            raise ValueError(f"{self.said_of_none(scalars, history)} Give the name of one of them.")
+            raise ValueError(f"{self.missing_message(scalars, history)} Give the name of one of them.")
         if has_evaluated and not self._has_warned:
             self._has_warned = True
-            text = self.said_of_none(scalars, history)
-            logging.warning("%s It may still come from an evaluation named %r.", text, first)
+            text = self.missing_message(scalars, history)
+            logging.warning("%s An evaluation named %r may still measure it.", text, first)
 
-    def _nearest_first(self, names: list[str]) -> list[str]:
+    def _by_similarity(self, names: list[str]) -> list[str]:
         likeness = lambda name: difflib.SequenceMatcher(None, self.name, name).ratio()
         return sorted(names, key=likeness, reverse=True)[:12]
 
@@ -142,7 +142,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _mode_of(name: str) -> str:
-    """Returns the better values of a metric of this name."""
+    """Returns the direction of improvement for a metric with this name."""
     last = _parts(name)[-1]
     words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", last)}
     return "max" if (words | {last.lower()}) & _GOOD and not words & _BAD else "min"

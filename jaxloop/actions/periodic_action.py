@@ -1,4 +1,4 @@
-"""The periodic actions of clu, as actions of a loop."""
+"""The action that wraps the periodic actions of clu."""
 
 import concurrent.futures
 import contextlib
@@ -19,20 +19,20 @@ def is_periodic(obj: Any) -> bool:
 
 @final
 class PeriodicAction(Action):
-    """Calls a `clu.periodic_actions` object after every step, as it wants it: `Profile`, `ReportProgress`, and more.
+    """Calls an object of `clu.periodic_actions`, such as `Profile` or `ReportProgress`, after every step.
 
-    A loop makes this of the objects among its actions by itself:
+    A loop wraps such objects among its actions:
     `TrainLoop(step, end_actions=[periodic_actions.ReportProgress(num_train_steps=10_000)])`.
 
-    The object decides by its own arguments, such as `every_steps`, when it does something, and is called with the
-    number of completed updates alone. So the callback of a `PeriodicCallback` gets `step` and `t`, and no state: write
-    an `Action` for what needs one. The object's clock starts with the first step of each run.
+    The object's own arguments, such as `every_steps`, decide when it does something. It is called with the number of
+    completed updates only, so the callback of a `PeriodicCallback` receives `step` and `t` but no state; write an
+    `Action` if you need one. The object's clock starts with the first step of each run.
 
-    When a run ends, the result of an asynchronous callback is waited for, and a profile that is still being recorded is
-    written.
+    The end of a run waits for the result of an asynchronous callback, and writes a profile that is still being
+    recorded.
 
     Args:
-      periodic: the object.
+      periodic: The object.
     """
 
     uses_outputs = False
@@ -51,14 +51,14 @@ class PeriodicAction(Action):
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         if self._last_step is not None and step_num != self._last_step + 1:
-            # Another run. To clu steps are missing, which it refuses, and its steps per second would be nonsense.
+            # A new run. Without this, clu would refuse the gap in the steps, and its steps per second would be wrong.
             self._periodic._previous_step = None
         self._last_step = step_num
         self._periodic(step_num)
 
     def close(self) -> None:
         super().close()
-        if getattr(self._periodic, "_session_running", False):  # Of a Profile, which has no method for it.
+        if getattr(self._periodic, "_session_running", False):  # A Profile has no public method for this.
             from clu import profiler
 
             self._periodic._end_session(profiler.stop())

@@ -1,4 +1,4 @@
-"""A profile of some steps."""
+"""The action that profiles some steps."""
 
 from collections.abc import Mapping
 from typing import Any, final
@@ -14,23 +14,23 @@ from jaxloop.schedules import after, at, every
 
 @final
 class ProfileAction(Action):
-    """Records what host and devices do in some steps, for TensorBoard's profile page, XProf or Perfetto.
+    """Records a profile of some steps for TensorBoard's profile page, XProf or Perfetto.
 
-    The trace holds whole steps: before it begins, and before it ends, the devices are waited for. A run that ends
-    before the last of the steps leaves a trace of those it had.
+    The trace contains whole steps: the loop synchronizes with the devices before it begins and before it ends. A run
+    that ends early leaves a trace of the steps it had.
 
     >>> import tempfile
     >>> ProfileAction(tempfile.mkdtemp(), first_step=100, num_steps=5).interval
     at(steps=99) | at(steps=104)
 
     Args:
-      logdir: where the trace is written, under `plugins/profile/`.
-      first_step: the first step of the trace, 2 at the least: the first step of a run compiles.
-      num_steps: how many steps. A few tell as much as many, and the files are large.
-      every_steps: records as many steps again each time that so many steps have gone since the first; None for once.
+      logdir: The directory of the trace, which is written under `plugins/profile/`.
+      first_step: The first step of the trace, at least 2, because the first step of a run compiles.
+      num_steps: The number of steps. A few are enough, and the files are large.
+      every_steps: Repeats the trace every this many steps; None for one trace.
 
     Raises:
-      OSError: a directory that can't be written.
+      OSError: The directory can't be written.
     """
 
     uses_outputs = False
@@ -42,11 +42,11 @@ class ProfileAction(Action):
         checks.check_positive("ProfileAction.num_steps", num_steps)
         checks.check_positive("ProfileAction.every_steps", every_steps, optional=True)
         if first_step < 2:
-            raise ValueError(f"ProfileAction.first_step must be 2 or more, for step 1 compiles, got {first_step}.")
+            raise ValueError(f"ProfileAction.first_step must be at least 2, because step 1 compiles, got {first_step}.")
         if every_steps is not None and every_steps <= num_steps:
             raise ValueError(
-                f"ProfileAction.every_steps must be larger than num_steps={num_steps}, or one trace would begin before "
-                f"the last has ended, got {every_steps}."
+                f"ProfileAction.every_steps must be larger than num_steps={num_steps}, so that traces don't overlap, "
+                f"got {every_steps}."
             )
         begin, end = first_step - 1, first_step - 1 + num_steps
         interval = at(begin) | at(end)
@@ -64,24 +64,24 @@ class ProfileAction(Action):
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         gone = step_num - (self._first_step - 1)
         if self._running_since is not None:
-            metrics.wait(state)  # What the devices still have to do belongs to these steps.
+            metrics.wait(state)  # Pending work belongs to these steps.
             self._stop(step_num)
         elif gone == 0 or (self._every_steps is not None and gone % self._every_steps == 0):
-            metrics.wait(state)  # And this does not.
+            metrics.wait(state)  # Pending work belongs to earlier steps.
             try:
                 jax.profiler.start_trace(str(self._logdir))
                 self._running_since = step_num
             except RuntimeError as error:
-                logging.warning("%r records no profile of step %d: %s", self, step_num + 1, error)
+                logging.warning("%r could not profile step %d: %s", self, step_num + 1, error)
 
     def _stop(self, step_num: int | None) -> None:
-        """Ends the trace; without a step if the last one is unknown."""
+        """Ends the trace; the step is None if the last one is unknown."""
         first, self._running_since = self._running_since, None
         if first is not None:
             jax.profiler.stop_trace()
             self._traces += 1
             steps = f"the steps from {first + 1} on" if step_num is None else f"steps {first + 1} to {step_num}"
-            logging.info("A profile of %s is in %s. tensorboard --logdir shows it.", steps, self._logdir)
+            logging.info("The profile of %s is in %s. View it with tensorboard --logdir.", steps, self._logdir)
 
     def finish(self, state: Any) -> Any:
         if self._running_since is not None:
@@ -94,13 +94,13 @@ class ProfileAction(Action):
         if not self._traces:
             last_step = self._first_step + self._num_steps - 1
             logging.warning(
-                f"{self!r} recorded nothing: the run did not come through steps {self._first_step} to {last_step}. "
-                "Give it a first_step between where the run begins and where it ends."
+                f"{self!r} recorded nothing: the run did not include steps {self._first_step} to {last_step}. Choose a "
+                "first_step between the first and the last step of the run."
             )
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"traces": self._traces}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._check_remembers(["traces"], state_dict)
+        self._check_state_dict_names(["traces"], state_dict)
         self._traces = state_dict["traces"]

@@ -1,8 +1,9 @@
-"""A progress bar, or lines in a file."""
+"""The action that shows progress, as a bar or as lines in a file."""
 
 import contextlib
 import dataclasses
 import importlib
+import logging as py_logging
 import math
 import os
 import sys
@@ -19,10 +20,11 @@ from jaxloop.actions.action import Action
 from jaxloop.history import History, Row
 from jaxloop.schedules import Elapsed, Schedule, every, first, last
 from jaxloop.text import printable
+from jaxloop.timing import Spent, duration
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-# If each drawing stays, as in a file: the least seconds between two, and about how many a run has at most.
+# For lines that stay, as in a file: the least seconds between two, and their approximate maximum in a run.
 _LINE_SECONDS = 10.0
 _MOST_LINES = 50
 
@@ -36,11 +38,12 @@ class Progress:
     'step 4,650 of 10,000 (46%)  673.9 steps/s  0:08 left  accuracy 0.9779'
 
     Attributes:
-      steps: completed updates of the run.
-      total: updates of the whole run; None if unknown.
-      steps_here: steps that this process has timed.
-      seconds: seconds that these steps took.
-      values: the newest metrics by name.
+      steps: Completed updates of the run.
+      total: Updates of the whole run; None if unknown.
+      steps_here: Steps that this process has timed: all but its first, which compiles.
+      seconds: Seconds that these steps took.
+      values: The newest metrics by name.
+      run_seconds: Seconds since the run began in this process, with compilation and start-up.
     """
 
     steps: int
@@ -48,6 +51,7 @@ class Progress:
     steps_here: int
     seconds: float
     values: Mapping[str, float]
+    run_seconds: float = 0.0
 
     @property
     def seconds_left(self) -> float | None:
@@ -58,13 +62,13 @@ class Progress:
 
     @property
     def seconds_between_lines(self) -> float:
-        """Seconds between two lines that stay, so that a run has few, of known length or not."""
+        """Seconds between two lines that stay, so that a run has few lines even if its length is unknown."""
         if self.seconds_left is None:
             return max(_LINE_SECONDS, self.seconds / 10)
         return max(_LINE_SECONDS, (self.seconds + self.seconds_left) / _MOST_LINES)
 
     def line(self, *, is_final: bool = False) -> str:
-        """Returns a line for a log: with the time left, or if final with the time that the run took."""
+        """Returns a line for a log, with the time left or, if final, the time that the run took."""
         parts = [f"step {self.steps:,}"]
         if self.total:
             parts[0] += f" of {self.total:,} ({100 * self.steps // self.total}%)"
@@ -72,7 +76,7 @@ class Progress:
             speed = self.steps_here / self.seconds
             parts.append(f"{speed:,.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step")
         if is_final:
-            parts.append(f"took {_clock_time(self.seconds)}")
+            parts.append(f"took {duration(self.run_seconds)}")
         elif self.seconds_left is not None:
             parts.append(f"{_clock_time(self.seconds_left)} left")
         return "  ".join([*parts, *_named_numbers(self.values)])
@@ -82,8 +86,8 @@ class Progress:
 class ProgressAction(Action):
     """Shows the progress of a run: steps, time left, speed, the newest metrics, and results of evaluations.
 
-    It never waits for the devices: it shows the newest metrics that have arrived. Results of evaluations stay as lines
-    above the bar. Only the first process shows anything.
+    It never waits for the devices, but shows the newest metrics that have arrived. Results of evaluations, and log
+    lines, appear above the bar. Only the first process shows anything.
 
     >>> import itertools
     >>> ticks = itertools.count(0.0, 2.0)
@@ -92,22 +96,22 @@ class ProgressAction(Action):
     ...     progress(None, {"loss": 1 / step}, step_num=step)
     step 1 of 4 (25%)  loss 1.0000
     >>> progress.close()
-    step 4 of 4 (100%)  2.7 s/step  took 0:08  loss 0.2500
+    step 4 of 4 (100%)  2.7 s/step  took 8.0 s  loss 0.2500
 
     Args:
-      total_steps: updates of the whole run; None for what the loop says.
-      interval: see `Action`. The default is ten times a second, so that steps in between cost nothing.
-      bar: "tqdm" for a bar, "plain" for a line now and then, or "auto": "tqdm" on a terminal and in a notebook, where a
-        bar can be redrawn, and "plain" in a file. Without tqdm, "tqdm" means "plain". In a file each of them writes at
-        most every 10 seconds, and more rarely in a long run.
-      min_seconds: the shortest time between two drawings.
-      names: the metrics to show, in this order; None for all but the loop's statistics (`jaxloop/...`). Evaluations
+      total_steps: Updates of the whole run; None to use the number that the loop passes.
+      interval: See `Action`. The default is ten times a second, so that steps in between cost nothing.
+      bar: "tqdm" for a bar, "plain" for occasional lines, or "auto": "tqdm" on a terminal and in a notebook, where a
+        bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In a file, both write
+        at most every 10 seconds, and less often in a long run.
+      min_seconds: The shortest time between two drawings.
+      names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). Evaluations
         show all of their metrics.
-      stream: where to write; None for stderr, or stdout in a notebook.
-      clock: returns the time in seconds.
+      stream: The stream to write to; None for stderr, or stdout in a notebook.
+      clock: Returns the time in seconds.
     """
 
-    waits_for_outputs = False
+    needs_all_outputs = False
 
     def __init__(
         self,
@@ -139,8 +143,9 @@ class ProgressAction(Action):
     def _forget(self) -> None:
         """Makes the next call the first of a run."""
         self._bar: _PlainBar | _TqdmBar | None = None
-        self._next_look = self._next_line = -math.inf
-        self._began_at: tuple[int, float] = (0, 0.0)
+        self._next_update = self._next_line = -math.inf
+        self._run_began_at: float | None = None
+        self._began_at: tuple[int, float] | None = None  # The first call: its step, and when it was.
         self._newest: tuple[int, Elapsed | None, History | None, int | None] = (0, None, None, None)
         self._newest_at = 0.0
         self._outputs: dict[str, Any] = {}
@@ -159,6 +164,7 @@ class ProgressAction(Action):
         elapsed: Elapsed | None = None,
         history: History | None = None,
         total_steps: int | None = None,
+        spent: Spent | None = None,
         **kwargs: Any,
     ) -> None:
         if not distributed.is_first_process():
@@ -168,14 +174,24 @@ class ProgressAction(Action):
         self._newest = (step_num, elapsed, history, self._total_steps or total_steps)
         self._newest_at = now = self._clock()
         self._outputs.update(outputs or {})
-        if now >= self._next_look or step_num == total_steps:
-            self._look(now)
+        if self._run_began_at is None:
+            self._run_began_at = now - (spent.total if spent is not None else 0.0)
+        if now >= self._next_update or step_num == total_steps:
+            self._update(now)
 
-    def _look(self, now: float) -> None:
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        if distributed.is_first_process():
+            self._end(self._newest_at)
+            self._run_began_at = self._clock()
+            self._bar = self._make_bar(Progress(step_num, self._total_steps, 0, 0.0, {}))
+            self._bar.announce(f"step {step_num:,}: compiling the first step")
+
+    def _update(self, now: float) -> None:
         """Shows the results of new evaluations, and draws the bar if that is due."""
-        if self._bar is None:
+        if self._began_at is None:
             self._began_at = (self._newest[0], now)
             self._skip_old_results()
+        if self._bar is None:
             self._bar = self._make_bar(self._progress(now))
         for line in self._new_results():
             self._bar.write(line)
@@ -183,15 +199,17 @@ class ProgressAction(Action):
             progress = self._progress(now)
             self._bar.draw(progress)
             self._next_line = now + progress.seconds_between_lines
-        self._next_look = now + self._min_seconds
+        self._next_update = now + self._min_seconds
 
     def _progress(self, now: float) -> Progress:
         steps, _, _, total = self._newest
-        first_step, since = self._began_at
+        (first_step, since), run_began_at = self._began_at or (steps, now), self._run_began_at
         values = metrics.summarize({name: value for name, value in self._outputs.items() if _is_on_host(value)})
         shown = sorted(name for name in values if not name.startswith("jaxloop/"))
         names = shown if self._names is None else [name for name in self._names if name in values]
-        return Progress(steps, total, steps - first_step, now - since, {name: values[name] for name in names})
+        shown = {name: values[name] for name in names}
+        run_seconds = now - (since if run_began_at is None else run_began_at)
+        return Progress(steps, total, steps - first_step, now - since, shown, run_seconds)
 
     def _make_bar(self, progress: Progress) -> "_PlainBar | _TqdmBar":
         stream = self._stream or (sys.stdout if _is_notebook(sys.stdout) else sys.stderr)
@@ -214,7 +232,7 @@ class ProgressAction(Action):
             self._rows_seen, self._results_seen = len(history), _newest_results(history)
 
     def _new_results(self) -> Iterator[str]:
-        """Yields a line for each evaluation since the last look."""
+        """Yields a line for each evaluation since the last update."""
         history = self._newest[2]
         if history is None or len(history) == self._rows_seen:
             return
@@ -237,7 +255,9 @@ class ProgressAction(Action):
 
     def _end(self, now: float) -> None:
         """Closes the bar, if there is one, at some time."""
-        if self._bar is not None:
+        if self._bar is not None and self._began_at is None:  # The run ended before its first step.
+            self._bar.clear()
+        elif self._bar is not None:
             for line in self._new_results():
                 self._bar.write(line)
             self._bar.draw(self._progress(now), is_final=True)
@@ -262,6 +282,10 @@ class _PlainBar:
     def __init__(self, stream: TextIO):
         self._stream, self._drawn_at = stream, -1
 
+    def announce(self, text: str) -> None:
+        """Shows a text until the first drawing."""
+        self.write(text)
+
     def draw(self, progress: Progress, *, is_final: bool = False) -> None:
         """Shows the progress; the final drawing stays, and closes the bar."""
         if self._drawn_at != progress.steps or not is_final:
@@ -272,9 +296,15 @@ class _PlainBar:
         """Writes a line that stays, above the bar."""
         print(line, file=self._stream, flush=True)
 
+    def clear(self) -> None:
+        """Closes the bar, and leaves nothing of it."""
+
 
 class _TqdmBar:
-    """Shows progress as tqdm's bar: text, or a widget in a notebook that has ipywidgets. See `_PlainBar`."""
+    """Shows progress as tqdm's bar: text, or a widget in a notebook that has ipywidgets. See `_PlainBar`.
+
+    Log lines appear above the bar. Metrics that would leave fewer than ten columns for it are shown at the end only.
+    """
 
     def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
         self._stream, self.is_live = stream, is_live
@@ -287,18 +317,54 @@ class _TqdmBar:
         # With no least interval, each call of `draw` draws.
         options = {"file": stream, "unit": " steps", "mininterval": 0, "miniters": 0, **size}
         self._tqdm = make(initial=progress.steps, total=progress.total, **options)
+        self._tqdm.start_t -= progress.run_seconds
+        if shape := self._tqdm.dynamic_ncols:  # Leaves room for the ^C that a terminal shows behind the bar.
+            self._tqdm.dynamic_ncols = lambda stream: (shape(stream)[0] and shape(stream)[0] - 2, shape(stream)[1])
+        self._handlers = [each for each in (*logging.get_absl_logger().root.handlers, py_logging.lastResort) if each]
+        for handler in self._handlers if is_live and not has_widgets else ():
+            handler.addFilter(self._make_way)
+
+    def _make_way(self, record: Any) -> bool:
+        """Clears the bar before a log line is written; the next drawing shows it again."""
+        self._tqdm.clear()
+        self._stream.write("\r\x1b[K")  # Also what the terminal shows behind it, such as ^C.
+        return True
+
+    def announce(self, text: str) -> None:
+        self._tqdm.bar_format = "{desc}"
+        self._tqdm.set_description_str(text)
 
     def draw(self, progress: Progress, *, is_final: bool = False) -> None:
-        values = ", ".join(f"{printable(name)}={_number(value)}" for name, value in progress.values.items())
+        self._tqdm.bar_format = None
+        self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = progress.total
-        self._tqdm.set_postfix_str(values, refresh=False)
+        values = [f"{printable(name)}={_number(value)}" for name, value in progress.values.items()]
+        while values and not is_final and not self._fits(", ".join(values)):
+            values.pop()
+        self._tqdm.set_postfix_str(", ".join(values), refresh=False)
         self._tqdm.update(progress.steps - self._tqdm.n)
         if is_final:
             self._tqdm.ncols = self._tqdm.dynamic_ncols = None  # Not cut to the width of the terminal.
-            self._tqdm.close()
+            self._close()
+
+    def _fits(self, values: str) -> bool:
+        meter = self._tqdm.format_dict
+        return (
+            not meter["ncols"]
+            or len(self._tqdm.format_meter(**{**meter, "postfix": values, "ncols": None})) <= meter["ncols"]
+        )
 
     def write(self, line: str) -> None:
         self._tqdm.write(line, file=self._stream)
+
+    def clear(self) -> None:
+        self._tqdm.leave = False
+        self._close()
+
+    def _close(self) -> None:
+        for handler in self._handlers:
+            handler.removeFilter(self._make_way)
+        self._tqdm.close()
 
 
 def _is_notebook(stream: TextIO) -> bool:

@@ -1,4 +1,4 @@
-"""Writing summaries."""
+"""The action that writes summaries."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, final
@@ -23,25 +23,24 @@ _METHODS = {
 class SummaryAction(WriterAction):
     """Writes a summary of the steps since its last call.
 
-    A scalar is written as its example-weighted mean over those steps, `clu.metrics` as what they compute, statistics
-    as they are. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, `MetricWithMetadata` as its
-    type: images, videos, audio, text or histograms.
+    A scalar is written as its example-weighted mean over these steps, a `clu.metrics` object as its computed value, and
+    a statistic unchanged. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, and a
+    `MetricWithMetadata` according to its type: images, videos, audio, text or histograms.
 
-    A thread writes for all actions with this writer, in the order of their calls, so the loop does not wait for files
-    unless 64 writes are pending. All pending writes finish before a checkpoint is saved and when a run ends. An error
-    in the writer is raised at the next call, with a note of what could not be written; a run that resumes from a
-    checkpoint writes that first.
+    A thread writes for all actions with this writer, in the order of their calls, so the loop waits for files only if
+    64 writes are pending. All pending writes finish before a checkpoint is saved and when the run ends. The next call
+    raises an error of the writer, with a note of what could not be written; a resumed run writes that first.
 
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
-        `clu.metric_writers.MetricWriter`. The writer stays yours: it is flushed when a run ends, not closed. If you
-        write to it yourself during a run, it must be thread-safe, as those of `default_writer` are; or call `flush` of
+        `clu.metric_writers.MetricWriter`. You own the writer: it is flushed when a run ends, but not closed. If you
+        write to it yourself during a run, it must be thread-safe, like those of `default_writer`; or call `flush` of
         this action before.
-      interval: see `Action`.
-      flush_each_call: flushes after each call, so that TensorBoard follows at once, and waits for that.
-      prefix: put before each name, as in `prefix="eval/"`, to tell a train loop's `loss` from an eval loop's.
-      background: whether a thread writes. False for a writer that is bound to the thread that made it; say the same in
-        all actions that share it.
+      interval: See `Action`.
+      flush_each_call: Waits for a flush after each call, so that TensorBoard shows the values immediately.
+      prefix: The prefix of each name, such as "eval/", which distinguishes a train loop's `loss` from an eval loop's.
+      background: Whether a thread writes. Use False for a writer that is bound to the thread that made it, in all
+        actions that share it.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class SummaryAction(WriterAction):
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
-        """Returns the call that writes a metric which is no scalar."""
+        """Returns the call that writes a metric that is not a scalar."""
         options, metadata = {}, metric.metadata or {}
         if metric.type is types.MetricType.AUDIO:
             if "sample_rate" not in metadata:
@@ -96,8 +95,8 @@ class SummaryAction(WriterAction):
             twice = ", ".join(map(printable, sorted(names & last_names)))
             self._warn_once(
                 "rewrites",
-                f"SummaryAction wrote {twice} twice for step {step}. Where a train and an eval loop share it, give the "
-                "eval loop one of its own, SummaryAction(writer, prefix='eval/').",
+                f"SummaryAction wrote {twice} twice for step {step}. If a train and an eval loop share it, give the "
+                "eval loop a separate one: SummaryAction(writer, prefix='eval/').",
             )
 
     def _warn_once(self, topic: str, text: str) -> None:
@@ -118,14 +117,14 @@ class SummaryAction(WriterAction):
 
     @property
     def prefix(self) -> str:
-        """The text in front of each name."""
+        """The prefix of each name."""
         return self._prefix
 
 
 def _not_written(
     outputs: types.Output, scalars: Mapping[str, float], media: Mapping[str, types.MetricWithMetadata]
 ) -> dict[str, str]:
-    """Returns why outputs are not written, by their names."""
+    """Returns the outputs that are not written, by name, with the reasons."""
     reasons = {name: f"its type is {metric.type}" for name, metric in media.items() if metric.type not in _METHODS}
     for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
         value = (outputs or {})[name]

@@ -320,8 +320,9 @@ class WriterAction(Action):
     def before_checkpoint(self) -> None:
         """Does nothing: `state_dict` flushes the writer, and keeps what it could not write."""
 
-    def begin_run(self, step_num: int) -> None:
-        self._queue.begin_run(self, step_num)
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        if can_resume:
+            self._queue.begin_run(self, step_num)
 
     def state_dict(self) -> Mapping[str, Any]:
         return self._queue.state_dict(self)

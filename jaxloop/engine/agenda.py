@@ -28,8 +28,8 @@ class Slot:
         self.index: int = index
         self.action: Action = actions.actions[index]
         self.is_scheduled: bool = isinstance(self.action.interval, Schedule)
-        self.reads_outputs: bool = self.action.uses_outputs and self.action.waits_for_outputs
-        self.saves: bool = self.action.time_goes_to == "checkpoints"
+        self.reads_outputs: bool = self.action.uses_outputs and self.action.needs_all_outputs
+        self.saves: bool = self.action.time_category == "checkpoints"
         self.called_at: int | None = None
         self.is_postponed: bool = False
         self.spent_before: timing.Spent = timing.Spent()

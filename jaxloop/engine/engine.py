@@ -58,7 +58,7 @@ class Engine:
         self.observers: list[Callable[[types.Batch], None]] = []
         self.kept: KeptBatches = KeptBatches()
         self.rescued: tuple[Any, str | None] = (None, None)
-        self._said_left_out: set[str] = set()
+        self._has_warned_of: set[str] = set()
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
@@ -88,7 +88,7 @@ class Engine:
     def run_loops(
         self, state: Any, dataset: Any, steps_of_loop: Callable[[], int | None], *, trains: bool
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs loops, one after the other as long as `_goes_on` says; returns the outputs of the last one.
+        """Runs loops, one after the other as long as `_continues` says; returns the outputs of the last one.
 
         Args:
           state: see `Loop.__call__`.
@@ -97,10 +97,10 @@ class Engine:
           trains: whether the steps change the state.
         """
         progress, requests, outputs = self.progress, self.job.requests, metrics.LoopOutputs()
-        with self._step.watched(self.stepper.guard.watch if trains else None):
+        with self._step.watched(self.stepper.guard.watch if trains else None, self.progress.stopwatch):
             call = self._begin_call(state, trains)
             try:
-                with requests, progress.stopwatch.counting("rest"):
+                with requests, progress.stopwatch.counting("dispatch"):
                     while True:
                         self._begin_loop()
                         state, iterator = self._begin(call.state, dataset)
@@ -113,14 +113,14 @@ class Engine:
                             call.was_interrupted = False  # It was not amid a loop.
                             state, outputs = self._call_end_hook(state, self.stepper.ledger.ended)
                         call.state = state
-                        if not self._goes_on(outputs):
+                        if not self._continues(outputs):
                             break
                     if requests.outermost is requests:
                         self.job.any_stops()  # Of a signal that came since the last batch.
             except BaseException as error:
                 if not call.is_failing:  # Between two loops: else it was done where the loop has failed.
                     self.stepper.rescue_outputs(error)
-                problem = self.stepper.why_not_rescued()
+                problem = self.stepper.not_rescued_reason()
                 self.rescued = (call.state if problem is None else None, problem)
                 raise
             finally:
@@ -143,10 +143,10 @@ class Engine:
         if trains:
             if step_num != progress.steps:
                 self.resume(Elapsed(step_num, loops=progress.loops))
-            checks.mark_taken(call.state, f"{self._loop!r}, which began at step {step_num},")
+            checks.mark_donated(call.state, f"{self._loop!r}, which began at step {step_num}")
         progress.steps = step_num
         if progress.is_inside:  # An exception ended the last call: this is another loop.
-            progress.begin_anew()
+            progress.restart_clock()
             if trains:
                 stepper.ledger.end_part()
         if progress.began is None and not progress.batches_before:
@@ -188,15 +188,15 @@ class Engine:
             if run is not None or moments.agenda.slots:
                 name = f"{type(self._loop).__name__}.end"
                 raise ValueError(f"{name} must call super().end(state, outputs), which measures and calls the actions.")
-            self.progress.begin_anew()
+            self.progress.restart_clock()
         call.state = state
-        if self._is_broken_off() or run is None or run.end_data is None or requests.requested:
+        if self._is_interrupted() or run is None or run.end_data is None or requests.requested:
             return state, outputs
         # A checkpoint of this moment has to know it.
-        moments.stop_asked = self.job.any_stops(moments.stop_asked or outputs.asks_to_stop)
-        if call.data_ended and not moments.stop_asked:
+        moments.stop_requested = self.job.any_stops(moments.stop_requested or outputs.asks_to_stop)
+        if call.data_ended and not moments.stop_requested:
             run.end_data()
-        now = self.progress.last_look
+        now = self.progress.last_elapsed
         if not moments.follow(moments.due(now, at_end=True), state, now, at_end=True):
             outputs[types.STOP_LOOP] = True
         return state, outputs
@@ -211,34 +211,34 @@ class Engine:
         progress, moments, ledger = self.progress, self.moments, self.stepper.ledger
         if not self._steps_in_loop():  # It was counted before, and is the last.
             return
-        if self._is_broken_off():
+        if self._is_interrupted():
             # Here is no end of a loop, only a step of one that goes on in a later call.
-            progress.last_look = now = moments.look()
-            moments.call_due(moments.due(now), state, now, comes_last=False)
+            progress.last_elapsed = now = moments.look()
+            moments.call_due(moments.due(now), state, now, runs_last=False)
             progress.batches_before, progress.is_inside = self._steps_in_loop(), False
             return
-        progress.last_look = now = moments.now(ends_loop=True)
+        progress.last_elapsed = now = moments.now(ends_loop=True)
         ledger.end_loop(metrics.LoopOutputs(outputs, getattr(outputs, "num_examples", ())))
         progress.is_ending = True
-        moments.call_due(moments.due(now, at_end=True), state, now, comes_last=False)
+        moments.call_due(moments.due(now, at_end=True), state, now, runs_last=False)
         progress.end_loop()
         self.stepper.call.has_passed_end = False
         if moments.run is None:
             moments.call_last(state)
-        if moments.stop_asked:
+        if moments.stop_requested:
             outputs[types.STOP_LOOP] = True
 
-    def _is_broken_off(self) -> bool:
+    def _is_interrupted(self) -> bool:
         """Whether a later call, or process, goes on with this loop amid its steps."""
         call, run = self.stepper.call, self.moments.run
         return run is not None and run.can_resume and call.trains and (call.was_interrupted or call.is_failing)
 
-    def _goes_on(self, outputs: metrics.LoopOutputs) -> bool:
+    def _continues(self, outputs: metrics.LoopOutputs) -> bool:
         """Returns whether another loop follows in this call."""
         run = self.moments.run
         if run is None or run.end_data is None or self.job.requests.requested or self.progress.is_inside:
             return False
-        return not (outputs.asks_to_stop or self.progress.last_look.is_last or self.stepper.call.data_ended)
+        return not (outputs.asks_to_stop or self.progress.last_elapsed.is_last or self.stepper.call.data_ended)
 
     def _steps_in_loop(self) -> int:
         return self.progress.batches_before + len(self.stepper.call.num_examples)
@@ -269,7 +269,7 @@ class Engine:
             return False
         if stepper.guard.watch is not None or self.moments.beginnings.actions:  # Those tell of each loop.
             return False
-        return not any(checks.is_of_user(self._loop, name) for name in hooks)
+        return not any(checks.is_user_defined(self._loop, name) for name in hooks)
 
     def _pass_silent_ends(self) -> None:
         """Ends the loops whose ends were passed with the newest steps."""
@@ -285,9 +285,9 @@ class Engine:
             progress.loops_run += passed - 1
             call.begin_next_loop(since)
             progress.end_loop(passed if since else passed - 1)
-            progress.last_look = dataclasses.replace(progress.last_look, loops=progress.loops)
+            progress.last_elapsed = dataclasses.replace(progress.last_elapsed, loops=progress.loops)
             if not since:
-                progress.last_look = self.moments.now(ends_loop=True)
+                progress.last_elapsed = self.moments.now(ends_loop=True)
                 progress.end_loop()
             call.has_passed_end, call.silent_ends = True, ends[passed:]
             self.moments.statistics.begin_loop()
@@ -309,24 +309,24 @@ class Engine:
             step, secs = moments.next() if call.trains else NEVER
             while call.left(num_batches):
                 try:
-                    state, num_taken = stepper.take(state, step, secs, call.left(num_batches))
+                    state, num_steps_run = stepper.take(state, step, secs, call.left(num_batches))
                 finally:
                     self._pass_silent_ends()
-                stepper.push(state, num_taken)
+                stepper.push(state, num_steps_run)
                 if stepper.has_ended():
                     call.data_ended = True
                     break
                 if requests.requested:
                     call.was_interrupted = call.left(num_batches) > 0
                     break
-                if call.left(num_batches) and self.progress.has_come(step, secs):
+                if call.left(num_batches) and self.progress.is_due(step, secs):
                     now = moments.now()
                     # The loop goes on only if there is a batch. After its last step, `end` does what is to be done.
-                    if now.is_last or not stepper.has_more(functools.partial(self._before_drawing_ahead, now)):
+                    if now.is_last or not stepper.has_more(functools.partial(self._before_reading_ahead, now)):
                         call.data_ended = stepper.has_ended()
                         break
                     call.place = "the actions"
-                    checks.mark_taken(state, repr(self._loop))  # Somebody may keep it, and the next step takes it.
+                    checks.mark_donated(state, repr(self._loop))  # Somebody may keep it, and the next step takes it.
                     if not moments.hold_inside(state, now):
                         call.was_interrupted = requests.requested
                         break
@@ -354,7 +354,7 @@ class Engine:
         keeping = [self.kept.add] if keeps else []
         return [*self.observers, *counting, *keeping]
 
-    def _before_drawing_ahead(self, now: Elapsed) -> None:
+    def _before_reading_ahead(self, now: Elapsed) -> None:
         """Called at a moment, while the source stands after the batch of that step."""
         if self.moments.saves_at(now):
             self.stepper.source.mark()
@@ -378,10 +378,10 @@ class Engine:
         if loops != self.progress.loops:  # What the actions have not seen yet belongs to another run.
             self._forget()
         self.progress.loops, self.progress.is_inside = loops, False
-        self.progress.last_look = dataclasses.replace(self.progress.last_look, loops=loops)
+        self.progress.last_elapsed = dataclasses.replace(self.progress.last_elapsed, loops=loops)
 
     def _forget(self) -> None:
-        self.progress.begin_anew()
+        self.progress.restart_clock()
         self.stepper.ledger = Ledger()
         self.moments.agenda.forget(self.progress.stopwatch.spent())
 
@@ -421,12 +421,12 @@ class Engine:
             "previous": (elapsed.previous or elapsed).to_dict(),
             "loop_count": progress.loops,
             "is_ending": progress.is_ending and not trains,
-            "has_stopped": moments.stop_asked,
+            "has_stopped": moments.stop_requested,
             "steps_in_loop": self._steps_in_loop() if is_inside else progress.batches_before,
             "has_begun": progress.began is not None and trains,
             "wraps_dataset": bool(progress.began),
             "last_beginning": moments.last_beginning.to_dict(),
-            "steps_per_dispatch": self.stepper.steps_at_once,
+            "steps_per_dispatch": self.stepper.steps_per_dispatch,
             "ledger": ledger.state_dict(self._encode, keeps_loop=trains and agenda.series_read[1]),
             "slots": slots,
             "others": [remembered(action) for action in self._other_actions()],
@@ -437,13 +437,13 @@ class Engine:
         """Takes over what `state_dict` of a loop with the same actions returned, in this process or another."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
-        progress.last_look = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
+        progress.last_elapsed = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
         progress.loops, progress.is_ending = state_dict["loop_count"], state_dict["is_ending"]
         if state_dict["has_begun"] or progress.batches_before:
             progress.began = state_dict["wraps_dataset"]
         self.moments.last_beginning = Elapsed(**state_dict["last_beginning"])
-        if stepper.steps_at_once is None:  # What was found out then: otherwise the last bits might differ.
-            stepper.steps_at_once = state_dict["steps_per_dispatch"]
+        if stepper.steps_per_dispatch is None:  # What was found out then: otherwise the last bits might differ.
+            stepper.steps_per_dispatch = state_dict["steps_per_dispatch"]
         stepper.ledger = Ledger.of(state_dict["ledger"])
         self.moments.agenda.load_state_dict(state_dict["slots"], kept_states, self._loop)
         others = matched(self._other_actions(), state_dict["others"], lambda action: action, self._loop)
@@ -455,9 +455,9 @@ class Engine:
         progress, moments = self.progress, self.moments
         call = self.stepper.call
         call.trains, call.updates, progress.is_inside = False, 1, True
-        now, moments.stop_asked = moments.now(ends_loop=True), False
-        moments.call_due(moments.due(now, at_end=True), state, now, comes_last=False)
-        progress.last_look = now
+        now, moments.stop_requested = moments.now(ends_loop=True), False
+        moments.call_due(moments.due(now, at_end=True), state, now, runs_last=False)
+        progress.last_elapsed = now
         progress.end_loop()
         return moments.call_last(state)
 
@@ -467,8 +467,8 @@ class Engine:
 
     def _encode(self, outputs: metrics.LoopOutputs) -> dict[str, Any]:
         encoded, left_out = outputs.encode()
-        if set(left_out) - self._said_left_out:
-            self._said_left_out.update(left_out)
+        if set(left_out) - self._has_warned_of:
+            self._has_warned_of.update(left_out)
             logging.warning(
                 "%r has outputs that a checkpoint can't keep: %s. After a resume, an action that is called once in "
                 "many steps sees only those of the steps after it.",

@@ -68,7 +68,7 @@ class Moments:
       beginnings: the begin actions.
       last_beginning: when they were asked last.
       run: what is known of the run; None for a loop on its own.
-      stop_asked: whether an action, or an evaluation, has asked for the end of the run.
+      stop_requested: whether an action, or an evaluation, has asked for the end of the run.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -78,8 +78,8 @@ class Moments:
         self.beginnings: ActionList = ActionList(None, unit="loops")
         self.last_beginning: Elapsed = Elapsed()
         self.run: Run | None = None
-        self.stop_asked: bool = False
-        self._spent_at_look = progress.stopwatch.spent()
+        self.stop_requested: bool = False
+        self._spent_before = progress.stopwatch.spent()
 
     def attach(self, action: Action) -> None:
         """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
@@ -94,14 +94,14 @@ class Moments:
     @property
     def elapsed(self) -> Elapsed:
         """How far the training is, see `Loop.elapsed`."""
-        newest, progress = self._progress.last_look, self._progress
+        newest, progress = self._progress.last_elapsed, self._progress
         return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.look()
 
     def look(self, loops: int | None = None) -> Elapsed:
         """Returns how far the training is. Schedules in terms of time are asked from one look to the next."""
         if self.run is None or self.run.elapsed is None:
             return self._progress.look(loops)
-        return dataclasses.replace(self.run.elapsed, previous=self._progress.last_look.without_previous())
+        return dataclasses.replace(self.run.elapsed, previous=self._progress.last_elapsed.without_previous())
 
     def now(self, *, ends_loop: bool = False) -> Elapsed:
         """Returns how far the training is, with `is_last` where the run ends here.
@@ -111,7 +111,7 @@ class Moments:
         """
         call, run = self._stepper.call, self.run
         now = self.look(self._progress.loops + ends_loop)
-        self._spent_at_look = self._progress.stopwatch.spent()
+        self._spent_before = self._progress.stopwatch.spent()
         if run is None:
             is_last = ends_loop and not call.was_interrupted
         elif run.elapsed is not None:
@@ -124,7 +124,7 @@ class Moments:
 
     def goal(self) -> Goal:
         """Returns up to where nothing is due: no action, no evaluation, and not the stop of the run."""
-        now, run = self._progress.last_look, self.run
+        now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.look()
         others = () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
@@ -146,7 +146,7 @@ class Moments:
 
     def begin_call(self) -> None:
         """Begins a call of the loop."""
-        self.stop_asked = False
+        self.stop_requested = False
         for slot in self.agenda.slots:
             slot.is_postponed = False
             if not self._stepper.call.trains:  # Each call sees the same step again.
@@ -177,18 +177,18 @@ class Moments:
           saves: whether actions that save are called too.
         """
         now = self.elapsed
-        self.stop_asked &= is_last  # What has asked for the end is known to a checkpoint of the last step.
+        self.stop_requested &= is_last  # What has asked for the end is known to a checkpoint of the last step.
         is_last |= self.now().is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
         due = [slot for slot in self.due(now, at_end=at_end) if saves or not slot.saves]
-        self.call_due(due, state, now, comes_last=False)
+        self.call_due(due, state, now, runs_last=False)
         self._evaluate(state, now, at_end)
-        self.call_due(due, state, now, comes_last=True)
-        return not self.stop_asked
+        self.call_due(due, state, now, runs_last=True)
+        return not self.stop_requested
 
     def hold_inside(self, state: Any, now: Elapsed) -> bool:
         """Calls what is due inside a loop; returns whether the loop goes on."""
-        self._progress.last_look, stepper = now, self._stepper
+        self._progress.last_elapsed, stepper = now, self._stepper
         due = self.due(now)
         reads = any(slot.reads_outputs for slot in due)
         if reads or any(slot.saves for slot in due):
@@ -196,7 +196,7 @@ class Moments:
             if not stepper.ledger.loop:
                 with self._progress.stopwatch.counting("device"):
                     metrics.wait(state)
-        self.call_due(due, state, now, comes_last=False, newest=stepper.newest_scalars)
+        self.call_due(due, state, now, runs_last=False, newest=stepper.newest_scalars)
         return self.follow(due, state, now, newest=stepper.newest_scalars)
 
     def follow(
@@ -205,18 +205,18 @@ class Moments:
         """Evaluates after the actions of a moment, and calls what comes last; returns whether the run goes on."""
         self._evaluate(state, now, at_end)
         if not self._job.requests.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
-            self.call_due(due, state, now, comes_last=True, newest=newest, ends_run=self.run is not None)
-        return not (self.stop_asked or self._job.requests.requested)
+            self.call_due(due, state, now, runs_last=True, newest=newest, ends_run=self.run is not None)
+        return not (self.stop_requested or self._job.requests.requested)
 
     def _evaluate(self, state: Any, now: Elapsed, at_end: bool) -> None:
         goes_on = self.run is None or self.run.evaluate(state, now, at_end)
-        self.stop_asked |= not (goes_on or self._job.requests.requested)  # A signal asks for no end of the run.
+        self.stop_requested |= not (goes_on or self._job.requests.requested)  # A signal asks for no end of the run.
 
     def call_last(self, state: Any) -> bool:
         """Calls the actions of the end of a loop that come last; returns whether the run goes on."""
-        now = self._progress.last_look
-        self.call_due(self.due(now, at_end=True), state, now, comes_last=True)
-        return not self.stop_asked
+        now = self._progress.last_elapsed
+        self.call_due(self.due(now, at_end=True), state, now, runs_last=True)
+        return not self.stop_requested
 
     def call_due(
         self,
@@ -224,7 +224,7 @@ class Moments:
         state: Any,
         now: Elapsed,
         *,
-        comes_last: bool,
+        runs_last: bool,
         newest: Callable[[], dict[str, Any]] | None = None,
         ends_run: bool = False,
     ) -> None:
@@ -234,27 +234,27 @@ class Moments:
         of the run, which follows at this step: the checkpoint is to have the last row and the last evaluation in it.
         """
         ledger = self._stepper.ledger
-        if not comes_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
+        if not runs_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
             ledger.end_part()
-        called = [slot for slot in due if slot.action.comes_last == comes_last]
+        called = [slot for slot in due if slot.action.runs_last == runs_last]
         for slot in called:
             if not slot.saves:
                 self._call_action(slot, state, now, newest)
         if called:
-            self.stop_asked = self._job.any_stops(self.stop_asked)
+            self.stop_requested = self._job.any_stops(self.stop_requested)
         # A checkpoint is of the run after all else, also of what early stopping remembers.
         for slot in called:
-            slot.is_postponed = slot.saves and ends_run and self.stop_asked
+            slot.is_postponed = slot.saves and ends_run and self.stop_requested
             if slot.saves and not slot.is_postponed:
                 self._call_action(slot, state, now, newest)
         self.agenda.trim(ledger)
 
     def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
-        spent, run, ledger = self._spent_at_look, self.run or Run(), self._stepper.ledger
+        spent, run, ledger = self._spent_before, self.run or Run(), self._stepper.ledger
         outputs, since = slot.outputs(ledger, newest), spent - slot.spent_before
         if slot.reads_outputs and now.steps:  # Before the first step there is nothing to measure.
             outputs.update(self.measure(state, since))
-        counting = self._progress.stopwatch.counting(slot.action.time_goes_to)
+        counting = self._progress.stopwatch.counting(slot.action.time_category)
         with counting, self._telling_failure(slot):
             slot.actions.call(
                 slot.index,
@@ -268,7 +268,7 @@ class Moments:
             )
         slot.called_at, slot.spent_before, slot.cursor = now.steps, spent, ledger.position
         if outputs.asks_to_stop:
-            self.stop_asked = True
+            self.stop_requested = True
 
     @contextlib.contextmanager
     def _telling_failure(self, slot: Slot) -> Iterator[None]:

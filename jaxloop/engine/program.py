@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from jaxloop import bad_numbers, checks, metrics, types
+from jaxloop import checks, metrics, nonfinite, types
 from jaxloop.compiled import stacked
 from jaxloop.feed import Feed
 from jaxloop.interrupt import Interruptible
@@ -29,7 +29,7 @@ _WORTH_SAVING = 0.04
 
 @final
 @dataclasses.dataclass
-class Stretch:
+class Dispatches:
     """Some steps in a row, as far as they were taken.
 
     Attributes:
@@ -37,7 +37,7 @@ class Stretch:
       outputs: receives the outputs of each step, or those of one dispatch as a `Block`.
       num_examples: receives the number of examples of each step.
       clock: tells the time in seconds.
-      interrupt: ends the stretch when a signal has come; None to heed none.
+      interrupt: ends the dispatches when a signal has come; None to heed none.
       deadline: ends it when the clock shows this; at most a step too late.
       before: when the batch before the newest came, by the clock.
       secs_in_data: seconds that went to waiting for batches.
@@ -89,19 +89,19 @@ class Program:
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
         self._has_failed = False  # Whether a dispatch of several steps has.
 
-    def take(self, stretch: Stretch, feed: Feed, room: int) -> None:
+    def take(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
         """Takes up to `room` steps, with nothing between them but to draw a batch.
 
         Ends sooner with the data, at the deadline, and when a signal has come. Each step of a run goes through these
-        lines and `_take_one`: they are what a loop costs.
+        lines and `_run_one`: they are what a loop costs.
         """
-        clock, draw, interrupt, deadline = stretch.clock, feed.drawer(), stretch.interrupt, stretch.deadline
-        observers, add_outputs, add_number = self.observers, stretch.outputs.append, stretch.num_examples.append
-        take_one, enter, leave = self._take_one, self._compiled.enter, self._compiled.leave
+        clock, draw, interrupt, deadline = dispatches.clock, feed.reader_fn(), dispatches.interrupt, dispatches.deadline
+        observers, add_outputs, add_number = self.observers, dispatches.outputs.append, dispatches.num_examples.append
+        take_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
         if self.own is not None:
-            take_one, enter, leave = self.own, _as_it_is, _as_it_is
+            take_one, enter, leave = self.own, _identity, _identity
         before = came = clock()
-        in_data, is_in_step, carry = 0.0, False, enter(stretch.state)
+        in_data, is_in_step, carry = 0.0, False, enter(dispatches.state)
         try:
             for _ in range(room):
                 began = clock()
@@ -122,13 +122,13 @@ class Program:
                 raise
             feed.has_ended = True
         finally:
-            stretch.state, stretch.before, stretch.secs_in_data = leave(carry), before, in_data
-            stretch.is_in_step = is_in_step
+            dispatches.state, dispatches.before, dispatches.secs_in_data = leave(carry), before, in_data
+            dispatches.is_in_step = is_in_step
 
-    def _take_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+    def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Takes one step."""
         carry, batch, num_examples = self._prepare(carry, batch)
-        rows = 0 if self._evaluates else self.step.look_at(batch)
+        rows = 0 if self._evaluates else self.step.check_batches(batch)
         num_examples = rows if num_examples is None else num_examples
         try:
             placed = self.step.place(batch, evaluates=self._evaluates) if self._places else batch
@@ -139,7 +139,7 @@ class Program:
         return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Takes a batch through the hooks before `run`; counts its examples, unless `Step.look_at` will."""
+        """Takes a batch through the hooks before `run`; counts its examples, unless `Step.check_batches` will."""
         step, num_examples = self.step, None
         if self._counts:
             num_examples = step.count_examples(batch)
@@ -154,7 +154,7 @@ class Program:
 
     # Several steps in one dispatch ---------------------------------------------------------------------
 
-    def take_group(self, stretch: Stretch, feed: Feed, size: int) -> bool:
+    def run_group(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
         """Takes so many steps in one dispatch; returns False, and takes none, where that can't be done.
 
         Raises:
@@ -162,16 +162,16 @@ class Program:
         """
         if self._has_failed:
             return False
-        before = stretch.before = stretch.clock()
+        before = dispatches.before = dispatches.clock()
         batches = feed.take(size)
-        stretch.secs_in_data = stretch.clock() - before
+        dispatches.secs_in_data = dispatches.clock() - before
         taken = None
         if len(batches) == size:
-            stretch.is_in_step = True
+            dispatches.is_in_step = True
             try:
-                taken = self.dispatch_group(stretch.state, batches)
+                taken = self.dispatch_group(dispatches.state, batches)
             except BaseException as error:
-                is_final = isinstance(error, FusingError) or not checks.is_alive(stretch.state)
+                is_final = isinstance(error, FusingError) or not checks.is_alive(dispatches.state)
                 if is_final or not isinstance(error, Exception):
                     feed.put_back(batches[1:])  # The first is the one whose step is not done.
                     raise
@@ -180,16 +180,16 @@ class Program:
                 logging.warning(
                     "%r: %d steps in one dispatch have failed, and are taken one by one: %r", self.step, size, error
                 )
-            stretch.is_in_step = False
+            dispatches.is_in_step = False
         if taken is None:
             feed.put_back(batches)
             return False
-        stretch.state, block, num_examples = taken
+        dispatches.state, block, num_examples = taken
         for observe in self.observers:
             for batch in batches:
                 observe(batch)
-        stretch.outputs.append(block)
-        stretch.num_examples += num_examples
+        dispatches.outputs.append(block)
+        dispatches.num_examples += num_examples
         return True
 
     def dispatch_group(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
@@ -208,7 +208,7 @@ class Program:
         whole = stacked(prepared)
         if whole is None:
             return None
-        rows = 0 if self._evaluates else self.step.look_at(*prepared)
+        rows = 0 if self._evaluates else self.step.check_batches(*prepared)
         numbers = [rows if number is None else number for number in numbers]
         try:
             carry, outputs = call(carry, self.step.place_stacked(whole), self._batch_watch.form)
@@ -232,7 +232,7 @@ class Program:
             raise FusingError(f"{self.step!r} can't take several steps in one dispatch: {work}.")
 
 
-def _as_it_is(state: Any) -> Any:
+def _identity(state: Any) -> Any:
     return state
 
 
@@ -269,7 +269,7 @@ def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batc
       evaluates: whether it is for evaluations.
     """
     # The flags of steps that are only tried are nobody's.
-    watch = step.watch and bad_numbers.Watch(step.watch.policy)
+    watch = step.watch and nonfinite.Watch(step.watch.policy)
     try:
         with step.watched(watch):
             tried = _try(Program(step, evaluates=evaluates), state, batches)
@@ -285,15 +285,15 @@ def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batc
 def _try(program: Program, state: Any, batches: Sequence[types.Batch]) -> Tried | None:
     """Returns None where the batches can't be taken in one dispatch."""
 
-    def take(number: int) -> tuple[Stretch, float]:
-        stretch = Stretch(metrics.wait(jax.tree.map(jnp.copy, state)), [], [], time.perf_counter)
+    def take(number: int) -> tuple[Dispatches, float]:
+        dispatches = Dispatches(metrics.wait(jax.tree.map(jnp.copy, state)), [], [], time.perf_counter)
         began = time.perf_counter()
-        program.take(stretch, Feed(iter(batches)), number)
-        return stretch, began
+        program.take(dispatches, Feed(iter(batches)), number)
+        return dispatches, began
 
     def one_by_one() -> float:
-        stretch, began = take(len(batches))
-        metrics.wait((stretch.state, stretch.outputs))
+        dispatches, began = take(len(batches))
+        metrics.wait((dispatches.state, dispatches.outputs))
         return (time.perf_counter() - began) / len(batches)
 
     def fused() -> float | None:
@@ -305,9 +305,9 @@ def _try(program: Program, state: Any, batches: Sequence[types.Batch]) -> Tried 
         return (time.perf_counter() - began) / len(batches)
 
     def start() -> float:
-        stretch, began = take(1)
+        dispatches, began = take(1)
         seconds = time.perf_counter() - began
-        metrics.wait((stretch.state, stretch.outputs))
+        metrics.wait((dispatches.state, dispatches.outputs))
         return seconds
 
     program.check_fuses()

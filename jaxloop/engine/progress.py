@@ -25,7 +25,7 @@ class Progress:
       steps: completed updates.
       samples: examples of the batches so far.
       loops: loops that have ended.
-      last_look: the progress as of the last look, or as it was given to `resume`.
+      last_elapsed: the progress as of the last look, or as it was given to `resume`.
       agreed_secs: with other processes, the seconds of training that the stopwatch of the first had counted at the
         newest batch; None in a process that is alone.
       secs_before: the seconds of training when the batch before the newest came.
@@ -42,7 +42,7 @@ class Progress:
         self.steps: int = 0
         self.samples: int = 0
         self.loops: int = 0
-        self.last_look: Elapsed = Elapsed()
+        self.last_elapsed: Elapsed = Elapsed()
         self.agreed_secs: float | None = 0.0 if is_shared else None
         self.secs_before: float = 0.0
         self.batches_before: int = 0
@@ -66,7 +66,7 @@ class Progress:
         """Returns what `secs` is when `time` is this."""
         return time - self._offset
 
-    def has_come(self, step: int, secs: float) -> bool:
+    def is_due(self, step: int, secs: float) -> bool:
         """Returns whether a step, or a time by the stopwatch, has come."""
         return self.steps >= step or (secs < math.inf and self.secs() >= secs)
 
@@ -74,8 +74,8 @@ class Progress:
         """Goes on counting from where an earlier run, in this process or another, left off."""
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()
-        self.last_look, self._newest_batch = elapsed.without_previous(), None
-        self.begin_anew()
+        self.last_elapsed, self._newest_batch = elapsed.without_previous(), None
+        self.restart_clock()
 
     def begin_loop(self) -> None:
         """Begins a loop, or goes on with one; until its first batch, `previous` is the last look."""
@@ -84,9 +84,9 @@ class Progress:
     def end_loop(self, number: int = 1) -> None:
         """Counts loops that have ended; the next one has not begun."""
         self.loops += number
-        self.begin_anew()
+        self.restart_clock()
 
-    def begin_anew(self) -> None:
+    def restart_clock(self) -> None:
         """Forgets the loop under way."""
         self.batches_before, self.began, self.is_inside, self.is_ending = 0, None, False, False
 
@@ -117,7 +117,7 @@ class Progress:
         Args:
           loops: how many loops have ended; None for as many as were counted.
         """
-        earlier, loops = self.last_look, self.loops if loops is None else loops
+        earlier, loops = self.last_elapsed, self.loops if loops is None else loops
         if self._newest_batch is not None:
             updates, examples = self._newest_batch
             steps, samples = self.steps - updates, self.samples - examples

@@ -7,9 +7,9 @@ from typing import Any, Literal, final
 import numpy as np
 from absl import logging
 
-from jaxloop import agreement, bad_numbers, checks, metrics, partition, types
+from jaxloop import agreement, checks, metrics, nonfinite, partition, types
 from jaxloop.engine.ledger import Ledger
-from jaxloop.engine.program import STEPS_TRIED, Program, Stretch, find_steps_per_dispatch
+from jaxloop.engine.program import STEPS_TRIED, Dispatches, Program, find_steps_per_dispatch
 from jaxloop.engine.progress import Progress
 from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue
@@ -112,7 +112,7 @@ class Stepper:
       guard: finds bad numbers.
       evaluates: whether no call changes the state.
       checks_count: whether `state.step` must be what is counted here.
-      steps_at_once: how many steps are taken in one dispatch; None until that is found out.
+      steps_per_dispatch: how many steps are taken in one dispatch; None until that is found out.
       readers: returns whether somebody reads the parts, and the loops, of the ledger.
     """
 
@@ -122,19 +122,19 @@ class Stepper:
         self.call: Call = Call(None, updates=step.updates_per_step)
         self.ledger: Ledger = Ledger()
         self.source: Any = _Uncounted()
-        self.guard: bad_numbers.Guard = bad_numbers.Guard(None)
+        self.guard: nonfinite.Guard = nonfinite.Guard(None)
         self.evaluates: bool = False
         self.checks_count: bool = False
-        self.steps_at_once: int | None = 1
+        self.steps_per_dispatch: int | None = 1
         self.readers: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self._feed = Feed(iter(()))
         self._known_step: Any = None  # The `state.step` array whose value has been counted.
-        self._most_steps: int | None = None  # What `state.step` can count to; None until the first steps were counted.
+        self._max_steps: int | None = None  # What `state.step` can count to; None until the first steps were counted.
 
     @property
     def max_in_flight(self) -> int:
         """How many steps the host may be ahead of the devices."""
-        mesh, at_once = self._step.partitioner.mesh, self.steps_at_once or 1
+        mesh, at_once = self._step.partitioner.mesh, self.steps_per_dispatch or 1
         return self._given_max_in_flight or partition.max_steps_in_flight(mesh, at_once)
 
     @property
@@ -151,7 +151,7 @@ class Stepper:
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
         """Compiles all ahead that steps on such batches will need, see `Loop.compile`."""
-        at_once = STEPS_TRIED if self.steps_at_once is None else self.steps_at_once
+        at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         with self._step.watched(self.guard.watch):
             for number in sorted({at_once, 1}, reverse=True):
                 self._step.compile(state, batch, evaluates=self.evaluates, steps_per_dispatch=number)
@@ -194,12 +194,12 @@ class Stepper:
         """
         state = self._step.prepare_state(state)
         if self.call.program is None:
-            own = self._take_own if self.calls_step else None
+            own = self._run_overridden if self.calls_step else None
             self.call.program = Program(self._step, evaluates=not self.call.trains, own=own)
             self.call.program.observers = observers()
             # An `update_outputs` of somebody's own may want to see them soon.
-            most_held = None if checks.is_of_user(self._loop, "update_outputs") else _MOST_STEPS_HELD
-            self.call.queue = OutputQueue(self.max_in_flight, most_held, self._progress.stopwatch, self.ledger.sums)
+            max_kept = None if checks.is_user_defined(self._loop, "update_outputs") else _MOST_STEPS_HELD
+            self.call.queue = OutputQueue(self.max_in_flight, max_kept, self._progress.stopwatch, self.ledger.sums)
         return state
 
     # Steps -------------------------------------------------------------------------------------------
@@ -224,31 +224,31 @@ class Stepper:
             room = 1
         else:
             room = min(left, -(-(step - self._progress.steps) // call.updates))
-        if self.steps_at_once is None and room >= STEPS_TRIED:
-            self._find_steps_at_once(state, feed)
+        if self.steps_per_dispatch is None and room >= STEPS_TRIED:
+            self._find_steps_per_dispatch(state, feed)
             queue.max_steps_in_flight = self.max_in_flight
-        stretch = Stretch(state, queue.newest, call.num_examples, stopwatch.clock, self._job.requests.outermost)
+        dispatches = Dispatches(state, queue.newest, call.num_examples, stopwatch.clock, self._job.requests.outermost)
         if not self._job.is_shared:
-            stretch.deadline = stopwatch.reading_at(secs)
+            dispatches.deadline = stopwatch.reading_at(secs)
         try:
-            at_once = self.steps_at_once or 1
-            has_taken = 1 < at_once <= room and program.take_group(stretch, feed, at_once)
-            if not has_taken and not feed.has_ended:
-                program.take(stretch, feed, min(room, queue.room))
+            at_once = self.steps_per_dispatch or 1
+            was_fused = 1 < at_once <= room and program.run_group(dispatches, feed, at_once)
+            if not was_fused and not feed.has_ended:
+                program.take(dispatches, feed, min(room, queue.room))
         except BaseException as error:
-            self._end_by(error, stretch)
+            self._end_by(error, dispatches)
             raise
-        stopwatch.move(stretch.secs_in_data, "data")
-        self._progress.secs_before = stopwatch.training_at(stretch.before)
-        call.state, call.place = stretch.state, self._step
-        return stretch.state, self._count()
+        stopwatch.move(dispatches.secs_in_data, "data")
+        self._progress.secs_before = stopwatch.training_at(dispatches.before)
+        call.state, call.place = dispatches.state, self._step
+        return dispatches.state, self._count()
 
-    def _end_by(self, error: BaseException, stretch: Stretch) -> None:
+    def _end_by(self, error: BaseException, dispatches: Dispatches) -> None:
         """Counts what was done before an exception of the dataset or of a step."""
         call = self.call
-        call.state = stretch.state
-        self._count(undone=stretch.is_in_step)
-        if not stretch.is_in_step:
+        call.state = dispatches.state
+        self._count(undone=dispatches.is_in_step)
+        if not dispatches.is_in_step:
             return
         call.place = self._step
         if isinstance(error, Exception):
@@ -284,9 +284,9 @@ class Stepper:
     def calls_step(self) -> bool:
         """Whether `_run_one_step` is called for each batch: there is more to do than to give it to the devices."""
         has_work = self._step.work_after_run(evaluates=not self.call.trains) is not None
-        return has_work or checks.is_of_user(self._loop, "_run_one_step")
+        return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
-    def _take_own(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
+    def _run_overridden(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Takes one step by `_run_one_step`."""
         call = self.call
         call.examples_at_hand = num_examples = self._step.count_examples(batch)
@@ -318,30 +318,30 @@ class Stepper:
         name = type(self._loop).__name__
         if value == "auto":
             # Each process would find something else.
-            self.steps_at_once = 1 if self._job.is_shared else None
+            self.steps_per_dispatch = 1 if self._job.is_shared else None
             return
         checks.check_positive(f"{name}.steps_per_dispatch", value)
-        if value > 1 and checks.is_of_user(self._loop, "_run_one_step"):
+        if value > 1 and checks.is_user_defined(self._loop, "_run_one_step"):
             raise ValueError(
                 f"{name} has a _run_one_step of its own, which is called for each step: leave steps_per_dispatch at 1."
             )
         if value > 1:
             Program(self._step, evaluates=self.evaluates).check_fuses()
-        self.steps_at_once = int(value)
+        self.steps_per_dispatch = int(value)
 
-    def _find_steps_at_once(self, state: Any, feed: Feed) -> None:
+    def _find_steps_per_dispatch(self, state: Any, feed: Feed) -> None:
         """Tries how many steps are best taken in one dispatch, on copies, with batches that are given back."""
         with self._progress.stopwatch.counting("data"):
             batches = feed.take(STEPS_TRIED)
         try:
             evaluates = not self.call.trains
             if len(batches) == STEPS_TRIED:
-                self.steps_at_once = find_steps_per_dispatch(self._step, state, batches, evaluates=evaluates)
+                self.steps_per_dispatch = find_steps_per_dispatch(self._step, state, batches, evaluates=evaluates)
             elif evaluates:  # Each time it is the same data.
-                self.steps_at_once = 1
+                self.steps_per_dispatch = 1
         except Exception as error:  # A step that fails does so when it is its turn, with all that belongs to it.
             logging.warning("steps_per_dispatch='auto' is 1, because to try has failed: %r", error)
-            self.steps_at_once = 1
+            self.steps_per_dispatch = 1
         finally:
             feed.put_back(batches)
 
@@ -350,36 +350,36 @@ class Stepper:
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
         """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
         if self._feed.dataset is not dataset:
-            draw = self._loop._get_next_batch if checks.is_of_user(self._loop, "_get_next_batch") else None
+            draw = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
             self._feed = Feed(dataset, draw, self._join if self._job.is_shared else None)
         return self._feed
 
-    def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointDraw:
+    def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointReader:
         """Returns what draws batches together with the other processes."""
-        return agreement.JointDraw(
+        return agreement.JointReader(
             repr(self._loop),
             draw,
-            before_drawing=lambda: self.source.mark(if_cheap=True),
+            before_reading=lambda: self.source.mark(if_cheap=True),
             count=self._step.count_examples,
             requests=self._job.requests,
             secs=self._progress.stopwatch.training_secs,
             fill_to=self._step.filler(),
-            until_all_end=not self.call.trains,
+            until_all_processes_end=not self.call.trains,
         )
 
     def has_ended(self) -> bool:
         """Returns whether the data have."""
         return self._feed.has_ended
 
-    def has_more(self, before_drawing: Callable[[], None]) -> bool:
+    def has_more(self, before_reading: Callable[[], None]) -> bool:
         """Returns whether there is another batch, which is drawn ahead; what is given is called before that."""
         self.call.place = "the dataset"
         if not self._feed.ahead:
-            before_drawing()
+            before_reading()
         with self._progress.stopwatch.counting("data"):
             return self._feed.has_more()
 
-    def draw_from(self, source: Any) -> None:
+    def read_from(self, source: Any) -> None:
         """Has the next call count its batches by a source, from where that stands; None for no source."""
         self.source = source
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
@@ -398,21 +398,21 @@ class Stepper:
         """Sends the outputs of the newest steps to the host, and takes in those that have arrived."""
         if num_steps:
             assert self.call.queue is not None
-            self._take_in(self.call.queue.push(num_steps, state))
+            self._receive(self.call.queue.push(num_steps, state))
         self._check_count(state)
-        self._look_at(self.guard.look(state, in_step=self._job.is_shared))
+        self._check_batches(self.guard.look(state, in_step=self._job.is_shared))
 
     def fetch(self, *, keep_sums: bool = False) -> None:
         """Waits for the outputs of all steps so far, and takes them in; ends their sums, unless they go on."""
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)
-            self._take_in(arrived)
+            self._receive(arrived)
             self.ledger.sums.update(sums)
         self.count_weights()
 
-    def _take_in(self, arrived: Arrived) -> None:
+    def _receive(self, arrived: Arrived) -> None:
         """Takes in the outputs of steps that have reached the host."""
-        update = self._loop.update_outputs if checks.is_of_user(self._loop, "update_outputs") else None
+        update = self._loop.update_outputs if checks.is_user_defined(self._loop, "update_outputs") else None
         keeps_parts, keeps_loops = self.readers()
         self.ledger.take(arrived, update, keeps_parts=keeps_parts, keeps_loops=keeps_loops)
 
@@ -423,7 +423,7 @@ class Stepper:
     def count_weights(self) -> None:
         """Counts the newest steps in the ledger, and how many examples their values stand for."""
         call = self.call
-        self._look_at(self.guard.read(call.state))
+        self._check_batches(self.guard.read(call.state))
         if new := self.guard.newly_skipped():
             logging.warning(
                 "%r left out %d step%s whose numbers were not finite, the first of them step %d: %s.",
@@ -438,9 +438,9 @@ class Stepper:
 
     # What is wrong with a state ------------------------------------------------------------------------
 
-    def _look_at(self, bad: bad_numbers.Found | None) -> None:
+    def _check_batches(self, bad: nonfinite.Found | None) -> None:
         if bad is not None and self.guard.bad is None:
-            self.guard.bad = bad_numbers.BadNumberError(self._step_at(bad.index), bad.names)
+            self.guard.bad = nonfinite.NonFiniteError(self._step_at(bad.index), bad.names)
             self.call.failed_step = self.guard.bad.step_num
             if not self.call.is_failing:
                 raise self.guard.bad
@@ -454,22 +454,22 @@ class Stepper:
         if not self.checks_count or not self.call.trains or not hasattr(state, "step"):
             return
         step_num, batches = self._progress.steps, len(self.call.num_examples)
-        most_steps = self._most_steps or np.iinfo(getattr(state.step, "dtype", np.int64)).max
+        most_steps = self._max_steps or np.iinfo(getattr(state.step, "dtype", np.int64)).max
         if step_num > most_steps:
             raise ValueError(
                 f"state.step, {checks.describe(state.step)}, counts to {most_steps}, and should be {step_num} by now. "
                 "Begin with a smaller state.step."
             )
-        if self._most_steps is not None:
+        if self._max_steps is not None:
             return
         count = int(metrics.fetch(state.step))
         if count != step_num:
             begin = step_num - batches * self.call.updates
             raise ValueError(
                 f"{self._step!r} ran on {batches} batch{'es' if batches > 1 else ''} from state.step {begin}, and "
-                f"state.step is now {count}, not {step_num}. {checks.ways_to_count(self._step)}"
+                f"state.step is now {count}, not {step_num}. {checks.counting_hint(self._step)}"
             )
-        self._most_steps = int(most_steps) if batches else None
+        self._max_steps = int(most_steps) if batches else None
 
     def rescue_outputs(self, error: BaseException) -> None:
         """Takes in the outputs of the steps before an exception that ends a loop inside."""
@@ -483,7 +483,7 @@ class Stepper:
         if self.guard.bad is not None:
             error.add_note(f"before that: {self.guard.bad}")
 
-    def why_not_rescued(self) -> str | None:
+    def not_rescued_reason(self) -> str | None:
         """Says why no run may resume from the state as of the last whole step; None if one may."""
         if self.guard.bad is not None:
             return "its numbers are bad"

@@ -1,4 +1,4 @@
-"""Experiment drivers, and the smallest thing that trains."""
+"""Complete training programs, and a tiny regression for examples and tests."""
 
 from typing import Any
 
@@ -24,10 +24,10 @@ class _RegressionStep(Step):
 def tiny_regression(
     num_batches: int = 100, *, train: bool = True, **step_options: Any
 ) -> tuple[Step, Any, list[dict[str, np.ndarray]]]:
-    """A linear regression that trains in a moment, for the examples in docstrings.
+    """Makes a linear regression that trains almost instantly, for the examples in docstrings.
 
     Returns:
-      `(step, state, batches)`: the state initialised, the batches a list of `{"x": [8, 3], "y": [8, 1]}`.
+      `(step, state, batches)`: the step, its initialized state, and a list of batches `{"x": [8, 3], "y": [8, 1]}`.
     """
     step = _RegressionStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=train, **step_options)
     rng = np.random.default_rng(0)

@@ -1,18 +1,20 @@
-"""Reads handwritten digits: a small CNN on scikit-learn's 1,797 scans, trained in half a minute on two CPU cores.
+"""Trains a small CNN on scikit-learn's 1,797 scans of handwritten digits, in half a minute on two CPU cores.
 
     python -m jaxloop.examples.digits --workdir=runs/digits
     tensorboard --logdir=runs/digits
 
-In runs/digits are then checkpoints, TensorBoard events, all that was measured (history.jsonl) and its picture
-(learning_curves.png). With --check it trains nothing, and says how the run would go and what would go wrong in it.
-Run the first command again and it resumes: a run that was killed goes on from its newest
-checkpoint to the very same parameters, a finished one shows its result, and --train_steps=1200 trains it further. With
---dataset=mnist --workdir=runs/mnist the same network reads the 70,000 digits of MNIST.
+The first command writes checkpoints, TensorBoard events, the measured values (history.jsonl) and their plot
+(learning_curves.png) to runs/digits. Ctrl-C saves the state and exits with code 130.
+
+Run the same command again to resume. An interrupted run continues from its newest checkpoint and ends with the same
+parameters as an uninterrupted one. A finished run shows its result, and --train_steps=1200 trains it further.
+
+--check prints the plan of the run and its problems, without training. --dataset=mnist --workdir=runs/mnist trains the
+same network on the 70,000 images of MNIST.
 """
 
 import pathlib
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -28,11 +30,11 @@ from jaxloop import checkpoint
 from jaxloop.data import batches, from_index
 
 WHEN_TO_LOG = jaxloop.first() | jaxloop.every(steps=10)
-WHEN_TO_TEST = jaxloop.every(steps=50) | jaxloop.last()  # And to save a checkpoint.
+WHEN_TO_TEST = jaxloop.every(steps=50) | jaxloop.last()  # Checkpoints are saved at the same steps.
 
 
 class CNN(nn.Module):
-    """Two convolutions and two dense layers; takes images of any size."""
+    """Two convolutions and two dense layers, for images of any size."""
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
@@ -47,14 +49,14 @@ class CNN(nn.Module):
 
 
 class ClassifierStep(jaxloop.Step):
-    """What happens to one batch of images and labels, in training and in testing."""
+    """Processes one batch of images and labels, in training and in evaluation."""
 
     def run(self, state, batch):
         if not self.train:
             logits = state.apply_fn(state.variables, batch["image"], train=False)
             return state, measure(logits, batch["label"])
 
-        # Keys are a pure function of the step, so a resumed run draws what the unbroken one would have drawn.
+        # The keys depend only on the step, so a resumed run uses the same random numbers as an uninterrupted one.
         keys = self.prng_key(state.step)
         images = shift_at_random(keys["shift"], batch["image"])
 
@@ -68,7 +70,7 @@ class ClassifierStep(jaxloop.Step):
 
 
 def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """What a batch comes to; jaxloop weighs batches by their size when it takes the mean over many."""
+    """Returns the metrics of one batch. jaxloop weights batches by their size when it averages over several."""
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(),
         "accuracy": jnp.mean(logits.argmax(-1) == labels),
@@ -76,7 +78,7 @@ def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 
 
 def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Moves each image by up to a pixel each way; otherwise so few scans would be learnt by heart."""
+    """Shifts each image by up to one pixel in each direction, to reduce overfitting on so small a dataset."""
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     corners = jax.random.randint(key, (len(images), 2), 0, 3)
     crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
@@ -85,24 +87,25 @@ def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
 
 class Data(NamedTuple):
     image_shape: tuple[int, ...]
-    train_batches: Iterable[jaxloop.Batch]  # Endless.
+    train_batches: Iterable[jaxloop.Batch]  # Infinite.
     test_batches: Iterable[jaxloop.Batch]
 
 
 def load_digits(batch_size: int, seed: int) -> Data:
-    """The scans of 8x8 pixels that come with scikit-learn, the later half held out, as in its own example.
+    """Returns scikit-learn's scans of 8x8 pixels, with the second half held out for testing.
 
-    There a support vector machine reads 97% of that half.
+    scikit-learn's own example uses the same split, and its support vector machine classifies 97% of the held-out half
+    correctly.
     """
     try:
         from sklearn import datasets
     except ImportError:
-        sys.exit("The digits come with scikit-learn, which is not installed: pip install scikit-learn")
+        sys.exit("The digits dataset is part of scikit-learn, which is not installed: pip install scikit-learn")
     images, labels = datasets.load_digits(return_X_y=True)
     images = images.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     num_train = len(images) // 2
 
-    # A pure function of the batch's number, so a resumed run draws the very batch that comes next.
+    # A batch depends only on its number, so a resumed run continues with exactly the next batch.
     def batch_of(number: int) -> jaxloop.Batch:
         rows = np.random.default_rng((seed, number)).choice(num_train, batch_size, replace=False)
         return {"image": images[rows], "label": labels[rows]}
@@ -112,7 +115,7 @@ def load_digits(batch_size: int, seed: int) -> Data:
 
 
 def load_mnist(batch_size: int, seed: int) -> Data:
-    """MNIST through TensorFlow Datasets, which downloads it once."""
+    """Returns MNIST from TensorFlow Datasets, which downloads it on first use."""
     try:
         import tensorflow_datasets as tfds
     except ImportError:
@@ -123,7 +126,7 @@ def load_mnist(batch_size: int, seed: int) -> Data:
         return examples.map(lambda image, label: {"image": image / 255, "label": label})
 
     train, test = load("train").shuffle(10_000, seed=seed).repeat().batch(batch_size), load("test").batch(1000)
-    # With these, unlike with tfds.as_numpy, a checkpoint keeps where the pipeline is, its shuffle buffer included.
+    # Unlike tfds.as_numpy, `batches` lets a checkpoint store the pipeline's position, including its shuffle buffer.
     return Data((28, 28, 1), batches(train.prefetch(2)), tfds.as_numpy(test))
 
 
@@ -136,8 +139,10 @@ def run(
     seed: int,
     check: bool = False,
 ) -> tuple[jaxloop.TrainState, float]:
-    """Trains to `train_steps`, from the newest checkpoint if there is one; returns the state and its test accuracy."""
-    start_time = time.perf_counter()
+    """Trains until step `train_steps`, from the newest checkpoint if there is one.
+
+    Returns the state and its test accuracy. Ctrl-C ends the program with exit code 130.
+    """
     checkpoint_dir, curves_file = workdir / "checkpoints", workdir / "learning_curves.png"
     first_step = max(checkpoint.all_steps(checkpoint_dir), default=0)
     print(f"{dataset}: {train_steps} steps of {batch_size} images, in {workdir}", flush=True)
@@ -152,7 +157,7 @@ def run(
     state = make_state([1, *data.image_shape], train=False)
 
     if first_step >= train_steps and not check:
-        print(f"Finished already, at step {first_step}. A larger --train_steps goes on, another --workdir starts anew.")
+        print(f"Finished at step {first_step}. To train further, raise --train_steps; to start over, change --workdir.")
         state = train_step.restore_model(state, checkpoint_dir)
     else:
         if first_step:
@@ -161,29 +166,32 @@ def run(
         train_actions = [
             jaxloop.ProgressAction(),
             jaxloop.SummaryAction(writer, WHEN_TO_LOG),
-            # Keeps the newest three, and the best beside them.
+            # Keeps the newest three and the best.
             jaxloop.CheckpointAction(checkpoint_dir, WHEN_TO_TEST, best=("test/accuracy", "max")),
         ]
         outer_loop = jaxloop.OuterLoop(
             jaxloop.TrainLoop(train_step, end_actions=train_actions),
             [jaxloop.EvalLoop(eval_step, end_actions=[jaxloop.SummaryAction(writer, prefix="test/")])],
-            jaxloop.CheckpointSpec(checkpoint_dir),  # Goes on from the newest of them.
+            jaxloop.CheckpointSpec(checkpoint_dir),  # Resumes from the newest checkpoint.
             workdir=workdir,
             log_interval=WHEN_TO_LOG,
         )
-        test = jaxloop.EvalSpec(data.test_batches, schedule=WHEN_TO_TEST, name="test")
+        test = jaxloop.EvalSpec(data.test_batches, interval=WHEN_TO_TEST, name="test")
         arguments = {"train_dataset": data.train_batches, "train_total_steps": train_steps, "eval_specs": [test]}
         if check:
             report = outer_loop.check(state, **arguments)
             sys.exit(f"{report}" if report.errors else print(report))
         state, _ = outer_loop(state, **arguments)
         writer.close()
+        if state.step < train_steps:  # Only Ctrl-C ends this run early.
+            print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
+            sys.exit(130)
         print(outer_loop.spent)
 
-    # A loop without actions: it writes no second summary of a step that has one.
+    # This loop has no actions, because the summary of this step is already written.
     _, outputs = jaxloop.EvalLoop(eval_step)(state, data.test_batches)
     test = jaxloop.summarize(outputs)
-    # The rows of outer_loop.history, from their file: a finished run has no outer loop.
+    # Read from the file, because a run that had already finished has no OuterLoop.
     jaxloop.History.load(workdir / "history.jsonl").plot("loss", "accuracy").savefig(curves_file)
     table = {
         "test accuracy": f"{test['accuracy']:.2%}",
@@ -191,34 +199,37 @@ def run(
         "steps": f"{int(state.step):,}",
         "best at step": checkpoint.best_step(checkpoint_dir),
         "parameters": f"{train_step.num_params:,}",
-        "seconds": f"{time.perf_counter() - start_time:.1f}",
         "learning curves": curves_file,
         "checkpoints": checkpoint_dir,
         "events": f"{workdir} (tensorboard --logdir={workdir})",
     }
     print("\n".join(f"  {name:<17}{value}" for name, value in table.items()))
-    if state.step < train_steps:
-        print(f"Stopped before step {train_steps}. Run the same command again to go on.")
     return state, test["accuracy"]
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"It takes flags only, got {' '.join(argv[1:])!r}.")
+        raise app.UsageError(f"This program takes flags only, got {' '.join(argv[1:])!r}.")
     options = flags.FLAGS
     workdir = pathlib.Path(options.workdir)
     names = ("dataset", "train_steps", "batch_size", "learning_rate", "seed", "check")
-    run(workdir, **{name: getattr(options, name) for name in names})
+    try:
+        run(workdir, **{name: getattr(options, name) for name in names})
+    except KeyboardInterrupt:  # Ctrl-C before the first step, or pressed twice.
+        print("Interrupted. Run the same command again to resume from the newest checkpoint.")
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    # Defined only here, so that a test may import several drivers whose flags have the same names.
-    flags.DEFINE_string("workdir", "runs/digits", "Where checkpoints, curves and TensorBoard events go.")
-    flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "What to read.")
-    flags.DEFINE_integer("train_steps", 600, "Optimizer updates in all, those before a resume included.", lower_bound=1)
-    flags.DEFINE_integer("batch_size", 32, "Images in a batch.", lower_bound=1)
-    flags.DEFINE_float("learning_rate", 2e-3, "Its peak, after a warm-up and before a cosine decay.")
-    flags.DEFINE_integer("seed", 0, "Of the parameters, the batches and the dropout.")
-    flags.DEFINE_bool("check", False, "Train nothing; say how the run would go, and what would go wrong in it.")
-    # What is logged below a warning would break up the line of progress; --verbosity=0 shows it.
+    # Defined only here, so that a test can import several drivers with the same flags.
+    flags.DEFINE_string("workdir", "runs/digits", "The directory for checkpoints, curves and TensorBoard events.")
+    flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "The dataset.")
+    flags.DEFINE_integer(
+        "train_steps", 600, "Optimizer updates in total, including those before a resume.", lower_bound=1
+    )
+    flags.DEFINE_integer("batch_size", 32, "Images per batch.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", 2e-3, "The peak learning rate, between the warm-up and the cosine decay.")
+    flags.DEFINE_integer("seed", 0, "The seed for the parameters, the batches and dropout.")
+    flags.DEFINE_bool("check", False, "Print the plan of the run and its problems, without training.")
+    # Log lines below warnings would break up the progress bar; --verbosity=0 shows them.
     app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])

@@ -1,18 +1,23 @@
-"""Learns to write Python: a decoder-only transformer on the source text of the standard library, byte by byte.
+"""Trains a decoder-only transformer, byte by byte, on the source code of Python's standard library.
 
     python -m jaxloop.examples.transformer --workdir=runs/transformer
     python -m jaxloop.launch --processes 2 --devices 2 -m jaxloop.examples.transformer --workdir=runs/transformer
 
-The first command trains the size "tiny" on a CPU, in a minute or two, and writes a few lines of its own at each
-evaluation. The second one does so in two processes, as on two hosts: killed, both go on where they were when it is run
-again. With --check it says how the run would go and what would go wrong in it, and trains nothing. --size=124m is for
-a GPU, and --partitioner says how it is laid out over many devices: "data" (a copy of the state on each), "fsdp" (a part
-on each) or "tensor" (each layer over --model_devices of them).
+The first command trains the size "tiny" on a CPU, in a minute or two, and prints a sample of generated text at each
+evaluation. The second one trains in two processes, as on two hosts. Ctrl-C saves the state and exits with code 130. To
+resume an interrupted or killed run, run the same command again.
+
+--check prints the plan of the run and its problems, without training. --size=124m is for a GPU. --partitioner chooses
+the layout over several devices:
+
+- "data" keeps a copy of the state on each device.
+- "fsdp" keeps a part of the state on each device.
+- "tensor" splits each layer over --model_devices devices.
+
+A dry run compiles a step for devices that you don't need to have, and prints its cost: memory, FLOPs, and the
+communication between the devices.
 
     python -m jaxloop.examples.transformer --size=1b --dry_run --devices=64
-
-compiles a step for so many devices, without having them, and says what it would cost: memory, operations, and what the
-devices tell each other.
 """
 
 import dataclasses
@@ -41,7 +46,7 @@ WHEN_TO_LOG = jaxloop.first() | jaxloop.every(steps=20)
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large a model is, and how it is trained."""
+    """The size of a model and its training options."""
 
     width: int
     depth: int
@@ -64,7 +69,7 @@ SIZES = {
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each behind a normalisation and beside the residual stream."""
+    """Attention and an MLP, each with a normalization before it and a residual connection around it."""
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
         linear = lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
@@ -82,7 +87,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes `[rows, length]` to the logits of those that follow, `[rows, length, 256]`."""
+    """Maps bytes `[rows, length]` to the logits of the next bytes, `[rows, length, 256]`."""
 
     def __init__(self, size: Size, *, rngs: nnx.Rngs):
         self.bytes = nnx.Embed(NUM_BYTES, size.width, rngs=rngs)
@@ -94,8 +99,8 @@ class Transformer(nnx.Module):
         x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         mask = visible(tokens)[:, None]
         for block in self.blocks:
-            # However the parameters are split, what passes from block to block is split as the batch is. In the
-            # backward pass a block is computed again, for it takes more memory to keep what is in it.
+            # Activations between blocks are sharded like the batch, whatever the layout of the parameters. The backward
+            # pass recomputes each block, because storing its activations would take more memory.
             x = remat(block, partition.constrain(x, "data"), mask)
         return self.bytes.attend(self.norm(x))
 
@@ -106,14 +111,17 @@ def remat(block: Block, x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def visible(tokens: jax.Array) -> jax.Array:
-    """Which bytes see which, `[rows, length, length]`: those before them in the same file."""
+    """Returns the attention mask `[rows, length, length]`: a byte sees itself and the earlier bytes of its file."""
     file = jnp.cumsum(tokens == END_OF_FILE, axis=1) - (tokens == END_OF_FILE)
     places = jnp.arange(tokens.shape[1])
     return (file[:, :, None] == file[:, None, :]) & (places[:, None] >= places)
 
 
 def next_byte_loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
-    """The cross-entropy of the next byte in nats, `[rows]`; what comes after the end of a file nobody can tell."""
+    """Returns the cross-entropy of the next byte in nats, `[rows]`.
+
+    The first byte of a file is left out, because no earlier byte of the file can predict it.
+    """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
     counts = inputs != END_OF_FILE
@@ -121,7 +129,7 @@ def next_byte_loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
 
 
 def make_partitioner(kind: str, model_devices: int) -> partition.MeshPartitioner:
-    """How the model is laid out over all devices of all processes."""
+    """Returns the partitioner that lays the model out over all devices of all processes."""
     match kind:
         case "data":
             return jaxloop.DataParallelPartitioner(partition.create_mesh(data=-1), "data")
@@ -137,7 +145,7 @@ def make_partitioner(kind: str, model_devices: int) -> partition.MeshPartitioner
 
 
 def make_step(size: Size, partitioner: jaxloop.Partitioner, train_steps: int, accumulate: int, seed: int, train: bool):
-    """What happens to one batch."""
+    """Returns the step for training or, with `train=False`, for evaluation."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, size.learning_rate, max(train_steps // 20, 1), train_steps, size.learning_rate / 10
     )
@@ -160,7 +168,7 @@ def make_step(size: Size, partitioner: jaxloop.Partitioner, train_steps: int, ac
 
 
 def read_standard_library() -> np.ndarray:
-    """The source text of Python's own modules, one behind the other, as bytes."""
+    """Returns the concatenated source code of the standard library, with an `END_OF_FILE` byte after each file."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
     files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
@@ -168,10 +176,10 @@ def read_standard_library() -> np.ndarray:
 
 
 def make_data(text: np.ndarray, size: Size, batch_size: int, seed: int):
-    """Train batches without end, and some of held-out text; of each, this process has its rows."""
+    """Returns infinite train batches, and four batches of held-out text, each with the rows of this process."""
     num_train = int(0.95 * len(text))
 
-    # A pure function of the batch's number, so that a resumed run draws the very batch that comes next.
+    # A batch depends only on its number, so a resumed run continues with exactly the next batch.
     def batch_of(number: int) -> jaxloop.Batch:
         starts = np.random.default_rng((seed, number)).integers(num_train - size.length, size=batch_size)
         return {"tokens": text[starts[:, None] + np.arange(size.length + 1)]}
@@ -181,11 +189,11 @@ def make_data(text: np.ndarray, size: Size, batch_size: int, seed: int):
     return data.shard_for_process(data.from_index(batch_of)), data.shard_for_process(held_out)
 
 
-# Some lines of its own ---------------------------------------------------------------------------------
+# Text generation ---------------------------------------------------------------------------------------
 
 
 class WriteStep(jaxloop.Step):
-    """Goes on from the beginning of a text, `[rows, length]`, byte by byte."""
+    """Continues texts `[rows, length]` byte by byte, after their first `begin` bytes."""
 
     def __init__(self, *args, num_bytes: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -204,7 +212,7 @@ class WriteStep(jaxloop.Step):
 
 
 class WriteAction(jaxloop.Action):
-    """Has the model write a few lines, and prints them."""
+    """Generates text with the model and prints it."""
 
     uses_outputs = False
 
@@ -216,20 +224,23 @@ class WriteAction(jaxloop.Action):
         self._step, self._batch = step, {"tokens": tokens, "begin": np.full(rows, len(begin), np.int32)}
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        # All processes take part in what is computed; the first one prints it.
+        # All processes take part in the computation, and the first one prints the result.
         outputs = self._step.evaluate(state, self._batch) or {}
         written = np.asarray(outputs["tokens"])[0]
         if is_first_process():
             text = bytes(written[written != END_OF_FILE].astype(np.uint8)).decode("ascii", errors="replace").strip()
-            print(f"--- after {step_num} steps it writes:\n{text}\n---", flush=True)
+            print(f"--- generated after {step_num} steps:\n{text}\n---", flush=True)
 
 
 # The run -----------------------------------------------------------------------------------------------
 
 
 def run(options) -> float:
-    """Trains, from the newest checkpoint if there is one; returns the loss on held-out text."""
-    size, began = SIZES[options.size], time.perf_counter()
+    """Trains, from the newest checkpoint if there is one, and returns the loss on held-out text.
+
+    Ctrl-C ends the program with exit code 130.
+    """
+    size = SIZES[options.size]
     batch_size, train_steps = options.batch_size or size.batch_size, options.train_steps or size.train_steps
     workdir = pathlib.Path(options.workdir)
     partitioner = make_partitioner(options.partitioner, options.model_devices)
@@ -270,23 +281,29 @@ def run(options) -> float:
         jaxloop.CheckpointSpec(workdir / "checkpoints"),
         log_interval=WHEN_TO_LOG,
     )
-    arguments = (state, train_data, train_steps, None, [jaxloop.EvalSpec(held_out, schedule=when_to_evaluate)])
+    arguments = (state, train_data, train_steps, None, [jaxloop.EvalSpec(held_out, interval=when_to_evaluate)])
     if options.check:
         report = outer_loop.check(*arguments)
         sys.exit(f"{report}" if report.errors else print(report))
-    _, outputs = outer_loop(*arguments)
-    loss = outer_loop.history.collect("eval.loss")[-1]
+    state, outputs = outer_loop(*arguments)
+    if state.step < train_steps:  # Only Ctrl-C ends this run early.
+        if is_first_process():
+            print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
+        sys.exit(130)
+    steps, losses = outer_loop.history.collect("steps", "eval.loss")
+    step_num, loss = steps[-1], losses[-1]
     if is_first_process():
         speed = outer_loop.spent.steps_per_sec * batch_size * size.length
-        print(f"held-out loss {loss:.4f} nats a byte ({loss / np.log(2):.3f} bits), {speed:,.0f} bytes a second")
-        if outputs and stat_loop.STAT_MFU in outputs:  # Where it is known what the devices could do at most.
+        bits = loss / np.log(2)
+        print(f"held-out loss at step {step_num}: {loss:.4f} nats per byte ({bits:.3f} bits); {speed:,.0f} bytes/s")
+        if outputs and stat_loop.STAT_MFU in outputs:  # Present only if the peak FLOPS of the devices is known.
             print(f"model FLOPs utilization {outputs[stat_loop.STAT_MFU]:.1%}")
-        print(f"{outer_loop.spent} {time.perf_counter() - began:.1f} s in all.")
+        print(outer_loop.spent)
     return loss
 
 
-def say_what_a_step_costs(options) -> None:
-    """Compiles a step for the devices there are, or as many that are none, and says what it would cost."""
+def print_step_cost(options) -> None:
+    """Compiles a step for `--devices` simulated devices and prints its cost."""
     size = SIZES[options.size]
     batch_size = options.batch_size or size.batch_size
     partitioner = make_partitioner(options.partitioner, options.model_devices)
@@ -294,47 +311,54 @@ def say_what_a_step_costs(options) -> None:
     state, batch = step.abstract_state(), {"tokens": jax.ShapeDtypeStruct([batch_size, size.length + 1], np.uint8)}
     layout, began = partitioner.report(state), time.perf_counter()
     cost = step.cost_analysis(state, batch)
+    memory = f"{readable(cost.peak_bytes)}, including {readable(cost.temp_bytes)} of temporaries (on a CPU)"
     flops, num_tokens = cost.flops or 0.0, batch_size * size.length
+    micro_batches = "1 micro-batch" if options.accumulate == 1 else f"{options.accumulate} micro-batches"
     table = {
         "model": f"{options.size}: {sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters",
         "layout": f"{options.partitioner}, mesh {dict(partitioner.mesh.shape)}",
-        "batch": f"{batch_size} x {size.length} bytes, in {options.accumulate} parts",
+        "batch": f"{batch_size} x {size.length} bytes, in {micro_batches}",
         "state per device": f"{readable(layout.bytes_per_device)} of {readable(layout.bytes)}",
-        "memory per device": f"{readable(cost.peak_bytes)}, of which {readable(cost.temp_bytes)} in between (on a CPU)",
-        "FLOPs of a step": f"{flops:.3g}, {flops / num_tokens:.3g} a byte of text",
-        "devices tell each other": "bytes per device, in all operations of a kind",
+        "memory per device": memory,
+        "FLOPs per step": f"{flops:.3g}, {flops / num_tokens:.3g} per byte of text",
+        "communication": "per device, by kind of operation",
     }
     table |= {f"  {each.kind}": f"{readable(each.bytes)} in {each.count}" for each in cost.collectives}
     print("\n".join(f"{name:<26}{value}" for name, value in table.items()))
-    print(f"Compiled in {time.perf_counter() - began:.0f} s; nothing was run, and no memory taken for the state.")
+    print(f"Compiled in {time.perf_counter() - began:.0f} s, without running a step or allocating the state.")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"It takes flags only, got {' '.join(argv[1:])!r}.")
+        raise app.UsageError(f"This program takes flags only, got {' '.join(argv[1:])!r}.")
     options = flags.FLAGS
     if options.dry_run:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices or 1)
-        return say_what_a_step_costs(options)
-    distributed.initialize()  # Where this is one of several processes.
-    run(options)
+        return print_step_cost(options)
+    distributed.initialize()  # Joins the other processes, if there are any.
+    try:
+        run(options)
+    except KeyboardInterrupt:  # Ctrl-C before the first step, or pressed twice.
+        if is_first_process():
+            print("Interrupted. Run the same command again to resume from the newest checkpoint.")
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", "runs/transformer", "Where checkpoints and TensorBoard events go.")
-    flags.DEFINE_enum("size", "tiny", list(SIZES), "Of the model.")
-    flags.DEFINE_enum("partitioner", "fsdp", ["data", "fsdp", "tensor"], "How it is laid out over the devices.")
+    flags.DEFINE_string("workdir", "runs/transformer", "The directory for checkpoints and TensorBoard events.")
+    flags.DEFINE_enum("size", "tiny", list(SIZES), "The size of the model.")
+    flags.DEFINE_enum("partitioner", "fsdp", ["data", "fsdp", "tensor"], "The layout of the model over the devices.")
+    flags.DEFINE_integer("model_devices", 2, "Devices per layer with --partitioner=tensor.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", None, "Rows per batch, over all processes; the default depends on --size.")
     flags.DEFINE_integer(
-        "model_devices", 2, "Over how many devices --partitioner=tensor splits a layer.", lower_bound=1
+        "train_steps", None, "Total optimizer updates, resumed ones included; the default depends on --size."
     )
-    flags.DEFINE_integer("batch_size", None, "Rows of a batch in all processes; by default as of the size.")
-    flags.DEFINE_integer("train_steps", None, "Optimizer updates in all; by default as of the size.")
-    flags.DEFINE_integer("accumulate", 1, "Into how many micro-batches a batch is split.", lower_bound=1)
-    flags.DEFINE_integer("write", 100, "How many bytes it writes at each evaluation.", lower_bound=0)
-    flags.DEFINE_integer("seed", 0, "Of the parameters and the batches.")
-    flags.DEFINE_bool("check", False, "Train nothing; say how the run would go, and what would go wrong in it.")
-    flags.DEFINE_bool("dry_run", False, "Compile a step and say what it costs; train nothing.")
-    flags.DEFINE_integer("devices", None, "With --dry_run, for how many devices.", lower_bound=1)
-    # What is logged below a warning would break up the line of progress; --verbosity=0 shows it.
+    flags.DEFINE_integer("accumulate", 1, "Micro-batches per batch.", lower_bound=1)
+    flags.DEFINE_integer("write", 100, "Bytes of text to generate at each evaluation.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "The seed for the parameters and the batches.")
+    flags.DEFINE_bool("check", False, "Print the plan of the run and its problems, without training.")
+    flags.DEFINE_bool("dry_run", False, "Compile a step and print its cost, without training.")
+    flags.DEFINE_integer("devices", None, "The number of devices for --dry_run.", lower_bound=1)
+    # Log lines below warnings would break up the progress bar; --verbosity=0 shows them.
     app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The loop language: schedules mapped to callbacks.
+"""The functional API: a loop over schedules that are mapped to callbacks.
 
 >>> import jax
 >>> import jax.numpy as jnp
@@ -22,13 +22,13 @@ step 30: 3.0000
 >>> elapsed.steps, len(history.collect("slope"))
 (30, 30)
 
-The state may be any pytree. Everything else is what the other doors use: `Elapsed`, schedules, `History`, actions,
-checkpoints, partitioners.
+The state may be any pytree. `Elapsed`, schedules, `History`, actions, checkpoints and partitioners are the same as in
+the other APIs.
 
-- `loop` calls the callbacks; `elapse` counts along in a loop of your own, where the same tools are called by hand.
-- `logs()` is what a step reports, `history()` what was measured.
-- `step` and `train_step` make callbacks of pure functions, compiled and sharded.
-- `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` are callbacks.
+- `loop` calls the callbacks. `elapse` counts steps in a hand-written loop, in which you call the same tools yourself.
+- `logs()` makes an object for the values that a step reports, and `history()` one for the measured values of a run.
+- `step` and `train_step` compile and shard pure functions as callbacks.
+- `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` return callbacks.
 """
 
 from jaxloop.counting import elapse

@@ -1,4 +1,4 @@
-"""Callbacks of all kinds, each called with the loop state alone."""
+"""Wrappers that call callbacks of all kinds with the loop state."""
 
 import abc
 import inspect
@@ -26,7 +26,7 @@ from jaxloop.text import printable
 
 
 def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["CallbackOf"]) -> "CallbackOf":
-    """What calls a callback of whatever kind; of an action, with what the `reporters` before it log."""
+    """Wraps a callback of any kind. An action receives the logs of the `reporters` before it."""
     if isinstance(callback, Tool):
         return ActionCallback(callback, callback.action, callback.monitor, loop_state, reporters)
     if isinstance(callback, Action) or is_periodic(callback):
@@ -45,12 +45,12 @@ def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["
 
 
 class CallbackOf(abc.ABC):
-    """A callback of any kind, called with the loop state alone."""
+    """A callback of any kind, which is called with the loop state."""
 
     def __init__(self, of: Callback):
         self.of = of
         self.name: str = name_of(of)
-        self.time_goes_to: str = getattr(of, "time_goes_to", "rest")
+        self.time_category: str = getattr(of, "time_category", "dispatch")
         self.was_called: bool = False
         self.has_reported: bool = False
         self.saves: bool = False
@@ -59,7 +59,7 @@ class CallbackOf(abc.ABC):
 
     @abc.abstractmethod
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        """Calls it; returns `(outputs, logs, state)`, with None for what it leaves alone."""
+        """Calls the callback; returns `(outputs, logs, state)`, with None for unchanged parts."""
 
     def __call__(self, loop_state: LoopState) -> None:
         outputs, reported, state = self.report(loop_state)
@@ -78,52 +78,52 @@ class CallbackOf(abc.ABC):
             loop_state.state = state
 
     def add_note(self, error: BaseException, loop_state: LoopState) -> None:
-        """Notes with an error that it comes from here."""
+        """Adds a note with the callback and the step to an error."""
         error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
 
     def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
         """See `Action.begin_run`."""
 
     def program(self) -> Program | None:
-        """Returns what takes its steps, if to call it is no more than to call a compiled function that logs."""
+        """Returns the program of its steps, if the callback is only a compiled function that logs; otherwise None."""
         return None
 
     @property
     def _reports_alone(self) -> bool:
-        """Whether there is no more to do with what it reports than to log it."""
+        """Whether its report contains nothing but logs."""
         return self.has_reported and not self._reports_state
 
     def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
-        """Looks closely at what it reports for the first time."""
+        """Checks its first report."""
         self.has_reported = bool(reported)
         if reported:
-            History().commit(loop_state.elapsed, reported)  # Raises here, where the callback is known.
-        # A later step may take the leaves of a state over (donate them).
+            History().commit(loop_state.elapsed, reported)  # Raises an error here, where the callback is known.
+        # A later step may donate the leaves of a state.
         leaves = {id(leaf) for leaf in jax.tree.leaves((loop_state.state, state)) if isinstance(leaf, jax.Array)}
         self._reports_state |= any(id(leaf) in leaves for leaf in jax.tree.leaves((outputs, reported)))
 
     @property
     def kind(self) -> str:
-        """What it is, the same in each process."""
+        """The kind of callback, which is the same in each process."""
         return type(self.of).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers from call to call, for `load_state_dict`."""
+        """Returns what it remembers between calls, for `load_state_dict`."""
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Restores the result of `state_dict`."""
         if state_dict:
             self.of.load_state_dict(state_dict)
 
     def save(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Saves the loop, if that is what it does, though its schedule has not come."""
+        """Saves the loop outside its schedule, if the callback saves checkpoints."""
 
     def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Called when the loop has ended well; may set the state that it shall return."""
+        """Finishes a loop that ended well; may set the state that the loop returns."""
 
     def close(self) -> None:  # noqa: B027 (to override, or not)
-        """Finishes what was begun."""
+        """Finishes all pending work."""
 
 
 class _FunctionCallback(CallbackOf):
@@ -166,7 +166,7 @@ class _LoopCallback(CallbackOf):
 
 @final
 class ActionCallback(CallbackOf):
-    """Calls an action with what was logged since its last call, at most once at each step."""
+    """Calls an action with the logs since its last call, at most once per step."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class ActionCallback(CallbackOf):
                 f"{action!r} counts train loops, of which there are none here. Leave its interval out: the schedule "
                 "under which it stands says when it is called."
             )
-        self.time_goes_to: str = action.time_goes_to
-        self.saves: bool = action.time_goes_to == "checkpoints"
+        self.time_category: str = action.time_category
+        self.saves: bool = action.time_category == "checkpoints"
         self._action, self._monitor, self._reporters = action, monitor, reporters
         self._was_measured = self._has_warned = False
         self._newest = NewestReady()
@@ -194,7 +194,7 @@ class ActionCallback(CallbackOf):
 
     def report(self, loop_state: LoopState) -> tuple[None, None, None]:
         action, now = self._action, loop_state.elapsed
-        if not action.waits_for_outputs:
+        if not action.needs_all_outputs:
             self._newest.push(loop_state.logs)
         is_due = not isinstance(action.interval, Schedule) or action.interval(now)
         if is_due and self._called_at != now.steps:
@@ -227,7 +227,7 @@ class ActionCallback(CallbackOf):
         self._names_seen, self._before = set(state_dict["names_seen"]), Elapsed(**state_dict["before"])
 
     def begin_run(self, step_num: int) -> None:
-        self._action.begin_run(step_num)
+        self._action.begin_run(step_num, can_resume=True)
 
     def save(self, loop_state: LoopState) -> None:
         if self.saves and self._called_at != loop_state.elapsed.steps:
@@ -238,7 +238,7 @@ class ActionCallback(CallbackOf):
         self._called_at = now.steps
         if self.saves:  # What was logged up to a checkpoint is part of it.
             write(loop_state)
-        outputs, history = self._outputs(loop_state), loop_state.history if action.waits_for_outputs else None
+        outputs, history = self._outputs(loop_state), loop_state.history if action.needs_all_outputs else None
         if not self._is_measured(loop_state):
             outputs, history = metrics.LoopOutputs(), None
         context = {"history": history, "total_steps": loop_state.total_steps, "snapshot": loop_state.snapshot}
@@ -249,7 +249,7 @@ class ActionCallback(CallbackOf):
     def _outputs(self, loop_state: LoopState) -> metrics.LoopOutputs:
         if not self._action.uses_outputs:
             return metrics.LoopOutputs()
-        if not self._action.waits_for_outputs:
+        if not self._action.needs_all_outputs:
             return metrics.LoopOutputs(self._newest.scalars())
         history = loop_state.history
         rows: list[tuple[Elapsed, Any]] = [history[index] for index in range(self._next_row, len(history))]
@@ -270,7 +270,7 @@ class ActionCallback(CallbackOf):
         return outputs
 
     def _is_measured(self, loop_state: LoopState) -> bool:
-        """Whether what it monitors was measured so far. Raises if it can't come any more."""
+        """Returns whether its monitored value was measured; raises an error if it can't be measured any more."""
         if self._was_measured or self._monitor is None:
             return True
         paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]
@@ -297,7 +297,7 @@ class ActionCallback(CallbackOf):
 
 
 def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
-    """What a `Step` or a `Loop` reports: scalars as metrics, all else as outputs."""
+    """Splits the outputs of a `Step` or a `Loop` into scalars, as metrics, and other outputs."""
     reported, outputs = Logs(), {}
     for name, value in (values or {}).items():
         is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR

@@ -33,25 +33,27 @@ class Logs(dict[str, Any]):
         return self
 
     def add_metric(self, name: str, value: Any) -> Self:
-        """Adds to `metrics`: what is to be seen."""
+        """Adds a value to the collection `metrics`; returns the logs."""
         return self.add("metrics", name, value)
 
     def add_loss(self, name: str, value: Any) -> Self:
-        """Adds to `losses`: scalars, of whose sum `train_step` takes the gradient."""
+        """Adds a scalar to the collection `losses`, whose sum `train_step` differentiates; returns the logs."""
         return self.add("losses", name, value)
 
     @property
     def updates(self) -> "Logs":
-        """The collection `updates`: what the forward pass changed, for `train_step` to put in the state.
+        """The collection `updates`: the variables that the forward pass changed, which `train_step` stores in the
+        state.
 
-        `logs.add("updates", "batch_stats", batch_stats)` adds to it. It is not kept in a history.
+        `logs.add("updates", "batch_stats", batch_stats)` adds to it. A history doesn't store it.
 
-        To assign logs to it merges all that they report: `logs.updates, state = train_step(state, batch)`.
+        Assigning logs to this attribute merges everything they report: `logs.updates, state = train_step(state,
+        batch)`.
         """
         return self.setdefault("updates", Logs())
 
     def merge(self, other: Mapping[str, Any]) -> Self:
-        """Takes over all entries of other logs, collection by collection; returns the logs."""
+        """Adds all entries of other logs, collection by collection; returns the logs."""
         for name, value in other.items():
             if isinstance(value, (dict, Mapping)):  # The first costs less.
                 own = self.get(name)
@@ -60,17 +62,19 @@ class Logs(dict[str, Any]):
         return self
 
     def entry_value(self, name: str) -> Any:
-        """The value of a name, in whichever collection; `entry_value("metrics.loss")` picks one.
+        """Returns the value with a name in any collection; `entry_value("metrics.loss")` selects a collection.
 
         Raises:
-          KeyError: there is no such name, or there are several.
+          KeyError: No value, or more than one, has this name.
         """
         values = dict(entries(self))
         found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]
         if len(found) == 1:
             return values[found[0]]
         if found:
-            raise KeyError(f"{len(found)} entries of the logs are named {name!r}: {', '.join(found)}. Ask for one.")
+            raise KeyError(
+                f"{len(found)} entries of the logs are named {name!r}: {', '.join(found)}. Give one of these names."
+            )
         raise KeyError(f"No entry of the logs is named {name!r}. There are: {', '.join(values) or 'none'}.")
 
     def __getattr__(self, name: str) -> Any:
@@ -93,11 +97,11 @@ class Logs(dict[str, Any]):
                 raise TypeError(f"logs.updates = ... takes the logs that a callback returned, got {value!r}.")
             self.merge({name: each for name, each in (value or {}).items() if name != "updates"})
             return
-        raise AttributeError(f"Attributes of logs are for reading. Write logs.add_metric({name!r}, value).")
+        raise AttributeError(f"Attributes of logs are read-only. Write logs.add_metric({name!r}, value).")
 
 
 def _nearest_method(name: str) -> str:
-    """The method of logs that a name stands for, with its arguments."""
+    """Returns the method of logs that a misspelt name probably means, with its arguments."""
     nearest = next((kind for kind in ("metric", "loss") if kind in name), None)
     return f"add_{nearest}(name, value)" if nearest else "add(collection, name, value)"
 
@@ -112,13 +116,13 @@ def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ..
     return [(jax.tree_util.DictKey(name), logs[name]) for name in names], names
 
 
-# What a compiled function logs is put together at each of its calls, so that counts.
+# It runs in each call of a compiled function, so its speed matters.
 _unflatten = lambda names, values: Logs(zip(names, values, strict=False))
 jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
 
 
 def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values under their paths, `metrics.loss`."""
+    """Yields the values with their paths, such as `metrics.loss`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from entries(value, f"{prefix}{name}.")
@@ -127,7 +131,7 @@ def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def nested(entries: Mapping[str, Any]) -> Logs:
-    """The logs of which these are the entries."""
+    """Returns the logs with these entries."""
     logs = Logs()
     for path, value in entries.items():
         *collections_, name = path.split(".")
@@ -139,9 +143,9 @@ def nested(entries: Mapping[str, Any]) -> Logs:
 
 
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries as actions and bars call them: `loss` for those of `metrics` and `losses`, `test/loss` for others."""
+    """Returns the entries by their short names: `loss` for `metrics` and `losses`, `test/loss` for others."""
     named = {}
-    # A metric of the name of a loss comes later, and is the one that is meant.
+    # A metric with the name of a loss comes later, and replaces it.
     for path, value in sorted(entries(logs), key=lambda entry: not entry[0].startswith("losses.")):
         collection, _, name = path.partition(".")
         named[(name if name and collection in ("metrics", "losses") else path).replace(".", "/")] = value
@@ -149,7 +153,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
-    """How many examples a row stands for; for one that comes after steps without a row, the mean of these."""
+    """Returns the number of examples of a row; after steps without a row, their mean."""
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
@@ -162,14 +166,14 @@ class Means:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def take(self, history: History) -> None:
-        """Takes in the rows that it has not seen."""
+        """Adds the new rows of a history."""
         for index in range(self._num_rows, len(history)):
             elapsed, logs = history[index]
             self._add(elapsed, logs)
         self._num_rows = len(history)
 
     def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
-        if elapsed.steps != self._before.steps:  # Else it is the rest of a row.
+        if elapsed.steps != self._before.steps:  # Otherwise it is the rest of a row.
             self._weight, self._before = num_examples(elapsed, self._before), elapsed
         for path, value in entries(logs):
             if not isinstance(value, str):
@@ -177,11 +181,11 @@ class Means:
                 self._sums[path] = (total + self._weight * float(value), weights + self._weight)
 
     def logs(self) -> Logs:
-        """The means."""
+        """Returns the means."""
         return nested({path: total / weights for path, (total, weights) in self._sums.items()})
 
     def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
-        """The means with one more row, which is not kept."""
+        """Returns the means with one more row, which is not stored."""
         means = Means()
         means._sums, means._before, means._weight = dict(self._sums), self._before, self._weight
         means._add(elapsed, logs)
@@ -197,7 +201,7 @@ REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
-    """What the rows of a history come to."""
+    """Aggregates the rows of a history."""
     if how == "mean":
         means = Means()
         means.take(history)
@@ -213,26 +217,26 @@ def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
 
 @final
 class NewestReady:
-    """The newest logged values that are there already."""
+    """The newest logged values that have arrived on the host."""
 
     def __init__(self):
-        # So many steps may be under way; of those before, the newest of each collection.
+        # The steps that may be in flight; of the others, only the newest value of each collection is kept.
         self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=64)
         self._before = Logs()
 
     def push(self, logs: Mapping[str, Any]) -> None:
-        """Takes in the logs of the next step; more may be added to them until the one after."""
+        """Adds the logs of the next step, which may still grow until the step after it."""
         if self._recent:
             self._before.update(self._recent[-1])
         self._recent.append(logs)
 
     def scalars(self) -> dict[str, Any]:
-        """By name, the newest that are on the host, or could be without waiting."""
+        """Returns the newest values by name that are on the host, or can be read without waiting."""
         found: dict[str, dict[str, Any]] = {}
         for logs in (*reversed(self._recent), self._before):
             for collection in logs.keys() - found.keys():
                 ready = metrics.ready_scalars(named({collection: logs[collection]}))
                 if ready:
                     found[collection] = ready
-        # As in `named`, a metric of the name of a loss is the one that is meant.
+        # As in `named`, a metric replaces a loss with the same name.
         return {**found.pop("losses", {}), **{name: value for each in found.values() for name, value in each.items()}}

@@ -1,4 +1,4 @@
-"""Where a loop is: what its callbacks see, and what they have reported."""
+"""The state of a loop that its callbacks see, and the values that they report."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """A moment outside the steps: a key of tasks, but no schedule that could be joined with others."""
+    """A moment outside the steps: a key of tasks that is not a schedule."""
 
     def __init__(self, name: str):
         self._name = name
@@ -26,28 +26,29 @@ class Moment:
 
 
 on_start: Moment = Moment("on_start")
-"""Key of the callbacks before the first step; their batch is None."""
+"""The key of the callbacks before the first step. Their batch is None."""
 on_end: Moment = Moment("on_end")
-"""Key of the callbacks after the last step, also after Ctrl-C, but not after an exception."""
+"""The key of the callbacks after the last step, also after Ctrl-C, but not after an exception."""
 
 
 @final
 @dataclasses.dataclass
 class LoopState:
-    """Where a loop is: what a callback with four arguments gets as its last.
+    """The state of a loop, which a callback with four arguments receives as the last one.
 
     Attributes:
-      state: the state; a callback may set it.
-      history: what was measured, up to the step before.
-      elapsed: how far the loop is; this step counts.
-      batch: the batch of this step.
-      logs: what the callbacks of this step have reported so far.
-      outputs: what they have returned as outputs, by name.
-      metadata: yours, for as long as the loop runs; checkpoints keep it, so that `jaxloop.encoding` must take it.
-      stop_iteration: set it to True, and the loop ends after this step.
-      total_steps: how many steps the loop shall come to, where `stop` says that.
-      snapshot: what a checkpoint keeps beside the state; set by the loop.
-      in_history: which of the logs the history has already, by path; likewise.
+      state: The train state. A callback may set it.
+      history: The measured values up to the previous step.
+      elapsed: The progress of the loop, including this step.
+      batch: The batch of this step.
+      logs: The values that the callbacks of this step have logged so far.
+      outputs: The values that they have returned as outputs, by name.
+      metadata: A dict for your own use while the loop runs. Checkpoints store it, so its values must be numbers,
+        strings, arrays, lists or dicts.
+      stop_iteration: Set it to True to end the loop after this step.
+      total_steps: The planned number of steps, if `stop` determines it.
+      snapshot: Returns what a checkpoint stores besides the state. Set by the loop.
+      in_history: The paths of the logs that are already in the history. Set by the loop.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -65,12 +66,12 @@ class LoopState:
 
     @property
     def accumulated_logs(self) -> Logs:
-        """The means of all logs of this history, this step included, weighted by examples. Reading it waits."""
+        """The example-weighted means of all logs, including this step. Reading it waits for the devices."""
         self._means.take(self.history)
         return self._means.logs_with(self.elapsed, metrics.fetch(self.not_in_history()))
 
     def not_in_history(self) -> Logs:
-        """The logs of this step that the history does not have yet."""
+        """Returns the logs of this step that are not in the history yet."""
         if not self.in_history:
             return self.logs
         return nested({path: value for path, value in entries(self.logs) if path not in self.in_history})
@@ -81,11 +82,11 @@ Callback = Any
 `Action`, a `Loop`, or an object of `clu.periodic_actions`."""
 
 Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
-"""Schedules and callbacks: a dictionary, or pairs; a callback may stand alone or in a list."""
+"""Schedules with callbacks: a dictionary or pairs. The value is a callback or a list of callbacks."""
 
 
 def end_row(loop_state: LoopState) -> None:
-    """Puts what was reported in the history, for other callbacks to begin anew."""
+    """Adds the logs of a step to the history and clears them."""
     commit(loop_state, loop_state.not_in_history())
     loop_state.logs = Logs()
     loop_state.in_history.clear()
@@ -95,18 +96,18 @@ def end_row(loop_state: LoopState) -> None:
 
 
 def commit(loop_state: LoopState, logs: Mapping[str, Any]) -> None:
-    """Makes a row of what the history does not have yet."""
+    """Adds a row with these logs to the history."""
     try:
         if logs:
             loop_state.history.commit(loop_state.elapsed, logs)
     except Exception as error:
-        loop_state.logs = Logs()  # Once is enough.
+        loop_state.logs = Logs()  # So that the error is raised once.
         error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
         raise
 
 
 def write(loop_state: LoopState) -> None:
-    """Completes the file of the history, if it has one, up to here."""
+    """Writes the logs so far to the file of the history, if it has one."""
     if loop_state.history.path is not None:
         commit(loop_state, loop_state.not_in_history())
         loop_state.in_history = {path for path, _ in entries(loop_state.logs)}
@@ -117,14 +118,16 @@ ARGUMENTS = ("state", "batch", "elapsed", "loop_state")
 
 
 def arguments(loop_state: LoopState, count: int) -> tuple[Any, ...]:
-    """So many arguments for a callback, in their order."""
+    """Returns the first `count` arguments for a callback."""
     return (loop_state.state, loop_state.batch, loop_state.elapsed, loop_state)[:count]
 
 
 def num_arguments(callback: Callable[..., Any]) -> int:
-    """How many arguments a callback takes; raises a `TypeError` that names it where it takes others than there are."""
+    """Returns the number of arguments of a callback; raises a `TypeError` that names it if it takes other ones."""
     names, _ = positional_arguments(callback)
-    takes = f"The callback {name_of(callback)} takes ({', '.join(names)}), and callbacks get up to four arguments by "
+    takes = (
+        f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments by "
+    )
     takes += f"position, ({', '.join(ARGUMENTS)})."
     if len(names) > len(ARGUMENTS):
         raise TypeError(f"{takes} Bind the others: functools.partial(...), or a default value.")

@@ -1,4 +1,4 @@
-"""The loop itself: for each batch, what is due, in its order."""
+"""The loop of the functional API."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from jaxloop import checkpoint as checkpoints
 from jaxloop import checks, encoding, interrupt, lock, timing
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.counting import Counting, as_stop
-from jaxloop.engine.program import Program, Stretch
+from jaxloop.engine.program import Dispatches, Program
 from jaxloop.feed import Feed, as_iterator
 from jaxloop.function_step import name_of
 from jaxloop.functional.callbacks import ActionCallback, CallbackOf, as_callback
@@ -37,50 +37,51 @@ def loop(
     num_examples: Callable[[Any], int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
-    """For each batch, calls the callbacks whose schedule fires, in the order in which they stand, checkpoints last.
+    """Calls, for each batch, the callbacks whose schedule fires, in the order of the tasks, checkpoints last.
 
-    A callback is a function of none to four of `(state, batch, elapsed, loop_state)`, by position; arguments with a
-    default are its own. It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, with None for what it
-    leaves alone. A state that is neither a tuple nor a dictionary may be returned alone. `Step`s, `Action`s and `Loop`s
-    of jaxloop are callbacks too (a loop runs on the one batch), and so are objects with
+    A callback is a function of the first zero to four of `(state, batch, elapsed, loop_state)`, passed by position;
+    further arguments need a default. It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, with None for
+    parts that it doesn't change. It may return a state alone if that is neither a tuple nor a dictionary. jaxloop's
+    `Step`s, `Action`s and `Loop`s are callbacks too (a loop runs on the one batch), and so are objects with
     `__loop_callback__(loop_state) -> (logs, state)`.
 
-    The logs of a step make one row of the history. Where nothing is called but one compiled function, the rows of up to
-    32 steps are made together, before anything else is called: only the dataset could see that. Nothing waits for the
-    devices, unless a callback reads a value. Ctrl-C ends the loop after the step in flight: it is saved where the tasks
-    have a checkpoint, and what is there is returned. SIGTERM does the same, and exits with 143.
+    The logs of a step become one row of the history. While only one compiled function is called, the loop adds the rows
+    of up to 32 steps together. The loop doesn't wait for the devices unless a callback reads a value. Ctrl-C ends the
+    loop after the step in flight, saves if the tasks have a checkpoint, and returns the results so far. SIGTERM does
+    the same and exits with 143.
 
     If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
-    called, as in an `OuterLoop`. So `elapsed.is_last` is known, and a checkpoint keeps the position before that batch.
+    called, as in an `OuterLoop`. So `elapsed.is_last` is known, and a checkpoint stores the position before that batch.
 
-    With a `checkpoint(directory, resume=True)` among the tasks, the loop goes on from the newest checkpoint: with its
-    state, its position in the data, the rows of its history, and what the tools and `LoopState.metadata` remember. So
-    do objects with `__loop_callback__` that have `state_dict()` and `load_state_dict(state_dict)`.
+    With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint: the state,
+    the position in the dataset, the history, `LoopState.metadata`, and the memory of the tools and of objects with
+    `__loop_callback__` that have `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
-      state: any pytree. Callbacks that take it over (`train_step` donates it) leave you the one that is returned.
-      dataset: the batches. None for callbacks that need no data: their batch is None, and `stop` ends the loop.
-      tasks: `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, or pairs. Not changed. `on_start` and
-        `on_end` are keys too.
-      stop: where to end, as in `elapse`.
-      history: goes on with this one; it is the one that is returned.
-      elapsed: goes on from here.
-      num_examples: counts the examples of a batch, which weigh its row in means: for padded batches, say,
-        `lambda batch: batch["mask"].sum()`. None for the length of the leading axis, and 1 where there is none.
-      clock: tells the time in seconds.
+      state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
+      dataset: The batches. None for callbacks that need no data: their batch is None, and `stop` ends the loop.
+      tasks: `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, or pairs. `on_start` and `on_end` are
+        keys too.
+      stop: When to end the loop, see `elapse`.
+      history: A history to continue, which is also returned; None for a new one.
+      elapsed: The progress of an earlier run to continue.
+      num_examples: Returns the number of examples in a batch, the weight of its row in means; for example
+        `lambda batch: batch["mask"].sum()` for padded batches. None for the length of the leading axis, or 1 without
+        one.
+      clock: Returns the time in seconds.
 
     Returns:
       `(state, history, elapsed)`.
 
     Raises:
-      TypeError: a callback with a signature or a result that can't be meant; the error names it.
-      ValueError: the state was donated to an earlier call.
-      Whatever a callback or the dataset raises, with a note of where and at which step. Checkpoints under way are
+      TypeError: A callback has an invalid signature or result. The message names it.
+      ValueError: The state was donated to an earlier call.
+      Exceptions of callbacks and the dataset, with a note that names the place and the step. Pending checkpoints are
         committed first.
     """
     if dataset is None:
         if stop is None:
-            raise ValueError("jf.loop got no data, so nothing ends it: give stop.")
+            raise ValueError("jf.loop got no dataset, so nothing ends it. Give stop.")
         dataset = NO_DATA
     stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history
@@ -95,9 +96,9 @@ def loop(
         interrupt.Interruptible() as interruptible,
         _locking(callbacks),
         _closing(callbacks, loop_state),
-        stopwatch.counting("rest"),
+        stopwatch.counting("dispatch"),
     ):
-        feed, mark = _keep_all(loop_state, callbacks, dataset)
+        feed, mark = _set_up_checkpoints(loop_state, callbacks, dataset)
         start = loop_state.elapsed
         is_new = start is begin and start.steps == 0
         loop_state.total_steps = _steps_of(stop, start)
@@ -106,10 +107,10 @@ def loop(
         if is_new:
             _Due(entry for entry in entries if entry.when(start)).call(loop_state, stopwatch)
         plan = _Plan(entries)
-        drawn = None if loop_state.stop_iteration else counting.draw()
-        while drawn is not None:
-            end_row(loop_state)  # Not before: what waits for the last step belongs to the row of that step.
-            loop_state.elapsed, loop_state.batch = drawn
+        batch_read = None if loop_state.stop_iteration else counting.read()
+        while batch_read is not None:
+            end_row(loop_state)  # Only now, because values that are due at the last step belong to its row.
+            loop_state.elapsed, loop_state.batch = batch_read
             due = plan.due(loop_state.elapsed)
             if due.has_actions and not loop_state.elapsed.is_last:
                 if due.saves:
@@ -122,12 +123,12 @@ def loop(
             due.call(loop_state, stopwatch, ends_loop=not loop_state.elapsed.is_last)
             if loop_state.stop_iteration or interruptible.requested:
                 break
-            drawn = plan.draw(loop_state, counting, interruptible.outermost)
+            batch_read = plan.advance(loop_state, counting, interruptible.outermost)
         if interruptible.requested:
             for callback in callbacks:
                 callback.save(loop_state)
         elif loop_state.elapsed is not start:
-            # Where the data has ended, say, only now it is known that this was the last step.
+            # If the dataset has ended, this is the first time that the last step is known to be the last.
             now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
             _Due(entry.without(plan.newest.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
         end_row(loop_state)
@@ -138,7 +139,7 @@ def loop(
 
 
 def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
-    """A new history, beside the checkpoints that the loop goes on from."""
+    """Returns a new history, next to the checkpoints that the loop resumes from."""
     for _, callbacks in tasks:
         for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
             if isinstance(callback, CheckpointTool) and callback.resume:
@@ -146,12 +147,13 @@ def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
     return History()
 
 
-def _keep_all(
+def _set_up_checkpoints(
     loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any
 ) -> tuple[Feed, Callable[[], None]]:
-    """Has checkpoints keep the whole of the loop, and goes on from one where a task asks for that.
+    """Prepares checkpoints of the whole loop, and resumes from one if a task requests it.
 
-    Returns what reads the dataset from its position on, and what notes the position for a checkpoint.
+    Returns:
+      The feed, at the right position in the dataset, and a function that records the position for a checkpoint.
     """
     if not any(callback.saves for callback in callbacks):
         return Feed(as_iterator(dataset)), lambda: None
@@ -180,7 +182,7 @@ def _keep_all(
             try:
                 source.seek(resumed.position)
             except PositionUnknownError as error:
-                logging.warning("%s The loop goes on with what the dataset gives now.", error)
+                logging.warning("%s The loop continues with the next batch that the dataset returns.", error)
         logging.info("Resumed at step %d from %s.", opened.step, directory)
     for callback in callbacks if any(tool.resume for tool in tools) else ():
         callback.begin_run(loop_state.elapsed.steps)
@@ -188,7 +190,7 @@ def _keep_all(
 
 
 class _LoopPart:
-    """What a checkpoint keeps of a loop and its callbacks."""
+    """The part of a checkpoint that describes a loop and its callbacks."""
 
     def __init__(
         self, loop_state: LoopState, callbacks: Sequence["CallbackOf"], source: PositionedIterator, feed: Feed
@@ -230,7 +232,7 @@ class _LoopPart:
 
 
 def _steps_of(stop: Any, start: Elapsed) -> int | None:
-    """How many steps a run shall come to, if its stop says so."""
+    """Returns the planned number of steps, if `stop` determines it."""
     if isinstance(stop, Schedule):
         return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
     return stop
@@ -238,7 +240,7 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
 
 @contextlib.contextmanager
 def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
-    """Keeps other runs out of the directories that the callbacks save to."""
+    """Locks the directories that the callbacks save to against other runs."""
     actions = [callback.of.action if isinstance(callback.of, Tool) else callback.of for callback in callbacks]
     with contextlib.ExitStack() as locks:
         for action in actions:
@@ -249,7 +251,7 @@ def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _closing(callbacks: Sequence["CallbackOf"], loop_state: LoopState) -> Iterator[None]:
-    """Closes the callbacks, however the loop ends. An error in that does not hide the one that ended the loop."""
+    """Closes the callbacks, however the loop ends. An error in that doesn't hide the one that ended the loop."""
     has_failed, errors = True, []
     try:
         yield
@@ -275,14 +277,14 @@ class _Entry:
     callbacks: Sequence["CallbackOf"]
 
     def without(self, called: Sequence["_Entry"]) -> "_Entry":
-        """What is left to call of it at a step where some entries were called: actions know by themselves."""
+        """Returns the callbacks left to call after some entries were called: actions decide themselves."""
         if self not in called:
             return self
         return _Entry(self.when, [each for each in self.callbacks if isinstance(each, ActionCallback)])
 
 
 class _Due:
-    """Entries whose callbacks are to be called, in their order, checkpoints last."""
+    """The entries that are due, with their callbacks in order, checkpoints last."""
 
     def __init__(self, entries: Iterable[_Entry]):
         self.entries = list(entries)
@@ -292,34 +294,34 @@ class _Due:
         self.saves = any(callback.saves for callback in called)
 
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch, *, ends_loop: bool = False) -> None:
-        """Calls the callbacks; with `ends_loop`, what saves is left to the end where one of them has asked for it.
+        """Calls the callbacks. With `ends_loop`, checkpoints are skipped if a callback stopped the loop.
 
-        The end follows at this step, and a checkpoint has what is reported there.
+        The end of the loop then saves at this step, including everything that is logged there.
         """
         for callback in self.callbacks:
             if callback.saves and ends_loop and loop_state.stop_iteration:
                 continue
             try:
-                if callback.time_goes_to == "rest":  # As it does already.
+                if callback.time_category == "dispatch":  # The current kind.
                     callback(loop_state)
                 else:
-                    with stopwatch.counting(callback.time_goes_to):
+                    with stopwatch.counting(callback.time_category):
                         callback(loop_state)
             except BaseException as error:
                 callback.add_note(error, loop_state)
                 raise
 
     def program(self, loop_state: LoopState) -> Program | None:
-        """Returns what takes steps at which nothing is called but one compiled function; None where there is more."""
+        """Returns the program for steps at which only one compiled function is called; None if there is more."""
         known = self.callbacks[0].program() if len(self.callbacks) == 1 else None
         return None if isinstance(loop_state.state, tuple) else known
 
 
 class _Plan:
-    """Says which entries are due at a step; up to the next where others than those of each step can be, it asks none.
+    """Determines which entries are due at a step, without asking schedules that can't fire yet.
 
-    Where these are a single compiled function, the steps in between are taken here: its dispatch may take no longer
-    than a few calls in Python.
+    If the entries of each step are a single compiled function, the plan runs the steps in between itself, because a
+    dispatch may take no longer than a few calls in Python.
     """
 
     def __init__(self, entries: Sequence[_Entry]):
@@ -327,11 +329,11 @@ class _Plan:
         self._entries = [entry for entry, _ in pairs]
         self._others = [when for _, when in pairs if not is_always(when)]
         self._each_step = _Due(entry for entry, when in pairs if is_always(when))
-        self._next_step = 0  # From which on others can be due.
+        self._next_step = 0  # The first step at which other entries can be due.
         self.newest = _Due(())
 
     def due(self, now: Elapsed) -> _Due:
-        """What is due now; it is also in `newest`, until the next step."""
+        """Returns what is due now, which is also in `newest` until the next step."""
         if now.steps < self._next_step and not now.is_last:
             self.newest = self._each_step
             return self.newest
@@ -340,12 +342,12 @@ class _Plan:
         self._next_step = goal.step if goal.time == NEVER[1] else now.steps + 1
         return due
 
-    def draw(
+    def advance(
         self, loop_state: LoopState, counting: Counting, interruptible: interrupt.Interruptible
     ) -> tuple[Elapsed, Any] | None:
-        """Takes the steps at which nothing but one compiled function is called, and draws the batch after them.
+        """Runs the steps at which only one compiled function is called; returns the batch after them.
 
-        None where the run is over, or a signal has come. The row of the last step is left to be ended.
+        Returns None at the end of the run or after a signal. The row of the last step is not yet added to the history.
         """
         program = self._each_step.program(loop_state)
         while program is not None and interruptible.signum is None:
@@ -353,14 +355,14 @@ class _Plan:
             if room < 1:
                 break
             before = loop_state.elapsed
-            has_ended = self._take_some(program, loop_state, counting, interruptible, room)
+            has_ended = self._run_some(program, loop_state, counting, interruptible, room)
             if loop_state.elapsed is not before:
                 self.newest = self._each_step
             if has_ended:
                 return None
-        return None if interruptible.signum is not None else counting.draw()
+        return None if interruptible.signum is not None else counting.read()
 
-    def _take_some(
+    def _run_some(
         self,
         program: Program,
         loop_state: LoopState,
@@ -368,7 +370,7 @@ class _Plan:
         interruptible: interrupt.Interruptible,
         room: int,
     ) -> bool:
-        """Takes up to `room` steps, and then makes the rows of what they have reported; returns whether data ended."""
+        """Runs up to `room` steps and adds their rows to the history; returns whether the dataset ended."""
         clock, seen = counting.stopwatch.clock, list[tuple[int, float]]()
 
         def observe(batch: Any) -> None:
@@ -379,18 +381,18 @@ class _Plan:
         feed, error = counting.iterator, None
         assert isinstance(feed, Feed)
         feed.begin(None)
-        stretch = Stretch(program.step.prepare_state(loop_state.state), [], [], clock, interruptible)
-        checks.mark_taken(loop_state.state, "jf.loop")
+        dispatches = Dispatches(program.step.prepare_state(loop_state.state), [], [], clock, interruptible)
+        checks.mark_donated(loop_state.state, "jf.loop")
         try:
-            program.take(stretch, feed, room)
+            program.take(dispatches, feed, room)
         except BaseException as raised:
             error = raised
-        counting.stopwatch.move(stretch.secs_in_data, "data")
-        loop_state.state = stretch.state
-        program.step.remember(stretch.state)
-        if stretch.outputs:
-            _report(loop_state, counting.count_all(seen[: len(stretch.outputs)]), stretch.outputs)
-        if error is not None and stretch.is_in_step:
+        counting.stopwatch.move(dispatches.secs_in_data, "data")
+        loop_state.state = dispatches.state
+        program.step.remember(dispatches.state)
+        if dispatches.outputs:
+            _report(loop_state, counting.count_all(seen[: len(dispatches.outputs)]), dispatches.outputs)
+        if error is not None and dispatches.is_in_step:
             end_row(loop_state)
             loop_state.elapsed = counting.count(*seen[-1])
             self._each_step.callbacks[0].add_note(error, loop_state)
@@ -401,7 +403,7 @@ class _Plan:
 
 
 def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[Any]) -> None:
-    """Makes the rows of some steps of a compiled function, and begins that of the last one."""
+    """Adds the rows of some steps of a compiled function to the history, except that of the last step."""
     end_row(loop_state)
     for now, each in zip(elapsed, found, strict=True):
         if each["outputs"] is not None:
@@ -413,7 +415,7 @@ def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[A
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
-    """The entries of the tasks, checked. A callback that stands in several places is one."""
+    """Returns the checked entries of the tasks. A callback that appears several times is wrapped once."""
     entries, known, reporters = [], {}, []
     for when, callbacks in _pairs(tasks):
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
@@ -432,11 +434,11 @@ def _pairs(tasks: Tasks) -> Iterator[tuple[Schedule | Moment, Any]]:
         raise TypeError(f"{_WHAT_TASKS_ARE}, got {name_of(tasks)}. Write {{every(1): {name_of(tasks)}}}.")
     for pair in tasks.items() if isinstance(tasks, Mapping) else tasks:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"{_WHAT_TASKS_ARE}, got {pair!r} in the place of a pair.")
+            raise TypeError(f"{_WHAT_TASKS_ARE}, got {pair!r} instead of a pair.")
         when, callbacks = pair
         if not isinstance(when, Schedule | Moment):
-            raise TypeError(f"{_WHAT_TASKS_ARE}, got {when!r} in the place of a schedule.")
+            raise TypeError(f"{_WHAT_TASKS_ARE}, got {when!r} instead of a schedule.")
         yield when, callbacks
 
 
-_WHAT_TASKS_ARE = "Tasks are {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"
+_WHAT_TASKS_ARE = "Tasks must be {schedule: callbacks}, or pairs (schedule, callbacks), such as {every(100): [save]}"

@@ -1,4 +1,4 @@
-"""Checkpoints, early stopping, bars, loops inside and compiled steps: callbacks that are there to take."""
+"""Ready-made callbacks: checkpoints, early stopping, bars, inner loops and compiled steps."""
 
 import abc
 import functools
@@ -23,11 +23,11 @@ from jaxloop.whole_run import elapsed_at
 
 
 class Tool(abc.ABC):
-    """An action as a callback: in tasks, there by `**tool` at every step, and called by hand in a loop of your own.
+    """An action as a callback, for tasks (where `**tool` runs it at every step) and for hand-written loops.
 
     Attributes:
-      action: the action.
-      monitor: the logged value that it watches, if any.
+      action: The action.
+      monitor: The logged value that it monitors, if any.
     """
 
     def __init__(self, text: str, action: Action, monitor: str | None = None):
@@ -39,7 +39,7 @@ class Tool(abc.ABC):
         return self._text
 
     def keys(self) -> list[Schedule]:
-        """With `__getitem__`, what `{**tool}` takes."""
+        """Returns the keys for `{**tool}`, together with `__getitem__`."""
         return [self._key]
 
     def __getitem__(self, key: Schedule) -> list[Self]:
@@ -49,14 +49,14 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, elapsed: Elapsed, *args: Any, **kwargs: Any) -> Any:
-        """Calls the action at a step, in a loop written by hand."""
+        """Calls the action at a step of a hand-written loop."""
 
     def finish(self, state: Any) -> Any:
-        """Returns the state to go on with when the run is over. A `loop` does so by itself, and so all that follows."""
+        """Returns the final state of a run. `loop` calls this itself, and `close` too."""
         return self.action.finish(state)
 
     def close(self) -> None:
-        """Finishes what was begun."""
+        """Finishes all pending work."""
         self.action.close()
 
     def _call_action(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any] | None) -> metrics.LoopOutputs:
@@ -67,7 +67,7 @@ class Tool(abc.ABC):
 
 @final
 class CheckpointTool(Tool):
-    """What `checkpoint` returns."""
+    """The callback that `checkpoint` returns."""
 
     action: CheckpointAction  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -81,14 +81,14 @@ class CheckpointTool(Tool):
         self.action.flush()
 
     def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
-        """Reads what was saved last, or at a step: the state, laid out like `state`, and how far the run was.
+        """Returns the state of the newest checkpoint, or that of a step, laid out like `state`, and its progress.
 
-        Both go back into `loop(state, ..., elapsed=elapsed)`, with a dataset that goes on after `elapsed.steps`
-        batches. Without a checkpoint, the state comes back as it is, with `Elapsed()`.
+        Pass both to `loop(state, ..., elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches.
+        If there is no checkpoint, the given state is returned with `Elapsed()`.
 
         Raises:
-          FileNotFoundError: there are checkpoints, but none of `step`.
-          ValueError: the checkpoint is of another state; the error lists the leaves that differ.
+          FileNotFoundError: There are checkpoints, but none of `step`.
+          ValueError: The checkpoint is of another state. The message lists the leaves that differ.
         """
         directory = self.action.directory
         if step is not None:
@@ -108,17 +108,18 @@ def checkpoint(
     mode: str = "min",
     resume: bool = False,
 ) -> CheckpointTool:
-    """Saves the state under its step; by hand, `checkpoint(elapsed, state, logs)`.
+    """Returns a callback that saves checkpoints. In a hand-written loop, call `checkpoint(elapsed, state, logs)`.
 
-    In a `loop` it saves the whole of it, asynchronously, after all other callbacks of the step; the loop's end waits
-    for what is under way. `checkpoint(directory).restore` reads the state again.
+    In a `loop`, it saves the whole run asynchronously, after all other callbacks of the step; the end of the loop waits
+    for pending saves. `checkpoint(directory).restore` reads the state.
 
     Args:
-      directory: with one subdirectory a step; may be relative.
-      keep: how many of the newest to keep; None for all.
-      monitor: a logged value by which the best one is kept beside them; it must be logged at the steps that are saved.
-      mode: whether the best is the "min" or the "max".
-      resume: whether a `loop` goes on from the newest checkpoint, see there. Its history, unless one is given, is
+      directory: The directory, with one subdirectory per checkpoint; may be relative.
+      keep: The number of newest checkpoints to keep; None for all.
+      monitor: A logged value that decides which checkpoint is the best one, which is kept too. It must be logged at the
+        saved steps.
+      mode: "min" or "max", the best value.
+      resume: Whether a `loop` resumes from the newest checkpoint, see there. Its history, unless one is given, is
         written to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
@@ -127,10 +128,10 @@ def checkpoint(
 
 @final
 class EarlyStoppingTool(Tool):
-    """What `early_stopping` returns."""
+    """The callback that `early_stopping` returns."""
 
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any]) -> bool:
-        """Whether to stop. Then `finish(state)` gives the best state, with `restore_best`."""
+        """Returns whether to stop. With `restore_best`, `finish(state)` then returns the best state."""
         return self._call_action(elapsed, state, logs).asks_to_stop
 
 
@@ -142,10 +143,11 @@ def early_stopping(
     baseline: float | None = None,
     restore_best: bool = False,
 ) -> EarlyStoppingTool:
-    """Ends the loop when a logged value no longer improves; by hand, `if early_stopping(elapsed, state, logs): break`.
+    """Returns a callback that ends the loop when a logged value no longer improves.
 
-    Reading the value waits for the devices. The arguments are those of `EarlyStoppingAction`: patience counts the
-    calls at which the value was logged, or is a period such as `after(steps=1000)`.
+    In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
+    devices. The arguments are those of `EarlyStoppingAction`: patience counts the calls at which the value was logged,
+    or is a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
@@ -153,14 +155,14 @@ def early_stopping(
 
 @final
 class BarTool(Tool):
-    """A progress bar, as `keras_bar` and `tqdm_bar` return it."""
+    """The progress bar that `keras_bar` and `tqdm_bar` return."""
 
     def __init__(self, text: str, action: Action):
         super().__init__(text, action)
         self._newest = NewestReady()
 
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:
-        """Shows this step, now and then, and the newest values that are there already."""
+        """Records a step, and shows it with the newest values that have arrived if an update is due."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
             outputs = metrics.LoopOutputs(self._newest.scalars())
@@ -168,25 +170,26 @@ class BarTool(Tool):
 
 
 def keras_bar(total: int | None = None, **options: Any) -> BarTool:
-    """Shows tqdm's bar: `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s, accuracy=0.9779]`.
+    """Returns a callback that shows tqdm's bar: `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s,
+    accuracy=0.9779]`.
 
-    By hand, call `keras_bar(elapsed, logs)` at each step, and `keras_bar.close()` at the end. It shows the newest
-    values that have arrived, and never waits for the devices.
+    In a hand-written loop, call `keras_bar(elapsed, logs)` at each step and `keras_bar.close()` at the end. It shows
+    the newest values that have arrived, and never waits for the devices.
 
     Args:
-      total: steps of the run; None for what the loop's `stop` says.
-      **options: of `ProgressAction`.
+      total: Steps of the run; None to use the loop's `stop`.
+      **options: Options of `ProgressAction`.
     """
     return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
 def tqdm_bar(total: int | None = None, **options: Any) -> BarTool:
-    """Shows the same bar as `keras_bar`, with the same arguments."""
+    """Returns the same callback as `keras_bar`, with the same arguments."""
     return BarTool("tqdm_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
 class _InnerLoop:
-    time_goes_to = "evals"
+    time_category = "evals"
 
     def __init__(self, name: str, run: Callable[..., Any], aggregation: str | Callable[[list[Any]], Any]):
         self.name, self._run, self._aggregation = name, run, aggregation
@@ -199,14 +202,13 @@ class _InnerLoop:
         with interrupt.Interruptible() as interruptible:
             result = self._run(*arguments(loop_state, self._num_arguments))
             if interruptible.requested:
-                return None, None  # Part of an evaluation is none.
+                return None, None  # An interrupted evaluation has no result.
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], History):
             raise TypeError(f"{self!r} must return (state, history, elapsed), as jf.loop does, got {result!r}.")
         if not checks.is_alive(loop_state.state):
             raise ValueError(
-                f"{self!r} has taken over (donated) the state of the loop around it, which can't go on. Evaluate with "
-                "jf.step or an EvalLoop, which leave the state alone, or give the inner loop a copy: "
-                "jax.tree.map(jnp.copy, state)."
+                f"{self!r} donated the state of the outer loop, which can't continue. Evaluate with jf.step or an "
+                "EvalLoop, which don't donate it, or pass a copy to the inner loop: jax.tree.map(jnp.copy, state)."
             )
         return Logs({self.name: Logs(named(aggregate(result[1], self._aggregation)))}), None
 
@@ -216,15 +218,15 @@ def inner_loop(
     run: Callable[..., tuple[Any, History, Elapsed]],
     aggregation: str | Callable[[list[Any]], Any] = "mean",
 ) -> _InnerLoop:
-    """Evaluation inside training: a callback that runs another loop, and reports what it comes to under a name.
+    """Returns a callback that runs another loop, such as an evaluation during training, and logs its results.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`.
-    An evaluation that Ctrl-C has cut short reports nothing.
+    An evaluation that Ctrl-C interrupts logs nothing.
 
     Args:
-      name: the collection of the reported values.
-      run: takes what a callback takes, and returns what `loop` returns. The state that it returns is left alone.
-      aggregation: "mean", weighted by examples, "sum", "min", "max", "last", or a function of the list of values.
+      name: The collection of the logged values.
+      run: A function with the arguments of a callback and the results of `loop`. The state that it returns is ignored.
+      aggregation: "mean" (weighted by examples), "sum", "min", "max", "last", or a function of the list of values.
     """
     if not callable(aggregation) and aggregation not in ["mean", *REDUCTIONS]:
         raise ValueError(
@@ -245,18 +247,17 @@ class _CompiledStep(CompiledFunction):
 def step(
     fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None, *, donate: bool = False
 ) -> Any:
-    """Makes a callback of a pure function `fn(state, batch, [broadcasts, statics])`, as a decorator or by hand.
+    """Returns a callback made of a pure function `fn(state, batch, [broadcasts, statics])`. Also a decorator.
 
-    It is compiled, and sharded by the partitioner: the batch is split, or replicated if its rows do not divide over the
-    devices; broadcasts are replicated, statics are hashable and compiled in. It returns what a callback returns. In a
-    `loop`, broadcasts and statics are None: to give them, call it in a callback.
-
-    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`
+    The function is compiled, and sharded by the partitioner: the batch is split, or replicated if its rows don't divide
+    over the devices; broadcasts are replicated; statics are hashable compile-time constants. It returns the results of
+    a callback. In a `loop`, broadcasts and statics are None; to pass them, call it in another callback:
+    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
-      fn: the function.
-      partitioner: where the state and the batches live; None for one device.
-      donate: whether the state is taken over, so that its memory serves for the new one.
+      fn: The function.
+      partitioner: Where the state and the batches live; None for one device.
+      donate: Whether the state is donated, so that the new state can reuse its memory.
     """
     if fn is None:
         return functools.partial(step, partitioner=partitioner, donate=donate)
@@ -264,11 +265,12 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """As `step`, and takes the gradient of the sum of the losses that `fn` logged by `add_loss`, and updates the state.
+    """Returns a callback like `step` that updates the state by the gradient of the losses logged with `add_loss`.
 
-    The state is a `TrainState`, and is taken over (donated). What the forward pass changed is taken over too, where
-    `fn` returns it in a state, or adds it to the logs' `updates`: `logs.add("updates", "batch_stats", batch_stats)`,
-    and for an NNX model all that changed, under any name. The rows of a batch must divide over the devices.
+    The state is a `TrainState` and is donated. The losses are summed. Variables that the forward pass changed are
+    stored in the new state if `fn` returns them in a state, or adds them to the logs' `updates`:
+    `logs.add("updates", "batch_stats", batch_stats)`; for an NNX model, all changed variables under any name. The rows
+    of a batch must divide over the devices.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples

@@ -1,4 +1,4 @@
-"""Where arrays live: on one device, or over a mesh, by one of several rules."""
+"""Partitioners, which decide where arrays live: on one device, or over a mesh."""
 
 from jaxloop.partition.choice import choose as choose
 from jaxloop.partition.choice import memory_of as memory_of

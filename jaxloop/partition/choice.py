@@ -1,4 +1,4 @@
-"""Which partitioner to take where nobody says."""
+"""The choice of a partitioner for `partitioner="auto"`."""
 
 from typing import Any
 
@@ -13,20 +13,19 @@ from jaxloop.partition.meshes import create_mesh
 from jaxloop.partition.partitioner import Partitioner
 from jaxloop.partition.single_device import SingleDevicePartitioner
 
-# Of a device's memory; the rest is for what the steps need besides.
+# The share of a device's memory for the state; the steps need the rest.
 _SHARE_FOR_STATE = 0.5
 
 
 def choose(state: Any, rows: int | None) -> Partitioner:
-    """The partitioner for all devices that a training wants, who does not say; says in the log why.
+    """Chooses a partitioner for all devices, and logs the reason.
 
-    On one device there is nothing to choose. On several, the batch is split over all of them; the state is on each one
-    as long as it takes, with gradients of the size of its parameters, at most half of the memory of a device, and is
-    split too where it takes more.
+    On several devices, the batch is split over all of them. The state is replicated if it takes, together with
+    gradients of the size of its parameters, at most half of the memory of a device; otherwise it is split too.
 
     Args:
-      state: the train state, or its shapes, as `jax.eval_shape` returns them.
-      rows: how many rows a batch of this process has; None where nobody knows.
+      state: The train state, or its shapes, as `jax.eval_shape` returns them.
+      rows: The number of rows in a batch of this process; None if unknown.
     """
     devices = jax.devices()
     if len(devices) == 1:
@@ -40,7 +39,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
         )
     if rows is None or rows % len(devices):
         logging.warning(
-            "partitioner='auto' takes one of %d devices, because a batch has %s rows, which do not divide over them. "
+            "partitioner='auto' uses one of %d devices, because a batch has %s rows, which do not divide over them. "
             "Batch to a multiple of %d.",
             len(devices),
             "no common number of" if rows is None else rows,
@@ -52,7 +51,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
     memory = memory_of(devices[0])
     mesh = create_mesh(data=-1)
     fits = memory is None or needed <= _SHARE_FOR_STATE * memory
-    of = "of which nobody knows the memory" if memory is None else f"of {readable(memory)} each"
+    of = "of unknown memory" if memory is None else f"of {readable(memory)} each"
     logging.info(
         "partitioner='auto': on %d devices %s, the batch is split over all of them, and the state, with its gradients "
         "%s, is %s.",
@@ -65,5 +64,5 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
 
 def memory_of(device: Any) -> int | None:
-    """The bytes that a device has; None where it doesn't say."""
+    """Returns the bytes of memory of a device; None if it doesn't report them."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

@@ -1,4 +1,4 @@
-"""The state on every device."""
+"""The partitioner that replicates the state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 
 class DataParallelPartitioner(MeshPartitioner):
-    """The state on every device, the batch split over `data_axis`.
+    """Replicates the state on every device, and splits the batch over `data_axis`.
 
     Hooks:
-      shard_batch, place_state, partition: see `Partitioner`.
+      shard_batch, place_state, partition: See `Partitioner`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> DataParallelPartitioner(mesh, "data").sharding.spec
@@ -28,7 +28,7 @@ class DataParallelPartitioner(MeshPartitioner):
     @property
     def takes_any_tree(self) -> bool:
         has_own_sharding = type(self).sharding is not DataParallelPartitioner.sharding
-        return not (has_own_sharding or checks.is_of_user(self, "partition"))
+        return not (has_own_sharding or checks.is_user_defined(self, "partition"))
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         compiled = jax.jit(init_fn, out_shardings=self._replicated)
@@ -39,5 +39,5 @@ class DataParallelPartitioner(MeshPartitioner):
 
         return sharded_init
 
-    def _why_whole(self, path, leaf):
-        return "data parallel: the state is on every device" if self._mesh.size > 1 else ""
+    def _reason_not_split(self, path, leaf):
+        return "data parallel: the state is replicated" if self._mesh.size > 1 else ""

@@ -1,4 +1,4 @@
-"""The state and the batch on a mesh whose axes are explicit."""
+"""The partitioner for a mesh with explicit axes."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -12,17 +12,17 @@ from jaxloop.partition.meshes import mesh_for_tracing
 
 @final
 class ExplicitPartitioner(_LaidOutPartitioner):
-    """Keeps the axes of a mesh explicit: shardings are part of the types, and the model says how its arrays are split.
+    """Keeps the axes of a mesh explicit: shardings are part of the types, and the model determines how arrays are
+    split.
 
-    Takes models that use `out_sharding=`, and meshes as `jax.make_mesh` makes them. The model is initialised, and `run`
-    is traced, with the mesh set as by `jax.set_mesh`. The state is laid out as the initialisation leaves it: each
-    device has the whole of a leaf unless the model says otherwise. The batch is split on its leading axis over
-    `data_axis`.
+    Use it for models with `out_sharding=`, and with meshes from `jax.make_mesh`. The model is initialized and `run` is
+    traced with the mesh set as by `jax.set_mesh`. The state keeps the layout of the initialization: leaves are
+    replicated unless the model splits them. The batch is split on its leading axis over `data_axis`.
 
-    JAX then raises a `ShardingTypeError` where it can't tell how a result is split: a product that sums over the split
-    axis, such as a gradient by hand, `x.T @ errors`, needs the sharding of its result,
-    `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients by `jax.grad` get that of the
-    parameter. An evaluation needs batches that divide over the axis. Linen's annotations are for `SPMDPartitioner`.
+    JAX raises a `ShardingTypeError` if it can't determine how a result is split. A product that sums over the split
+    axis, such as a hand-written gradient `x.T @ errors`, needs the sharding of its result:
+    `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the sharding of
+    the parameter. An evaluation needs batches that divide over the axis. Linen's annotations are for `SPMDPartitioner`.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -30,8 +30,8 @@ class ExplicitPartitioner(_LaidOutPartitioner):
     True
 
     Args:
-      mesh: see `MeshPartitioner`. Axes that are automatic are made explicit.
-      data_axis: likewise.
+      mesh: See `MeshPartitioner`. Automatic axes are made explicit.
+      data_axis: See `MeshPartitioner`.
     """
 
     _axis_type = AxisType.Explicit

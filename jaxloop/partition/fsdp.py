@@ -1,4 +1,4 @@
-"""The state split as the batch is, each leaf along its longest axis."""
+"""The partitioner that splits the state like the batch, each leaf along its longest axis."""
 
 from typing import Any, final
 
@@ -12,19 +12,19 @@ from jaxloop.partition.partitioner import SMALL
 
 @final
 class FSDPPartitioner(_LeafPartitioner):
-    """Parameters and optimizer state split over `data_axis`, as the batch is: each device has a part of each.
+    """Splits parameters and optimizer state over `data_axis`, like the batch (FSDP, or ZeRO-3).
 
-    What a step needs of them in whole the devices gather from each other. Per device the state takes 1/n of the bytes
-    on n devices, but for small leaves and those that don't divide; `report` says which.
+    During a step, the devices gather the whole parameters that they need from each other. On n devices, each one holds
+    1/n of the state, except for small leaves and those that don't divide; `report` lists them.
 
     >>> from jaxloop.partition import create_mesh
     >>> FSDPPartitioner(create_mesh(data=-1)).data_axis
     'data'
 
     Args:
-      mesh: see `MeshPartitioner`.
-      data_axis: likewise. The other axes hold copies.
-      min_size: a leaf of fewer elements is whole on each device.
+      mesh: See `MeshPartitioner`.
+      data_axis: See `MeshPartitioner`. The state is replicated over the other axes.
+      min_size: Leaves with fewer elements are replicated.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = SMALL):
@@ -43,7 +43,7 @@ class FSDPPartitioner(_LeafPartitioner):
             return None
         return max(axes, key=lambda axis: (shape[axis], -axis))
 
-    def _why_whole(self, path, leaf):
+    def _reason_not_split(self, path, leaf):
         if self.shards == 1:
             return ""
         if np.size(leaf) < self._min_size:

@@ -1,4 +1,4 @@
-"""What the partitioners that split the state share."""
+"""The base of the partitioners that split the state."""
 
 import abc
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 
 class _LaidOutPartitioner(MeshPartitioner):
-    """Holds the layout of one state: a tree of shardings, known once there is a state."""
+    """Holds the layout of one state: a pytree of shardings, known once a state was initialized."""
 
     def __init__(self, mesh: Mesh, data_axis: str):
         super().__init__(mesh, data_axis)
@@ -21,10 +21,10 @@ class _LaidOutPartitioner(MeshPartitioner):
 
     @property
     def sharding(self) -> Any:
-        """A tree of `NamedSharding` shaped like the state; known once the state has been initialised."""
+        """A pytree of `NamedSharding` with the structure of the state; known once the state was initialized."""
         if self._sharding is None:
             raise ValueError(
-                f"{type(self).__name__}.sharding is known when the state is initialised. Call "
+                f"{type(self).__name__}.sharding is known only after the state was initialized. Call "
                 "step.initialize_model(...) of a step with this partitioner first."
             )
         return self._sharding
@@ -34,21 +34,21 @@ class _LaidOutPartitioner(MeshPartitioner):
 
     def _hold(self, sharding: Any) -> None:
         by_path = checks.leaves_by_path
-        # Of the same model and optimizer made anew, as in a notebook's cell, the layout is the same.
+        # Repeating a notebook's cell makes the same model and optimizer again, with the same layout.
         if self._sharding is not None and by_path(sharding) != by_path(self._sharding):
             raise ValueError(
-                f"This {type(self).__name__} holds the layout of another state already: initialize one model, with "
-                "one optimizer, and give that state to all steps; or give each model a partitioner of its own."
+                f"This {type(self).__name__} already holds the layout of another state. Initialize one model with one "
+                "optimizer and give that state to all steps, or make a separate partitioner for each model."
             )
         self._sharding = sharding
 
 
 class _LeafPartitioner(_LaidOutPartitioner):
-    """Lays the state out leaf by leaf, by the path and the shape of each: subclasses say how in `_spec_of`."""
+    """Lays out the state leaf by leaf, by path and shape. Subclasses implement `_spec_of`."""
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
-        """How a leaf is split."""
+        """Returns the spec of a leaf."""
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         init_unboxed = unboxing(init_fn)
@@ -77,11 +77,11 @@ def _is_box(leaf: Any) -> bool:
 
 
 def boxes_of(tree: Any) -> list[Any]:
-    """Returns the leaves of a tree that have Linen's annotations."""
+    """Returns the leaves of a pytree that have Linen's annotations."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_box) if _is_box(leaf)]
 
 
 def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its result without Linen's annotations: they constrain leaves by names that only rules know."""
+    """Returns the function with Linen's annotations removed from its result, because their names may need rules."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

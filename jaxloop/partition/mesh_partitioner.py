@@ -1,4 +1,4 @@
-"""What the partitioners over a mesh share."""
+"""The base of the partitioners over a mesh."""
 
 import contextlib
 import functools
@@ -19,16 +19,17 @@ from jaxloop.partition.partitioner import Partitioner
 
 
 class MeshPartitioner(Partitioner):
-    """What the partitioners over a mesh share: batches are split on their leading axis over `data_axis`.
+    """Splits batches on their leading axis over `data_axis`. The base of the partitioners over a mesh.
 
     Hooks:
-      sharding, shard_init_fn: see `Partitioner`; to be given by subclasses.
-      shard_batch, place_state, partition: see `Partitioner`.
+      sharding, shard_init_fn: See `Partitioner`. Subclasses implement them.
+      shard_batch, place_state, partition: See `Partitioner`.
 
     Args:
-      mesh: from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are made automatic (as `jax.sharding.Mesh` has
-        them), so that `Step.run` is written as for one device; that is logged. `ExplicitPartitioner` keeps them.
-      data_axis: the name of one of its axes. The other axes hold copies of the batch.
+      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are made automatic (as those of
+        `jax.sharding.Mesh` are), so that `Step.run` is written as for one device; this is logged. `ExplicitPartitioner`
+        keeps them explicit.
+      data_axis: The name of one of its axes. The batch is replicated over the other axes.
     """
 
     _axis_type = AxisType.Auto
@@ -36,7 +37,7 @@ class MeshPartitioner(Partitioner):
     def __init__(self, mesh: Mesh, data_axis: str):
         if data_axis not in mesh.axis_names:
             raise ValueError(
-                f"data_axis {data_axis!r} is no axis of the mesh; those are {', '.join(map(repr, mesh.axis_names))}."
+                f"data_axis {data_axis!r} is not an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}."
             )
         changed = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != self._axis_type]
         self._had_explicit = self._axis_type == AxisType.Auto and bool(changed)
@@ -64,7 +65,7 @@ class MeshPartitioner(Partitioner):
 
     @property
     def output_sharding(self) -> Sharding | None:
-        return self._replicated if self._mesh.is_multi_process else None  # What others hold nobody could read.
+        return self._replicated if self._mesh.is_multi_process else None  # A process can't read the parts of others.
 
     @property
     def places_batches(self) -> bool:
@@ -74,7 +75,7 @@ class MeshPartitioner(Partitioner):
         """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
 
         Raises:
-          ValueError: the rows of a leaf do not divide over the devices of the axis.
+          ValueError: The rows of a leaf don't divide over the devices of the axis.
         """
         if self._mesh.size == 1:
             return batch  # The jitted call takes host arrays faster than device_put does.
@@ -88,17 +89,17 @@ class MeshPartitioner(Partitioner):
         return batches if self._mesh.size == 1 else self._put(batches, jax.tree.map(place, batches))
 
     def _check_axes(self, entry: Any, who: str) -> None:
-        """Raises where an entry of a `PartitionSpec` names what is no axis of the mesh."""
+        """Raises an error if an entry of a `PartitionSpec` names something other than an axis of the mesh."""
         for name in names_of(entry):
             if name not in self._mesh.axis_names:
                 axes = ", ".join(map(repr, self._mesh.axis_names))
-                raise ValueError(f"{who} {name!r}, which is no axis of the mesh; those are {axes}.")
+                raise ValueError(f"{who} {name!r}, which is not an axis of the mesh, which has {axes}.")
 
     def _holds(self, leaf):
         return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places what this process has of a batch, or its shapes: in a job of many, each has its own part."""
+        """Places this process's part of a batch, or of its shapes."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             return jax.tree.map(self._placed_shape, batch, shardings)
         if not self._mesh.is_multi_process:
@@ -106,7 +107,7 @@ class MeshPartitioner(Partitioner):
         return jax.tree.map(lambda leaf, sharding: make_array_from_process_local_data(sharding, leaf), batch, shardings)
 
     def _placed_shape(self, leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        """Returns the shape that a leaf of which each process has so much has in all."""
+        """Returns the global shape of a leaf, given the shape of this process's part."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return self._put(leaf, sharding)
         names = [*sharding.spec, *[None] * leaf.ndim]
@@ -129,7 +130,7 @@ class MeshPartitioner(Partitioner):
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
         shards = self._local_shards
         if self._mesh.is_multi_process:
-            return self.shard_batch(batch)  # Of rows that differ from process to process there is no copy for all.
+            return self.shard_batch(batch)  # The processes have different rows, which can't be replicated.
         if any(np.ndim(leaf) and np.shape(leaf)[0] % shards for leaf in jax.tree.leaves(batch)):
             return self._put(batch, jax.tree.map(lambda _: self._replicated, batch))
         return self.shard_batch(batch)
@@ -144,14 +145,14 @@ class MeshPartitioner(Partitioner):
 
     @contextlib.contextmanager
     def _naming_explicit_partitioner(self) -> Iterator[None]:
-        """Adds to an error of a model that needs explicit axes which partitioner keeps them."""
+        """Adds a note about `ExplicitPartitioner` to the error of a model that needs explicit axes."""
         try:
             yield
         except Exception as error:
             if self._had_explicit and any(word in str(error) for word in ("Auto", "PartitionSpec", "out_sharding")):
                 error.add_note(
                     f"{type(self).__name__} makes explicit mesh axes automatic. For a model that uses out_sharding= or "
-                    "jax.reshard, take ExplicitPartitioner(mesh, data_axis)."
+                    "jax.reshard, use ExplicitPartitioner(mesh, data_axis)."
                 )
             raise
 
@@ -167,19 +168,19 @@ class MeshPartitioner(Partitioner):
 
 
 class _OtherResult(Exception):
-    """A function that is traced returns a new state as well as outputs, or does not, against what was assumed."""
+    """Signals that a traced function returns a new state although it was assumed not to, or the reverse."""
 
 
 @final
 class _OfAnyResult:
-    """A compiled function of `(state, batch)`: if it returns a pair with a new state, that is laid out as the state is.
+    """A compiled function of `(state, batch)` that gives a returned new state the layout of the state.
 
-    It is compiled for such a pair first, and for any other result if tracing shows that it returns one.
+    It is compiled for a pair `(new state, outputs)` first, and for another result if tracing shows that it returns one.
 
     Args:
-      fn: the function.
-      pair_shardings: returns the shardings of a new state and of outputs.
-      jit_kwargs: arguments of `jax.jit`.
+      fn: The function.
+      pair_shardings: Returns the shardings of a new state and of outputs.
+      jit_kwargs: Arguments of `jax.jit`.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class _OfAnyResult:
         self._other: Any = None
 
     @functools.cached_property
-    def _compiled(self) -> Any:  # At the first call: of some partitioners the layout is known only then.
+    def _compiled(self) -> Any:  # At the first call, when every partitioner knows its layout.
         return self._compile(is_pair=True)
 
     def _compile(self, *, is_pair: bool) -> Any:
@@ -209,7 +210,7 @@ class _OfAnyResult:
         try:
             return self._compiled(state, batch)
         except _OtherResult:
-            self._turn()
+            self._assume_other_result()
             return self._compiled(state, batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -217,16 +218,16 @@ class _OfAnyResult:
         try:
             return self._compiled.lower(state, batch)
         except _OtherResult:
-            self._turn()
+            self._assume_other_result()
             return self._compiled.lower(state, batch)
 
-    def _turn(self) -> None:
+    def _assume_other_result(self) -> None:
         other = self._other or self._compile(is_pair=False)
         self._compiled, self._other = other, self._compiled
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
-    """Moves a leaf of which each process has the same copy to devices of all processes."""
+    """Moves a leaf, of which each process has the same copy, to the devices of all processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""Meshes: grids of devices whose axes have names, and what a model says of them."""
+"""Meshes, which are grids of devices with named axes, and sharding constraints."""
 
 import contextlib
 import math
@@ -12,17 +12,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 
 def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
-    """A mesh with named axes, of all devices: `create_mesh(data=-1, model=2)`.
+    """Returns a mesh of all devices with named axes: `create_mesh(data=-1, model=2)`.
 
     >>> create_mesh(data=-1).axis_names
     ('data',)
 
     Args:
-      devices: those of the mesh; None for all that there are, on all hosts.
-      **axes: by name, how many devices are along an axis. One of them may be -1: it takes what is left.
+      devices: The devices of the mesh; None for all devices of all hosts.
+      **axes: The sizes of the axes by name. One of them may be -1, for the remaining devices.
 
     Raises:
-      ValueError: the axes don't take all devices.
+      ValueError: The sizes don't multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
@@ -30,13 +30,13 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
         raise TypeError(f"create_mesh takes sizes by the names of axes, such as data=-1, model=2, got ({shown}).")
     if list(axes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in axes.values()):
         raise ValueError(
-            f"The sizes of a mesh's axes are positive, and one of them may be -1, got create_mesh({shown})."
+            f"The sizes of a mesh's axes must be positive, except that one may be -1, got create_mesh({shown})."
         )
     known = math.prod(size for size in axes.values() if size != -1)
     if len(devices) % known or (-1 not in axes.values() and known != len(devices)):
-        some = f", or give some of them: devices=jax.devices()[:{known}]" if known < len(devices) else ""
+        some = f", or use some of the devices: devices=jax.devices()[:{known}]" if known < len(devices) else ""
         raise ValueError(
-            f"create_mesh({shown}) can't be made of {len(devices)} devices: the sizes multiply to {known}. Change them"
+            f"create_mesh({shown}) does not fit {len(devices)} devices: the sizes multiply to {known}. Change them"
             f"{some}."
         )
     sizes = tuple(len(devices) // known if size == -1 else size for size in axes.values())
@@ -46,7 +46,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context in which a `PartitionSpec` names the axes of a mesh; it costs nothing after tracing."""
+    """Returns a context in which a `PartitionSpec` refers to the axes of a mesh. It costs nothing after tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -58,10 +58,10 @@ def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
 def _hide_mesh_from_dense_general(
     call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """Calls a Linen method; `nn.DenseGeneral` sees no mesh.
+    """Calls a Linen method, and hides the mesh from `nn.DenseGeneral`.
 
-    It initializes a flat kernel, in `apply` too, to compare shapes. Where Flax sees a mesh, it then constrains that
-    kernel by the names of the axes which it gets afterwards, and raises. The partitioner lays out the kernel anyway.
+    That module initializes a flat kernel, also in `apply`, to compare shapes. If Flax sees a mesh, it constrains this
+    kernel by the axis names of the reshaped one, and raises an error. The partitioner lays out the kernel anyway.
     """
     if not isinstance(context.module, nn.DenseGeneral) or context.method_name != "__call__":
         return call(*args, **kwargs)
@@ -70,15 +70,15 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Whether several devices are one CPU."""
+    """Returns whether the devices of a mesh share one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
-    """How many steps the devices may have before them: enough for them never to wait for the host.
+    """Returns the number of steps that the host may be ahead, so that the devices never wait for it.
 
-    Where several devices are one CPU, the collectives of many steps would compete for the same threads. One CPU is done
-    with a dispatch in less time than it takes to wake who waits for it.
+    If several devices share one CPU, the collectives of many steps would compete for the same threads. A single CPU
+    finishes a small dispatch in less time than it takes to wake a waiting thread.
     """
     if is_cpu_mesh(mesh):
         return 8
@@ -86,19 +86,19 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:
-    """Says inside `run`, or a model, how a value is split: its leading axes over these axes of the mesh.
+    """Constrains the sharding of a value inside `run` or a model: its leading axes are split over these mesh axes.
 
-    The compiler finds that out by itself, and not always well: a transformer whose parameters are split does best to be
-    told that its activations are split as the batch is, `x = constrain(x, "data")`. On one device it does nothing.
+    The compiler chooses shardings itself, but not always well. A transformer with split parameters is faster if its
+    activations are split like the batch: `x = constrain(x, "data")`. On one device this is a no-op.
 
     >>> import jax.numpy as jnp
     >>> constrain(jnp.zeros([8, 3]), "data").shape
     (8, 3)
 
     Args:
-      value: an array.
-      *axes: for its axes, from the first, the name of a mesh axis, a tuple of several, or None for none; names that the
-        mesh does not have are none.
+      value: An array.
+      *axes: For each of its leading axes, the name of a mesh axis, a tuple of several, or None. Names that the mesh
+        does not have are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -108,5 +108,5 @@ def constrain(value: jax.Array, *axes: Any) -> jax.Array:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a `PartitionSpec`."""
+    """Returns the mesh axes of one entry of a `PartitionSpec`."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

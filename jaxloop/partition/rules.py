@@ -1,4 +1,4 @@
-"""The state split by rules over the paths of its leaves."""
+"""The partitioner that splits the state by rules for the paths of its leaves."""
 
 import math
 import re
@@ -16,27 +16,26 @@ from jaxloop.partition.partitioner import SMALL, Rules
 
 @final
 class RulesPartitioner(_LeafPartitioner):
-    r"""The state laid out by rules: patterns of paths, for models without metadata.
+    r"""Splits the state by rules for the paths of its leaves, for models without partitioning metadata.
 
-    A rule is a regular expression, looked for anywhere in the path of a leaf, and a `PartitionSpec`, whose names are
-    axes of the mesh. The first one that matches counts. Paths are those of the whole state, so that what matches
-    `params/Dense_0/kernel` by `Dense_0/kernel` matches the optimizer's moments of it too.
+    A rule is a regular expression, which is searched in the path of a leaf, and a `PartitionSpec`, whose names are axes
+    of the mesh. The first matching rule counts. Paths are those of the whole state, so the rule `Dense_0/kernel`
+    matches `params/Dense_0/kernel` and also the optimizer's moments of that leaf.
 
     >>> from jaxloop.partition import create_mesh
     >>> mesh = create_mesh(data=-1, model=1)
     >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
 
-    Leaves that no rule matches are whole on each device; of large ones that is said, and so is a rule that matches
-    nothing.
+    Leaves without a matching rule are replicated. A warning lists the large ones, and rules that match nothing.
 
     Args:
-      mesh: see `MeshPartitioner`.
-      data_axis: likewise.
-      rules: pairs of a pattern and a `PartitionSpec`.
+      mesh: See `MeshPartitioner`.
+      data_axis: See `MeshPartitioner`.
+      rules: Pairs of a pattern and a `PartitionSpec`.
 
     Raises:
-      ValueError: a rule names an axis that the mesh does not have. Once there is a state: a rule splits an axis of a
-        parameter that does not divide, or that it does not have.
+      ValueError: A rule names an axis that the mesh does not have. When there is a state: a rule splits an axis of a
+        parameter that does not divide or does not exist.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -49,7 +48,7 @@ class RulesPartitioner(_LeafPartitioner):
     def _lay_out(self, state):
         leaves, is_known = checks.leaves_by_path(state), self._sharding is not None
         super()._lay_out(state)
-        if is_known:  # Once is enough.
+        if is_known:  # The warnings were logged.
             return
         for pattern, spec in self._rules:
             if not any(pattern.search(path) for path in leaves):
@@ -57,7 +56,7 @@ class RulesPartitioner(_LeafPartitioner):
         large = [path for path, leaf in leaves.items() if np.size(leaf) >= SMALL and self._rule_for(path) is None]
         if large:
             logging.warning(
-                "No rule matches %s: each device has the whole of it. To mean that, add the rule ('', P()) at the end.",
+                "No rule matches %s, so it is replicated. If you want that, add the rule ('', P()) at the end.",
                 checks.listed(large, show=6),
             )
 
@@ -71,29 +70,29 @@ class RulesPartitioner(_LeafPartitioner):
         pattern, spec = rule
         shape = np.shape(leaf)
         problem = self._problem_of(spec, shape)
-        # The state of an optimizer may have less of a leaf than the parameter has.
+        # The optimizer's state of a parameter may have fewer axes.
         if problem and path.startswith("opt_state"):
             return PartitionSpec()
         if problem:
             raise ValueError(
                 f"The rule ({pattern.pattern!r}, {spec}) can't be applied to {path}, {checks.describe(leaf)}: "
-                f"{problem}. Change the rule, put one before it for this leaf, or change the sizes of the model or the "
+                f"{problem}. Change the rule, add one for this leaf before it, or change the sizes of the model or the "
                 "mesh."
             )
         return spec
 
     def _problem_of(self, spec: PartitionSpec, shape: tuple[int, ...]) -> str:
         if len(spec) > len(shape):
-            return f"it has {len(shape)} axes, and the rule speaks of {len(spec)}"
+            return f"it has {len(shape)} axes, but the rule has {len(spec)}"
         for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
             shards = math.prod(self._mesh.shape[name] for name in names_of(names))
             if size % shards:
                 return f"its axis {axis} of size {size} does not divide over the {shards} devices of {names!r}"
         return ""
 
-    def _why_whole(self, path, leaf):
+    def _reason_not_split(self, path, leaf):
         rule = self._rule_for(path)
         if rule is None:
             return "no rule matches it"
         problem = self._problem_of(rule[1], np.shape(leaf))
-        return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " says so")
+        return f"the rule {rule[0].pattern!r}" + (f": {problem}" if problem else " replicates it")

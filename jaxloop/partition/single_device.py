@@ -1,4 +1,4 @@
-"""One device."""
+"""The partitioner for one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from jaxloop.partition.partitioner import Partitioner
 
 
 class SingleDevicePartitioner(Partitioner):
-    """Everything on JAX's default device.
+    """Places everything on JAX's default device.
 
     Batches stay on the host until the jitted call takes them, which is several times faster than `jax.device_put`.
 
     Hooks:
-      shard_batch, place_state, partition: see `Partitioner`.
+      shard_batch, place_state, partition: See `Partitioner`.
 
     >>> SingleDevicePartitioner().mesh is None
     True
@@ -41,7 +41,7 @@ class SingleDevicePartitioner(Partitioner):
 
     @property
     def takes_any_tree(self) -> bool:
-        return not checks.is_of_user(self, "partition")
+        return not checks.is_user_defined(self, "partition")
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(init_fn)

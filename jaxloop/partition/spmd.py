@@ -1,4 +1,4 @@
-"""The state split as the model is annotated."""
+"""The partitioner that splits the state by the model's annotations."""
 
 import contextlib
 import functools
@@ -19,35 +19,35 @@ from jaxloop.types import nnx
 
 @final
 class SPMDPartitioner(_LaidOutPartitioner):
-    """The state laid out by the model's Flax partitioning metadata, the batch split over `data_axis`.
+    """Splits the state by the model's Flax partitioning metadata, and the batch over `data_axis`.
 
-    Reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
+    It reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
     `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh. Logical names,
-    which have rules, are those of Linen's `nn.with_logical_partitioning` and of NNX's `nnx.with_partitioning`. Leaves
-    without metadata are replicated. The state comes out unboxed: its leaves are plain arrays.
+    which need rules, come from Linen's `nn.with_logical_partitioning` and NNX's `nnx.with_partitioning`. Leaves without
+    metadata are replicated. The state is returned unboxed: its leaves are plain arrays.
 
     >>> from jaxloop.partition import create_mesh
     >>> rules = [("embed", None), ("hidden", "model")]
     >>> partitioner = SPMDPartitioner(create_mesh(data=-1, model=1), "data", logical_axis_rules=rules)
 
     Args:
-      mesh: see `MeshPartitioner`.
-      data_axis: likewise.
-      logical_axis_rules: pairs of a logical name and the mesh axis that it stands for, a tuple of several, or None for
-        none. A name of Linen's without a rule stands for none too, as in Flax; such names are logged. Inside `run`,
-        `nn.with_logical_constraint` goes by them too.
+      mesh: See `MeshPartitioner`.
+      data_axis: See `MeshPartitioner`.
+      logical_axis_rules: Pairs of a logical name and a mesh axis, a tuple of mesh axes, or None. A Linen name without a
+        rule is not split, as in Flax; such names are logged. `nn.with_logical_constraint` inside `run` uses these rules
+        too.
 
     Raises:
-      ValueError: a rule names an axis that the mesh does not have. Once there is a state: the model names an axis that
-        the mesh does not have, and it is no logical name, or there are no rules.
+      ValueError: A rule names an axis that the mesh does not have. When there is a state: the model uses a name that is
+        neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
         super().__init__(mesh, data_axis)
         self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
-        self._unsharded: set[str] = set()  # The logical names of the model without a rule.
+        self._unsharded: set[str] = set()  # Logical names of the model without a rule.
         for logical_name, axes in self._rules:
-            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) stands for")
+            self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) has")
 
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -61,16 +61,16 @@ class SPMDPartitioner(_LaidOutPartitioner):
         init_unboxed = unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
-            # NNX makes annotated variables only where it can see a mesh.
+            # NNX makes annotated variables only if it sees a mesh.
             with self._naming_explicit_partitioner(), mesh_for_tracing(self._mesh), self._with_rules():
                 try:
                     annotated = jax.eval_shape(init_fn, *args, **kwargs)
-                except ValueError as error:  # NNX looks at the names when it makes a variable.
+                except ValueError as error:  # NNX checks the names when it makes a variable.
                     if unknown := re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error)):
                         raise self._unknown_axis(unknown[1]) from error
                     raise
                 is_spec = lambda leaf: isinstance(leaf, PartitionSpec)
-                # Each of the two knows its own annotations.
+                # Linen and NNX each read their own annotations.
                 of = nn if boxes_of(annotated) else nnx
                 self._find_unsharded(annotated)
                 specs = of.get_partition_spec(annotated)
@@ -88,17 +88,17 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _find_unsharded(self, annotated: Any) -> None:
-        """Finds the logical names of a model without a rule, if there are rules; logs them."""
+        """Finds and logs the logical names of a model without a rule, if there are rules."""
         boxes = [box for box in boxes_of(annotated) if isinstance(box, nn.LogicallyPartitioned)]
         names = {name for box in boxes for entry in box.names for name in names_of(entry)}
         known = {*self._mesh.axis_names, *(name for name, _ in self._rules)}
         self._unsharded = names - known if self._rules else set()
         if self._unsharded:
             shown = ", ".join(map(repr, sorted(self._unsharded)))
-            logging.info("No logical axis rule has %s: these axes are not sharded.", shown)
+            logging.info("There is no logical axis rule for %s, so these axes are not split.", shown)
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """The mesh axes that a name stands for: those of the first of its rules whose axes are free."""
+        """Returns the mesh axes for a name: those of its first rule whose axes are unused."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if name in self._unsharded:
             return ()
@@ -112,14 +112,14 @@ class SPMDPartitioner(_LaidOutPartitioner):
     def _unknown_axis(self, name: str) -> ValueError:
         if name in dict(self._rules):
             return ValueError(
-                f"The model names the logical axis {name!r} by nn.with_partitioning, which takes axes of the mesh. "
-                "Annotate it by nn.with_logical_partitioning."
+                f"The model uses the logical axis {name!r} in nn.with_partitioning, which takes axes of the mesh. "
+                "Use nn.with_logical_partitioning."
             )
         return ValueError(
-            f"The model names an axis {name!r}, which is none of the mesh's "
+            f"The model uses the axis {name!r}, which is not an axis of the mesh "
             f"({', '.join(map(repr, self._mesh.axis_names))}), and there is no rule for it. Add ({name!r}, ...) to "
-            "logical_axis_rules, with the mesh axis that it stands for, or None."
+            "logical_axis_rules, with a mesh axis or None."
         )
 
-    def _why_whole(self, path, leaf):
+    def _reason_not_split(self, path, leaf):
         return "the model does not annotate it" if self._mesh.size > 1 else ""

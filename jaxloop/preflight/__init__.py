@@ -1,14 +1,14 @@
-"""A check before the run: what would go wrong in it, all at once. No step is run, and no state is changed.
+"""The check of a run before it starts: its plan and its problems. It runs no step and changes no state.
 
 `check` goes through these modules:
 
-- `step`: the state, a batch's way through the hooks, a trace of `run`, and the memory of the compiled train step.
-- `data`: the first batch of each dataset, how many there are, and how far the run goes.
-- `checkpoints`: the one from which the run would resume, and those that it would save.
-- `actions`: when they are called, and how, and what they remember, monitor and write.
+- `step`: the state, the hooks with a batch, a trace of `run`, and the memory of the compiled train step.
+- `data`: the first batch of each dataset, the number of batches, and the length of the run.
+- `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
+- `actions`: their calls, and what they remember, monitor and write.
 
-What they check is in `experiment`. What they find goes into the `Findings` of `report`, and comes out as a `Report`.
-When things are called says the `Course` of `jaxloop.forecast`.
+They check an `Experiment`, collect problems in the `Findings` of `report`, and return a `Report`. The `Course` of
+`jaxloop.forecast` predicts when actions and evaluations are due.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ __all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
 
 
 def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
-    """Checks all of an experiment that begins with a state; `errors` are those that its arguments have already."""
+    """Checks an experiment that begins with a state; `errors` are those of its arguments."""
     began, found = time.perf_counter(), Findings()
     for error in errors:
         found.at("the arguments").error(str(error))
@@ -44,7 +44,7 @@ def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Re
 
 
 def _without_invalid_counts(experiment: Experiment) -> Experiment:
-    """Leaves out the arguments that are among the errors, for the rest to be checked."""
+    """Drops invalid arguments, so that the rest can be checked."""
     given = experiment.spec
     counts = {name: getattr(given, name) for name in ("total_steps", "loop_steps", "epochs")}
     valid = {name: count if isinstance(count, int) and count > 0 else None for name, count in counts.items()}
@@ -70,7 +70,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     if train_loop is not None:
         _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
         check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
-    if data.source is not None and not experiment.spec.has_iterator:  # With an iterator the run goes on.
+    if data.source is not None and not experiment.spec.has_iterator:  # The run continues an iterator.
         data.source.close()
     return calls
 
@@ -80,7 +80,7 @@ def _check_evaluation(
 ) -> Part:
     part = Part(found.at(f"eval {name!r}"), name, loop, _calls_of_evaluation(spec, experiment, course))
     if isinstance(loop, EvalLoop) and loop.step.train:
-        part.here.warn(f"It evaluates by {loop.said_of_training}")
+        part.here.warn(f"It evaluates by {loop.training_warning}")
     if experiment.train_loop is not None:
         check_model(part, experiment.train_loop.step)
     if part.calls.is_never and not course.is_over:
@@ -93,9 +93,9 @@ def _check_evaluation(
 
 
 def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course) -> Calls:
-    """Returns when an evaluation comes."""
+    """Returns the predicted calls of an evaluation."""
     if experiment.train_loop is not None:
-        return dataclasses.replace(course.calls(spec.interval), at_most=spec.should_eval_fn is not None)
+        return dataclasses.replace(course.calls(spec.when_due), at_most=spec.should_eval_fn is not None)
     if experiment.checkpoint_spec is None:
         return Calls([course.start])
     saved = checkpoint.all_steps(experiment.checkpoint_spec.checkpoint_dir)
@@ -104,5 +104,5 @@ def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course)
 
 def _check_log_interval(interval: int | Schedule, course: Course, here: Findings) -> None:
     if course.calls(interval).is_never and not course.is_over and not is_never(interval):
-        text = f"log_interval={interval!r} never comes, so the history would have no row of the training"
+        text = f"log_interval={interval!r} is never due, so the history would have no row of the training"
         here.warn(f"{text}: {course}.")

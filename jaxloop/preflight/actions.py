@@ -1,4 +1,4 @@
-"""The actions: when they are called, and how, and what they remember, monitor and write."""
+"""Checks of the actions: their calls, and what they remember, monitor and write."""
 
 import dataclasses
 import inspect
@@ -15,21 +15,21 @@ from jaxloop.preflight.experiment import Part
 from jaxloop.preflight.report import Findings
 from jaxloop.schedules import Elapsed, Schedule, is_never
 
-# What a loop calls its actions with, by name.
+# The keyword arguments that a loop passes to its actions.
 _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot")
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class CalledAction:
-    """An action of a loop, or of its step, and when it comes.
+    """An action of a loop or a step, with its predicted calls.
 
     Attributes:
-      action: the action.
-      part: the loop.
-      at: whether it is called as a loop begins ("begin"), where it ends ("end"), or as part of a step ("step").
-      calls: when it is called.
-      here: where its problems are.
+      action: The action.
+      part: The loop.
+      at: "begin" or "end" for an action at the beginning or end of a loop, "step" for an action of a step.
+      calls: The predicted calls.
+      here: The findings for the action.
     """
 
     action: Action
@@ -40,7 +40,7 @@ class CalledAction:
 
 
 def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action, Calls]:
-    """Checks the actions of all loops; returns when each is called."""
+    """Checks the actions of all loops; returns the predicted calls of each."""
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
         action, here = called.action, called.here
@@ -48,7 +48,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
             found.plan[type(action).__name__] = str(called.calls)
         _check_interval(called, course)
         with here:
-            _have_it_check(called, state)
+            _run_check(called, state)
         with here:
             _check_contract(action, here)
         for name in action.monitors if called.at == "end" else ():
@@ -59,7 +59,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops; those of a step that two loops share, once."""
+    """Yields the actions of all loops; those of a shared step once."""
     told = set()
     for part in parts:
         for each, at in zip(part.loop.action_lists, ("begin", "end", "step", "step"), strict=True):
@@ -74,12 +74,12 @@ def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:
     if part.trains:
         return course.calls(interval, at)
     if at == "step" or (at == "begin" and isinstance(interval, Schedule)):
-        return Calls(is_all=False)  # Nobody counts the steps of an evaluation here.
+        return Calls(is_all=False)  # The steps of an evaluation are unknown here.
     return course.calls_in_evaluation(interval, part.calls, part.name)
 
 
 def _check_interval(called: CalledAction, course: Course) -> None:
-    """Warns of an action that never comes, though its loop does."""
+    """Warns of an action that is never called although its loop runs."""
     interval, part = called.action.interval, called.part
     if called.calls.is_never and not course.is_over and not is_never(interval):
         unit = "steps within the loop" if called.at == "step" else "loops"
@@ -88,8 +88,8 @@ def _check_interval(called: CalledAction, course: Course) -> None:
             called.here.warn(f"It would never be called: interval={interval!r}{counts}, and {course}.")
 
 
-def _have_it_check(called: CalledAction, state: Any) -> None:
-    """Adds the problems that an action finds itself."""
+def _run_check(called: CalledAction, state: Any) -> None:
+    """Adds the problems that the action's own `check` finds."""
     outputs = None if called.at == "begin" else called.part.outputs or {}
     texts: Any = called.action.check(state, outputs)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
@@ -100,7 +100,7 @@ def _have_it_check(called: CalledAction, state: Any) -> None:
 
 
 def _check_contract(action: Action, here: Findings) -> None:
-    """Checks whether an action can be called as loops do, and can resume from a checkpoint."""
+    """Checks that loops can call an action, and that it can resume from a checkpoint."""
     name = type(action).__name__
     try:
         inspect.signature(action).bind(None, None, **dict.fromkeys(_CONTEXT))
@@ -113,8 +113,8 @@ def _check_contract(action: Action, here: Findings) -> None:
     encoding.encode(remembered)
     if remembered and type(action).load_state_dict is Action.load_state_dict:
         here.error(
-            f"{name}.state_dict returns {sorted(remembered)}, and {name} has no load_state_dict, so that no run could "
-            "go on from a checkpoint. Write load_state_dict(self, state_dict), which takes it over."
+            f"{name}.state_dict returns {sorted(remembered)}, but {name} has no load_state_dict, so no run could "
+            "resume from a checkpoint. Write load_state_dict(self, state_dict), which restores it."
         )
 
 
@@ -122,33 +122,33 @@ def _check_contract(action: Action, here: Findings) -> None:
 
 
 def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
-    """Checks whether what an action monitors is measured somewhere, and then when it is called."""
+    """Checks that the metric that an action monitors is measured, and before the action is called."""
     known = {part.name: part.outputs and metrics.summarize(part.outputs) for part in parts}
-    if monitor.name.startswith("jaxloop/") or _may_be_unknown(monitor, known):
-        return  # A statistic; or what nobody knows.
+    if monitor.name.startswith("jaxloop/") or _may_be_missing(monitor, known):
+        return  # A statistic, or unknown.
     own, here = metrics.summarize(called.part.outputs), called.here
     if monitor.is_measured(own, None):
         return
     history = _history_of(known)
     if not monitor.is_measured((), history):
-        here.error(f"{monitor.said_of_none(own, history)} Give the name of one of them.")
-    elif called.part.trains and not called.action.comes_last:
+        here.error(f"{monitor.missing_message(own, history)} Give the name of one of them.")
+    elif called.part.trains and not called.action.runs_last:
         here.warn(
-            f"It monitors {monitor.name!r}, and is called before the evaluations of the same step. Set comes_last = "
+            f"It monitors {monitor.name!r}, but is called before the evaluations of the same step. Set runs_last = "
             "True in its class, or give it to the end_actions of the eval loop."
         )
     else:
         there = [name for name in known if monitor.is_measured((), _history_of({name: known[name]}))]
         comes = [part.calls for part in parts if part.name in there and not part.trains and not part.calls.is_never]
-        if comes and not called.calls.is_never and not any(map(called.calls.may_meet, comes)):
+        if comes and not called.calls.is_never and not any(map(called.calls.may_coincide, comes)):
             here.warn(
-                f"It is called {called.calls}, and at none of these steps is {monitor.name!r} measured. Let its "
+                f"It is called {called.calls}, but {monitor.name!r} is not measured at any of these steps. Let its "
                 "interval coincide with the evaluations, or give it to the end_actions of the eval loop."
             )
 
 
-def _may_be_unknown(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns whether a metric may be among those of a loop of which nobody knows what it measures."""
+def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
+    """Returns whether a metric may belong to a loop whose metrics are unknown."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None
@@ -156,7 +156,7 @@ def _may_be_unknown(monitor: Monitor, known: Mapping[str, Mapping[str, float] | 
 
 
 def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
-    """Returns a history in which a step has measured all that is known."""
+    """Returns a history with one row of all known metrics."""
     history = History()
     history.commit(Elapsed(1), {name: dict(scalars) for name, scalars in known.items() if scalars})
     return history
@@ -166,8 +166,8 @@ def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
 
 
 def _check_curves(all_called: Sequence[CalledAction]) -> None:
-    """Warns where the `SummaryAction`s of two loops would write one curve."""
-    written: dict[tuple[int, str, str], str] = {}  # By the writer, the prefix and the name: where first.
+    """Warns if the `SummaryAction`s of two loops would write the same curve."""
+    written: dict[tuple[int, str, str], str] = {}  # The first place, by writer, prefix and name.
     for called in all_called:
         action, where, outputs = called.action, called.part.here.where, called.part.outputs
         if called.at == "end" and isinstance(action, SummaryAction) and outputs is not None:
@@ -177,5 +177,5 @@ def _check_curves(all_called: Sequence[CalledAction]) -> None:
             if others := {name: other for name, other in first.items() if other != where}:
                 called.here.warn(
                     f"It writes {', '.join(others)} to the same writer as that of {next(iter(others.values()))}: one "
-                    "curve would be of both. Give the eval loop one of its own, SummaryAction(writer, prefix='eval/')."
+                    "curve would mix both. Give the eval loop a separate one: SummaryAction(writer, prefix='eval/')."
                 )

@@ -101,18 +101,18 @@ def _check_checkpoint(
 
 
 def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks what is saved when, and whether a run that is killed could resume exactly."""
+    """Checks the saves of a run, and whether a killed run could resume exactly."""
     spec, loop = experiment.checkpoint_spec, experiment.train_loop
     savers = [] if loop is None else whole_run.checkpoint_actions(loop)
     directories = [action.directory for action in savers]
     if spec is not None and checkpoint.absolute(spec.checkpoint_dir) not in directories:
         got = f"saves to {', '.join(map(str, directories))}" if directories else "has no CheckpointAction"
         here.warn(
-            f"The run would go on from checkpoints in {spec.checkpoint_dir}, and the train loop {got}: a run that is "
-            "killed would begin anew. Give CheckpointAction and CheckpointSpec the same directory."
+            f"The run would resume from checkpoints in {spec.checkpoint_dir}, but the train loop {got}, so a killed "
+            "run would start over. Give CheckpointAction and CheckpointSpec the same directory."
         )
     for directory in {each for each in directories if directories.count(each) > 1}:
-        here.warn(f"Two CheckpointActions save to {directory}: a step can be saved once. Join their schedules with |.")
+        here.warn(f"Two CheckpointActions save to {directory}, but a step is saved once. Join their schedules with |.")
     if savers and spec is not None and spec.restore_data and data.source is not None:
         warning = data.source.resume_warning(several_passes=(experiment.spec.epochs or 1) > 1)
         if warning:
@@ -122,18 +122,18 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
 
 
 def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
-    """Checks when an action saves, and whether there is room for what it keeps."""
+    """Checks the saves of an action, and the disk space for its checkpoints."""
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.steps) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}"
     try:
         free = shutil.disk_usage(action.directory).free
-    except (OSError, ValueError):  # Such as of a bucket.
+    except (OSError, ValueError):  # For example a bucket.
         return
     needed = size * (max(kept + has_best, 1) + 1)
     if free < needed:
         here.warn(
-            f"{kept} checkpoints of {readable(size)} and one in the making take {readable(needed)}, and "
-            f"{action.directory} has {readable(free)} free. Keep fewer, or give another directory."
+            f"{kept} checkpoints of {readable(size)} and one that is being written need {readable(needed)}, but "
+            f"{action.directory} has {readable(free)} free. Keep fewer, or use another directory."
         )

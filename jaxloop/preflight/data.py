@@ -1,4 +1,4 @@
-"""The data: the first batch of each dataset, how many there are, and how far the run goes on them."""
+"""Checks of the datasets and the length of the run."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ from jaxloop.preflight.report import Findings
 from jaxloop.sources import NO_DATA
 from jaxloop.specs import EvalSpec, RunSpec
 
-# So long, and so many batches, an evaluation's data without a length are looked at for their end.
+# The limits for reading an eval dataset of unknown length to its end.
 _LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
 
 # Of the training --------------------------------------------------------------------------------------------
@@ -27,12 +27,12 @@ _LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
 @final
 @dataclasses.dataclass(frozen=True)
 class TrainData:
-    """The train data, opened.
+    """The opened training dataset.
 
     Attributes:
-      source: draws from them; None where it can't, or where nothing is trained.
-      first: the first batch; empty where there is none. In a run without data, it is None.
-      num_batches: in a pass; of an iterator, how many are left. None where nobody knows.
+      source: The iterator over it; None if it can't be opened, or if nothing is trained.
+      first: The first batch; empty if there is none. In a run without data, the batch is None.
+      num_batches: The batches in an epoch; for an iterator, those that are left. None if unknown.
     """
 
     source: PositionedIterator | None = None
@@ -41,7 +41,7 @@ class TrainData:
 
 
 def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
-    """Opens the train data, and draws the first batch, which comes first in the run."""
+    """Opens the training dataset and reads the first batch, which the run uses first."""
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
         return opened

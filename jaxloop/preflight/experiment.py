@@ -1,4 +1,4 @@
-"""What is checked: an experiment, its state, and the loops it is made of."""
+"""The experiment to check, its state and its loops."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec
 @final
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An `OuterLoop`, and what it would be called with.
+    """An `OuterLoop` with the arguments of a call.
 
     Attributes:
-      spec: how long it would train, and on what, and on what it would evaluate.
-      train_loop: None where something is only evaluated.
-      eval_loops: one for each `EvalSpec`.
-      checkpoint_spec: see `OuterLoop`, as `workdir` and `log_interval`.
-      source_of: opens a dataset as the run would.
-      passes: how many passes over the train data have ended, if the run resumes where the last call ended.
+      spec: The arguments of the call.
+      train_loop: The train loop; None to evaluate only.
+      eval_loops: One loop for each `EvalSpec`.
+      checkpoint_spec: See `OuterLoop`, also for `workdir` and `log_interval`.
+      source_of: Opens a dataset as the run would.
+      passes: The completed epochs, if the run continues the last call.
     """
 
     spec: RunSpec
@@ -43,7 +43,7 @@ class Experiment:
         """The name, loop and spec of each evaluation."""
         specs = [each for each in self.spec.eval_specs if isinstance(each, EvalSpec)]
         names = [each.name for each in specs]
-        # Two of one name are among the errors of the arguments.
+        # Duplicate names are errors of the arguments.
         names = [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, start=1)]
         return list(zip(names, self.eval_loops, specs, strict=False))
 
@@ -51,11 +51,11 @@ class Experiment:
 @final
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state that is given.
+    """The state that was given.
 
     Attributes:
-      shapes: it in shapes; None where there is none to begin with.
-      values: itself; None where it is given in shapes.
+      shapes: Its shapes; None if the run can't begin with it.
+      values: The state itself; None if only shapes were given.
     """
 
     shapes: Any = None
@@ -65,16 +65,16 @@ class State:
 @final
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of the experiment, and what is foreseen of it.
+    """A loop of the experiment, with predictions.
 
     Attributes:
-      here: where its problems are.
-      name: its name in the history.
-      loop: the loop.
-      calls: after which steps of the training it ends.
-      outputs: outputs like those that it will return; None where nobody knows them: with an error, and where a method
-        of the user may add to them.
-      is_open: whether only a run can tell what `run` gets.
+      here: The findings for the loop.
+      name: Its name in the history.
+      loop: The loop.
+      calls: The steps of the training at which it ends.
+      outputs: Outputs like those that it will return; None if unknown, after an error or if a user's method may add
+        some.
+      is_open: Whether only a run can determine the arguments of `run`.
     """
 
     here: Findings

@@ -1,4 +1,4 @@
-"""What a check finds, and how its report prints."""
+"""The report of a check."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 @final
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something that would go wrong.
+    """A problem of a run.
 
     Attributes:
-      where: in which part of the run, such as "train step" or "eval 'test'".
-      text: what was expected, what is there, and what to do.
-      is_error: whether the run would fail; else it would do something that is hardly meant.
+      where: The part of the run, such as "train step" or "eval 'test'".
+      text: What was expected, what was found, and the remedy.
+      is_error: Whether the run would fail. Otherwise it would do something that is probably not intended.
     """
 
     where: str
@@ -34,13 +34,13 @@ class Problem:
 
 
 class CheckError(ValueError):
-    """A run would fail; the text is the report of what would."""
+    """The error of a run that would fail. Its message is the report."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `OuterLoop.check` has found. It prints as one screen.
+    """The result of `OuterLoop.check`. It prints as one screen.
 
     >>> report = Report([Problem("eval 'test'", "Its data have no end.")], {"train": "600 steps"}, secs=0.5)
     >>> print(report)
@@ -52,10 +52,10 @@ class Report:
         Its data have no end.
 
     Attributes:
-      problems: what would go wrong, errors first.
-      plan: how the run will go: lines by what they are about.
-      secs: how long it took, in seconds.
-      calls: when each action of the loops will be called, as far as that is foreseen.
+      problems: The problems, errors first.
+      plan: The plan of the run: lines by topic.
+      secs: Seconds that the check took.
+      calls: The predicted calls of each action of the loops.
     """
 
     problems: Sequence[Problem]
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def errors(self) -> Sequence[Problem]:
-        """The problems with which the run would fail."""
+        """The problems that would make the run fail."""
         return [problem for problem in self.problems if problem.is_error]
 
     @property
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem at all."""
+        """Whether there are no problems."""
         return not self.problems
 
     def raise_errors(self) -> None:
@@ -97,7 +97,7 @@ class Report:
                 lines += _wrapped(line, "    ", "      " if line.startswith(" ") else "    ")
         return "\n".join(lines)
 
-    __repr__ = __str__  # The last line of a notebook's cell shows it.
+    __repr__ = __str__  # For the last line of a notebook's cell.
 
 
 def _wrapped(text: str, first: str, later: str) -> list[str]:
@@ -106,13 +106,13 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
     )
 
 
-# On the way -------------------------------------------------------------------------------------------------
+# Findings ---------------------------------------------------------------------------------------------------
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Findings(contextlib.AbstractContextManager[None]):
-    """Collects what is found at a place of the run. As a context, it takes what is raised as an error of the run.
+    """Collects the problems at a place of the run. As a context, it records exceptions as errors of the run.
 
     >>> found = Findings()
     >>> with found.at("the train loop"):
@@ -122,9 +122,9 @@ class Findings(contextlib.AbstractContextManager[None]):
     [('the train loop', True), ('the train data', False)]
 
     Attributes:
-      where: the name of the place.
-      problems: the problems of all places, in the order in which they were found.
-      plan: how the run will go: lines by what they are about.
+      where: The name of the place.
+      problems: The problems of all places, in the order of their discovery.
+      plan: The plan of the run: lines by topic.
     """
 
     where: str = ""
@@ -132,20 +132,20 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns the same for another place."""
+        """Returns the findings for another place."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
-        """Adds a problem with which the run would fail."""
+        """Adds a problem that would make the run fail."""
         self.problems.append(Problem(self.where, text))
 
     def warn(self, text: str) -> None:
-        """Adds a problem with which the run would not fail."""
+        """Adds a problem that would not make the run fail."""
         self.problems.append(Problem(self.where, text, is_error=False))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, Exception):
-            self.error(_told(error))
+            self.error(_formatted(error))
         return isinstance(error, Exception)
 
     @property
@@ -154,22 +154,22 @@ class Findings(contextlib.AbstractContextManager[None]):
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:
-        """Returns all problems, errors first; what is wrong in several places is one."""
-        places: dict[tuple[str, bool], list[str]] = {}  # What is wrong with a step is so in training and in evaluation.
+        """Returns all problems, errors first. Equal problems in several places are joined."""
+        places: dict[tuple[str, bool], list[str]] = {}  # A problem of a step appears in training and in evaluations.
         for problem in self.problems:
             places.setdefault((problem.text, problem.is_error), []).append(problem.where)
         joined = [Problem(" and ".join(dict.fromkeys(where)), *what) for what, where in places.items()]
         return sorted(joined, key=lambda problem: not problem.is_error)
 
 
-def _told(error: Exception) -> str:
-    """An error as a text: ours as it is, another with its class and the line of the user that it came from."""
+def _formatted(error: Exception) -> str:
+    """Formats an error: those of jaxloop as they are, others with their class and the user's line that raised them."""
     # JAX's own notes begin with a line of dashes.
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))
     frames = [(frame, pathlib.Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
-    if frames and _is_of_jaxloop(frames[-1][1]) and isinstance(error, TypeError | ValueError | OSError):
+    if frames and _is_in_jaxloop(frames[-1][1]) and isinstance(error, TypeError | ValueError | OSError):
         return f"{error}{notes}"
-    users = [(frame, path) for frame, path in frames if not _is_of_jaxloop(path) and "site-packages" not in path.parts]
+    users = [(frame, path) for frame, path in frames if not _is_in_jaxloop(path) and "site-packages" not in path.parts]
     place = f"\n{_place_in_words(*users[-1])}" if users else ""
     message = re.sub(
         r"\n?The error occurred while tracing the function <lambda> at .*jaxloop/step.*|\n?See https.*", "", str(error)
@@ -177,7 +177,7 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {message}{notes}{place}"
 
 
-def _is_of_jaxloop(path: pathlib.Path) -> bool:
+def _is_in_jaxloop(path: pathlib.Path) -> bool:
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "examples")
 
 

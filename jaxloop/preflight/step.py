@@ -1,4 +1,4 @@
-"""The step: the state, a batch's way through the hooks, a trace of `run`, and the memory that it takes."""
+"""Checks of the state, the hooks and `run` of a step, and its memory."""
 
 import dataclasses
 import inspect
@@ -16,18 +16,18 @@ from jaxloop.preflight.experiment import Part, State
 from jaxloop.preflight.report import Findings
 from jaxloop.step import NO_OPTIMIZER, Step, Traced
 
-# More than so much of what steps return is too much to keep until the end of a loop.
+# The largest size of outputs to keep until the end of a loop without a warning.
 _MOST_OUTPUT_BYTES = 2**30
 
 # The state --------------------------------------------------------------------------------------------------
 
 
 def check_state(given: Any, here: Findings) -> State:
-    """Checks whether a run can begin with a state."""
+    """Checks the state that a run begins with."""
     values = None
     with here:
         if given is None:
-            raise TypeError("The state is None. Give that of step.initialize_model(...), or its shapes.")
+            raise TypeError("The state is None. Give the result of step.initialize_model(...), or its shapes.")
         checks.check_alive(given, "OuterLoop(...)")
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
             given = values = checks.adopt(given)
@@ -49,21 +49,21 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state for a step's `begin`: a `begin` of the user may want its values."""
-    return state.shapes if state.values is None or not checks.is_of_user(step, "begin") else state.values
+    """Returns the state for a step's `begin`, with values if the user defined `begin`."""
+    return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 
 # A step -----------------------------------------------------------------------------------------------------
 
 
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
-    """Takes the first batch of a loop through its step's hooks, and traces `run`; returns what is then foreseen of it.
+    """Passes the first batch of a loop through its step's hooks, and traces `run`; returns the loop with its outputs.
 
     Args:
-      part: the loop.
-      state: the state that is given.
-      first: the batch; empty if there is none.
-      longest_loop: so many batches in the longest loop, for which outputs are kept; None if nobody knows.
+      part: The loop.
+      state: The state that was given.
+      first: The batch; empty if there is none.
+      longest_loop: The number of batches in the longest loop, whose outputs are kept; None if unknown.
     """
     if state.shapes is None or not first:
         return part
@@ -84,12 +84,12 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
         if part.trains:
             _check_new_state(here, step, state.shapes, traced)
         hooks = ((step, "end"), (part.loop, "end"), (part.loop, "update_outputs"))
-        if any(checks.is_of_user(thing, name) for thing, name in hooks):
+        if any(checks.is_user_defined(thing, name) for thing, name in hooks):
             return part
         outputs = traced.outputs or {}
         _check_size(here, outputs, longest_loop)
         _check_for_losses_per_example(here, outputs)
-        # Not zeros, by which a metric may divide.
+        # Not zeros, because a metric may divide by them.
         ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), outputs)
         like_outputs = metrics.LoopOutputs({name: [metrics.fetch(value)] for name, value in ones.items()}, [1])
         return dataclasses.replace(part, outputs=like_outputs)
@@ -97,21 +97,21 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 
 
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
-    """Returns a tuple with a batch as the hooks before `run` leave it; None where only a run can tell.
+    """Returns a tuple with a batch after the hooks before `run`; None if only a run can determine it.
 
-    So it is where the user has another way to `run`, and where `begin` wants values of a state that is given in
-    shapes, or makes another one.
+    That is the case if the user overrides other methods on the way to `run`, or if `begin` needs values of a state that
+    is given in shapes, or returns another state.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
-    if any(checks.is_of_user(thing, name) for thing, names in ways.items() for name in names):
+    if any(checks.is_user_defined(thing, name) for thing, names in ways.items() for name in names):
         return None
     given = _state_for_begin(state, step)
     ready = step.preprocessed(batch)
     try:
         result = step.begin(given, ready)
     except Exception:
-        if state.values is None and checks.is_of_user(step, "begin"):
+        if state.values is None and checks.is_user_defined(step, "begin"):
             return None
         raise
     new_state, ready = checks.check_pair(result, f"{type(step).__name__}.begin", "(state, batch)")
@@ -128,7 +128,7 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
     with here:
         if changed := checks.problem_of_dtypes(ready):
             here.warn(changed)
-    if checks.num_examples(batch) is None and not checks.is_of_user(step, "num_examples"):
+    if checks.num_examples(batch) is None and not checks.is_user_defined(step, "num_examples"):
         here.warn(
             "Each batch counts as one example, because its leaves don't share a leading axis: "
             f"{checks.batch_in_words(batch)}. Override Step.num_examples(batch) for weighted means."
@@ -137,11 +137,11 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
 
 
 def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> None:
-    """Checks whether a training step counts, and whether it is compiled anew for the state that it makes."""
+    """Checks that a training step counts its updates, and that its new state doesn't make it compile again."""
     kind = type(step).__name__
     if hasattr(state, "step") and traced.updates not in (None, step.updates_per_step):
-        adds = f"adds {traced.updates} to state.step" if traced.updates else "returns state.step as it was"
-        here.error(f"{kind}.run {adds}. {checks.ways_to_count(step)}")
+        adds = f"adds {traced.updates} to state.step" if traced.updates else "returns state.step unchanged"
+        here.error(f"{kind}.run {adds}. {checks.counting_hint(step)}")
     before, after = checks.leaves_by_path(state), checks.leaves_by_path(traced.state)
     both = ((f"{kind}.run returns", after, before), ("The state that is given has", before, after))
     for what, one, other in both:
@@ -154,20 +154,20 @@ def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> 
 
 
 def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
-    """Warns of much that steps return, since it is kept until the loop ends."""
+    """Warns of large outputs, because they are kept until the loop ends."""
     sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
     needed = sum(sizes.values()) * (longest_loop or 0)
     if needed > _MOST_OUTPUT_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         here.warn(
-            f"What a loop's {longest_loop:,} steps return is kept on the host until the loop ends, which takes "
-            f"{readable(needed)}, the most of it for the output {largest!r}, {readable(sizes[largest])} a step. Return "
-            "less of it, or have shorter loops (train_loop_steps)."
+            f"The outputs of a loop's {longest_loop:,} steps are kept on the host until the loop ends, which takes "
+            f"{readable(needed)}. The largest output is {largest!r}, {readable(sizes[largest])} per step. Return less "
+            "of it, or make the loops shorter (train_loop_steps)."
         )
 
 
 def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
-    """Warns of outputs that are missing in the history because they are arrays: losses, or all of them."""
+    """Warns of losses, or of all outputs, that the history can't store because they are arrays."""
     is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
     arrays = {name: value for name, value in outputs.items() if is_array(value)}
     losses = [name for name in arrays if "loss" in name.lower()]
@@ -175,7 +175,7 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
     if missing:
         shown = ", ".join(f"{name!r}, {checks.describe(arrays[name])}" for name in missing)
         here.warn(
-            f"The history holds scalars, so it would have nothing of {shown}. Return the mean over the examples, or a "
+            f"The history stores scalars only, and would not contain {shown}. Return the mean over the examples, or a "
             "clu metric."
         )
 
@@ -184,23 +184,23 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
 
 
 def check_optimizer(part: Part, state: Any) -> None:
-    """Warns of a training step that adds the gradients to the parameters."""
+    """Warns of a training step without an optimizer."""
     step = part.loop.step
     if step.train and getattr(state, "tx", None) is NO_OPTIMIZER:
         part.here.warn(
-            f"{type(step).__name__} has train=True and no optimizer, so state.apply_gradients adds the gradients to "
+            f"{type(step).__name__} has train=True but no optimizer, so state.apply_gradients adds the gradients to "
             "the parameters, and the loss grows. Give it an Optax transformation: Step(base_prng, model, "
             "optax.adam(1e-3), ...)."
         )
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Warns of an evaluation by a step whose model is not that of the state."""
+    """Warns of an evaluation whose step has a model other than that of the state."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
-            f"Its step has the model {_shown_model(evaluated)}, and the train step has {_shown_model(trained)}. The "
-            "state is that of the train step, so state.apply_fn calls the latter. Give both steps one model."
+            f"Its step has the model {_shown_model(evaluated)}, but the train step has {_shown_model(trained)}. The "
+            "state belongs to the train step, so state.apply_fn calls that model. Give both steps the same model."
         )
 
 
@@ -219,7 +219,7 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None:
-    """Compiles the train step, and checks what it and the state take of a device."""
+    """Compiles the train step, and checks the memory that it and the state need."""
     if state.shapes is None or not first:
         return
     step, here = part.loop.step, part.here
@@ -231,7 +231,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None
         }
         shown = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size)
         here.plan["state"] = f"{readable(layout.bytes_per_device)} per device" + (f": {shown}" if shown else "")
-    if part.is_open or here.has_errors:  # It could not be compiled, or for something else than comes.
+    if part.is_open or here.has_errors:  # It can't be compiled, or its batch is unknown.
         return
     with here:
         part.loop.compile(_state_for_begin(state, step), first[0])
@@ -243,25 +243,25 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None
             f"{flops}{readable(cost.peak_bytes)}{there} per device, of which {readable(cost.temp_bytes)} for "
             "activations and gradients"
         )
-        _check_room(here, cost.peak_bytes, memory)
+        _check_memory_limit(here, cost.peak_bytes, memory)
 
 
-def _check_room(here: Findings, size: int, memory: int | None) -> None:
-    """Checks whether a step takes more than a device, or this host, has."""
+def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:
+    """Checks that a step fits into the memory of a device and of this host."""
     if memory is not None and size > memory:
         here.error(
-            f"A step takes {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
-            "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or compute activations again in "
-            "the backward pass (jax.checkpoint)."
+            f"A step needs {readable(size)} of a device, which has {readable(memory)}. Split the state over more "
+            "devices (FSDPPartitioner), make the batch smaller, accumulate gradients, or recompute activations in the "
+            "backward pass (jax.checkpoint)."
         )
     needed, there = size * len(jax.local_devices()), _bytes_of_host()
     if jax.default_backend() == "cpu" and there is not None and needed > there:
-        text = f"A step takes {readable(needed)}, and this host has {readable(there)} of memory."
-        here.warn(f"{text} Take a smaller batch, or another host.")
+        text = f"A step needs {readable(needed)}, but this host has {readable(there)} of memory."
+        here.warn(f"{text} Use a smaller batch, or another host.")
 
 
 def _bytes_of_host() -> int | None:
-    """Returns the memory of this host; None where the system doesn't say."""
+    """Returns the memory of this host; None if the system doesn't report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -24,14 +24,14 @@ def loss(outputs, batch):
 
 
 mine = data.shard_for_process([make_batch(number) for number in range(12)])
-for num_epochs in (2, 3):
+for train_epochs in (2, 3):
     state, history = jaxloop.fit(
         nn.Dense(1),
         mine[:10],
         mine[10:],
         loss=loss,
         optimizer=optax.sgd(0.1),
-        num_epochs=num_epochs,
+        train_epochs=train_epochs,
         workdir=workdir,
         partitioner="auto",
         progress=None,

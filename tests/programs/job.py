@@ -73,7 +73,7 @@ class Faulty(jaxloop.Action):
 class Last(jaxloop.Action):
     """Fails in one process just before a checkpoint is saved, or gets a signal after the last batch."""
 
-    comes_last = True
+    runs_last = True
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
         if step_num >= options.at:

@@ -20,7 +20,7 @@ ROWS, BATCH, PASSES = 48, 8, 3
 STEPS = PASSES * ROWS // BATCH
 
 # One of these is logged at the start of a run whose resume is not exact.
-WARNING = r"may come in another order after a resume|which is not exact"
+WARNING = r"may come in another order after a resume|not continue at the right batch"
 
 
 def rows() -> dict[str, np.ndarray]:
@@ -233,7 +233,7 @@ def run(directory: Any, tell: Callable[[str, int], Any], *, pipeline: str, api: 
     directory, dataset, optimizer = pathlib.Path(directory), PIPELINES[pipeline].make(), optax.sgd(0.1, momentum=0.9)
     paced, places = Tell(tell, pace), directory / "checkpoints"
     if api.startswith("fit"):
-        length = {"num_epochs": PASSES} if api == "fit epochs" else {"num_steps": STEPS}
+        length = {"train_epochs": PASSES} if api == "fit epochs" else {"train_total_steps": STEPS}
         options = {"loss": loss, "optimizer": optimizer, "progress": None, "actions": [paced], "workdir": directory}
         state, history = jaxloop.fit(nn.Dense(1), dataset, **options, **length)
     else:

@@ -76,7 +76,7 @@ def train_with_one_call():
         inputs="x",
         loss=lambda outputs, batch: optax.squared_error(outputs, batch["y"]).mean(-1),
         optimizer=optax.sgd(0.1),
-        num_steps=20,
+        train_total_steps=20,
         progress=None,
     )
     return history.collect("loss")[-1]

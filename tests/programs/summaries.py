@@ -50,8 +50,8 @@ class Pictures(actions.Action):
     def load_state_dict(self, state_dict):
         self._summaries.load_state_dict(state_dict)
 
-    def begin_run(self, step_num):
-        self._summaries.begin_run(step_num)
+    def begin_run(self, step_num, *, can_resume):
+        self._summaries.begin_run(step_num, can_resume=can_resume)
 
     def flush(self):
         self._summaries.flush()

@@ -195,8 +195,8 @@ class SaveNothing(actions.Action):
     """Has the run read its outputs when a `CheckpointAction` would, and writes no file."""
 
     uses_outputs = False
-    comes_last = True
-    time_goes_to = "checkpoints"
+    runs_last = True
+    time_category = "checkpoints"
 
     def __call__(self, state, outputs, **kwargs):
         pass

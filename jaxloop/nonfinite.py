@@ -30,7 +30,7 @@ _WORD, _COLUMNS = 32, 64
 _OUTPUT_FLAGS = 8
 
 
-class BadNumberError(FloatingPointError):
+class NonFiniteError(FloatingPointError):
     """A training step came to numbers that are not finite (NaN, inf).
 
     Attributes:
@@ -51,7 +51,7 @@ class BadNumberError(FloatingPointError):
 
 
 @final
-class Looking:
+class Detector:
     """A step's `run` that also says, in the same compiled program, what was not finite.
 
     What counts are the floating-point leaves of the new `params` and `batch_stats` (of a state without `params`, all
@@ -202,7 +202,7 @@ class Watch:
         self._sent = self._read = 0
         self._on_their_way: collections.deque[_Sent] = collections.deque()
         self._flags: Any = None
-        self._looking: Looking | None = None
+        self._looking: Detector | None = None
 
     def restart(self) -> None:
         """Begins a call of the loop."""
@@ -213,9 +213,9 @@ class Watch:
         """Gives a batch to the devices as `compiled.call` does, with the flags; or as many as are stacked."""
         # Without data there is no leaf, and what was stacked has the number of steps as its length.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
-        if compiled.looking is not self._looking:  # Whose flags are in an array of their own.
+        if compiled.detector is not self._looking:  # Whose flags are in an array of their own.
             self._send()
-            self._looking, self._flags = compiled.looking, compiled.looking.no_flags(compiled.leave(carry))
+            self._looking, self._flags = compiled.detector, compiled.detector.no_flags(compiled.leave(carry))
         elif self.steps - self._sent + num_steps > _ROWS:
             self._send()
         carry, (outputs, self._flags) = compiled.call(carry, (batch, self._flags), form)
@@ -251,11 +251,11 @@ class Watch:
             self._sent = self.steps
 
     def _found_next(self, state: Any) -> list[Found]:
-        flags, steps, looking = self._on_their_way[0]
+        flags, steps, detector = self._on_their_way[0]
         rows = metrics.fetch(flags)[-steps:]
         self._on_their_way.popleft()  # Only now: an interrupted read loses nothing.
         first, self._read = self._read, self._read + steps
-        return [Found(first + int(i), looking.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
+        return [Found(first + int(i), detector.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
 
 
 @final
@@ -273,7 +273,7 @@ class Guard:
 
     def __init__(self, watch: Watch | None):
         self.watch: Watch | None = watch
-        self.bad: BadNumberError | None = None
+        self.bad: NonFiniteError | None = None
         self.begin_loop()
 
     @property
@@ -322,4 +322,4 @@ class _Sent(NamedTuple):
 
     flags: jax.Array
     steps: int
-    looking: Looking
+    detector: Detector

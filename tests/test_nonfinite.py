@@ -12,7 +12,7 @@ from clu import metrics as clu_metrics
 from flax import linen as nn
 
 import jaxloop
-from jaxloop import bad_numbers, checkpoint, metrics
+from jaxloop import checkpoint, metrics, nonfinite
 from jaxloop.function_step import FunctionStep
 
 
@@ -65,7 +65,7 @@ def test_raise_names_the_first_bad_step_and_what_was_bad(devices, bad, data_para
     step = made[devices]
     loop = jaxloop.TrainLoop(step, nan_policy="raise")
     message = rf"Step {bad} is the first.*outputs/loss.*nan_policy='skip'"
-    with pytest.raises(bad_numbers.BadNumberError, match=message) as e:
+    with pytest.raises(nonfinite.NonFiniteError, match=message) as e:
         loop(step.new_state(), iter(batches(75, {bad, bad + 3})), num_steps=75)
     assert (e.value.step_num, e.value.names) == (bad, NAMES)
     assert isinstance(e.value, FloatingPointError) and loop.rescued_state is None
@@ -205,7 +205,7 @@ def run_whole(step, directory, policy, data, total=12, actions=()):
     outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
     try:
         state, outputs = outer_loop(step.new_state(), data, total, train_loop_steps=6)
-    except bad_numbers.BadNumberError as error:
+    except nonfinite.NonFiniteError as error:
         return None, error
     return state, outputs
 
@@ -267,7 +267,7 @@ def test_one_bad_number_among_many_is_found_wherever_it_is(size, value, dtype, m
     for position in {0, size // 2, size - 1}:
         x = zeros.copy()
         x[position] = value
-        with pytest.raises(bad_numbers.BadNumberError) as raised:
+        with pytest.raises(nonfinite.NonFiniteError) as raised:
             loop({"big": zeros, "step": 0}, [{"x": zeros}, {"x": x}], 2)
         assert (raised.value.step_num, raised.value.names) == (2, ("big",))
 
@@ -278,7 +278,7 @@ def test_of_many_leaves_the_bad_one_is_named():
 
     step = FunctionStep(add, train=True)
     state = {f"p{i}": jnp.zeros([2]) for i in range(100)}
-    with pytest.raises(bad_numbers.BadNumberError) as raised:
+    with pytest.raises(nonfinite.NonFiniteError) as raised:
         jaxloop.TrainLoop(step, nan_policy="raise")(state, [{"x": np.full([2], np.inf, np.float32)}], num_steps=1)
     assert raised.value.names == ("p77",)
 
@@ -299,7 +299,7 @@ def annotated_step(data_parallel):
 def test_other_steps_and_layouts_are_looked_at_too(make_step, data_parallel, assert_same):
     step = make_step(data_parallel)
     new_state = lambda: step.initialize_model([1, 3])
-    with pytest.raises(bad_numbers.BadNumberError) as raised:
+    with pytest.raises(nonfinite.NonFiniteError) as raised:
         jaxloop.TrainLoop(step, nan_policy="raise")(new_state(), batches(5, {3}), num_steps=5)
     assert raised.value.step_num == 3 and "outputs/loss" in raised.value.names
     state, outputs = jaxloop.TrainLoop(step, nan_policy="skip")(new_state(), batches(5, {3}), num_steps=5)
