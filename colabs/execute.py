@@ -1,11 +1,11 @@
-"""Executes the notebooks of this directory, without the internet, and saves them with their outputs.
+"""Executes the notebooks in this directory offline, and saves them with their outputs.
 
-    python colabs/execute.py              # all of them
-    python colabs/execute.py custom_loop  # one
+    python colabs/execute.py              # All notebooks.
+    python colabs/execute.py custom_loop  # One notebook.
 
-The same notebook gives the same file, so that a diff shows what has changed: times and speeds in progress bars are left
-out. (On another machine the last digits of numbers may differ, and so a few pixels.) Nothing is downloaded: digits of
-scikit-learn's, written by hand too, stand in for MNIST.
+Executing an unchanged notebook writes the same file, so a diff shows only real changes. The saved outputs leave out the
+times and speeds of progress bars. (On another machine, the last digits of numbers and a few pixels may differ.) Nothing
+is downloaded: scikit-learn's handwritten digits replace MNIST.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from jupyter_client.manager import AsyncKernelManager
 
 DIRECTORY = pathlib.Path(__file__).resolve().parent
 
-# Run in the kernel before the notebook's own cells, and never saved.
+# These cells run in the kernel before the notebook's own cells, and are never saved.
 _NO_WIDGETS_CELL = """
 def _hide_widgets():
     import sys
 
-    sys.modules["ipywidgets"] = None  # A saved notebook shows bars of text, and no widgets.
+    sys.modules["ipywidgets"] = None  # Draw progress bars as text in saved notebooks.
 
 
 _hide_widgets()
@@ -48,7 +48,7 @@ def _serve_digits():
 
     def load(name, *, split):
         if name != "mnist":
-            raise ValueError(f"Notebooks are executed offline, with digits in the place of 'mnist'; got {name!r}.")
+            raise ValueError(f"Notebooks are executed offline, with digits instead of 'mnist'; got {name!r}.")
         part = splits[split]
         return tf.data.Dataset.from_tensor_slices({"image": images[part], "label": digits.target[part]})
 
@@ -60,22 +60,23 @@ _serve_digits()
 
 
 def notebooks() -> list[pathlib.Path]:
-    """The notebooks of this directory."""
+    """Returns the paths of the notebooks in this directory."""
     return sorted(DIRECTORY.glob("*.ipynb"))
 
 
 def execute(path: pathlib.Path, *, timeout: int = 300, first: str = "") -> nbformat.NotebookNode:
-    """Executes a notebook in a kernel of this interpreter, on one CPU device; returns it with its outputs.
+    """Executes a notebook in a kernel of this interpreter, on one CPU device, and returns it with its outputs.
 
-    The file stays as it is. What the notebook writes to its working or a temporary directory is gone afterwards.
+    Doesn't change the file. Deletes everything that the notebook writes to its working directory or to temporary
+    directories.
 
     Args:
-      path: the notebook.
-      timeout: seconds that a cell may take.
-      first: code that is run before the notebook's own.
+      path: The notebook.
+      timeout: The largest number of seconds per cell.
+      first: Code to run before the notebook's own.
 
     Raises:
-      nbclient.exceptions.CellExecutionError: a cell raised; the error shows which and how.
+      nbclient.exceptions.CellExecutionError: A cell raised an error. The message shows the cell and its traceback.
     """
     notebook = nbformat.read(path, as_version=4)
     needs_data = any("tensorflow_datasets" in cell.source for cell in notebook.cells)
@@ -84,7 +85,7 @@ def execute(path: pathlib.Path, *, timeout: int = 300, first: str = "") -> nbfor
     with tempfile.TemporaryDirectory(prefix="notebook_") as directory:
         kernel = AsyncKernelManager(
             kernel_name="python3",
-            # Without directories of kernels to look into, "python3" is this interpreter.
+            # Without kernel directories, "python3" means this interpreter.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             transport="ipc",
             connection_file=f"{directory}/kernel.json",
@@ -92,39 +93,39 @@ def execute(path: pathlib.Path, *, timeout: int = 300, first: str = "") -> nbfor
         client = nbclient.NotebookClient(
             notebook, km=kernel, timeout=timeout, record_timing=False, coalesce_streams=True
         )
-        # nbclient leaves a kernel that it was given running, unless it is told to clean up.
+        # By default, nbclient does not shut down a kernel manager that it did not create.
         client.execute(cwd=directory, env=_kernel_environment(directory), cleanup_kc=True)
     notebook.cells.remove(first_cell)
     return normalize(notebook)
 
 
 def _kernel_environment(directory: str) -> dict[str, str]:
-    """This process's environment, less what would change how JAX, TensorFlow, matplotlib and IPython behave."""
+    """Returns this process's environment, without variables that affect JAX, TensorFlow, matplotlib or IPython."""
     others = ("JAX_", "XLA_", "TF_", "NPROC", "MPLBACKEND")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     return {
         **kept,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
-        # A network that several cells train is compiled once.
+        # Compile a network only once if several cells train it.
         "JAX_COMPILATION_CACHE_DIR": f"{directory}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "IPYTHONDIR": directory,
         "TMPDIR": directory,
-        # Else the debugger warns that it can't look into Python's own modules.
+        # Silence a warning of the debugger about Python's frozen modules.
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
 
 
-# The times in a bar: `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` becomes `69/69 [loss=0.5]`.
+# The times in a progress bar: `69/69 [00:02<00:00, 30.1 steps/s, loss=0.5]` becomes `69/69 [loss=0.5]`.
 _TQDM_TIMES = re.compile(r"(?<= \[)[\d:?]+<[\d:?]+, *[^,\]]+(, )?")
-# A line that is written over a longer one is filled up with spaces.
+# A line that overwrites a longer one is padded with spaces.
 _SPACES_AT_ENDS = re.compile(r" +$", re.MULTILINE)
 
 
 def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Takes out what differs from machine to machine and from run to run; returns the notebook."""
+    """Removes everything that varies between machines and runs, in place, and returns the notebook."""
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -147,7 +148,7 @@ def normalize(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def texts(cell: Any) -> list[str]:
-    """What a code cell has shown as text: its streams, its value and its tracebacks, each with its newlines."""
+    """Returns the text outputs of a code cell: its streams, its value and its tracebacks, with their newlines."""
     shown = []
     for output in cell.get("outputs", ()):
         shown.append(output.get("text", ""))
@@ -159,11 +160,11 @@ def texts(cell: Any) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     known = {path.stem: path for path in notebooks()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"one of {', '.join(known)}; all if none is given")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"a notebook: {', '.join(known)} (default: all)")
     names = parser.parse_args(arguments).names or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"there is no notebook {', '.join(unknown)}; there are {', '.join(known)}")
+        parser.error(f"unknown notebook: {', '.join(unknown)}; choose from {', '.join(known)}")
     for name in names:
         notebook = execute(known[name])
         nbformat.write(notebook, known[name])

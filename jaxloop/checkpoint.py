@@ -1,13 +1,15 @@
-"""Runs on disk: saved in one atomic commit, sealed, and verified before they are restored.
+"""Checkpoints: saved in one atomic commit, sealed, and verified before they are restored.
 
-The only module that knows Orbax. A checkpoint is a directory named after its step. Those that a `CheckpointWriter` of a
-directory wrote hold three items beside each other: `default`, the train state; `run`, a JSON dict; and `trees`, arrays
-that are no part of the state. A seal over all of their files, see `jaxloop.seal`, is part of the commit.
+This is the only module that uses Orbax. A checkpoint is a directory named after its step. If a `CheckpointWriter` with
+a directory saved it, it contains three items: `default`, the train state; `run`, a JSON dict; and `trees`, arrays that
+are not part of the state. The commit includes a seal of all its files; see `jaxloop.seal`.
 
-A save is `CheckpointWriter.save`: it refuses what would not come back (`_to_be_saved`), waits for the save before and
-looks at the directory (`_ready_manager`), and hands all to Orbax. Orbax's thread writes the files, calls `_seal`, and
-commits with one rename. A restore is `open_newest`, or `Checkpoint.at`: it verifies the seal, once, and what a
-`Checkpoint` reads after that is known to be as it was saved.
+`CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
+the directory (`_prepared_manager`), and passes everything to Orbax. Orbax's thread writes the files, calls `_seal`, and
+commits with one rename.
+
+`open_newest` and `Checkpoint.at` verify the seal once. After that, a `Checkpoint` reads its files without verifying
+them again.
 """
 
 import contextlib
@@ -37,45 +39,45 @@ from jaxloop.schedules import Elapsed
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
-# What else belongs to a run, beside it.
+# The other items.
 _RUN_ITEM = "run"
 _TREES_ITEM = "trees"
-# And there, the metrics by which it tells the best checkpoint, and what it notes about each.
+# Also in a checkpoint: the metrics by which the manager finds the best checkpoint, and the metadata of each checkpoint.
 _METRICS_ITEM = "metrics"
 METADATA_FILE = "_CHECKPOINT_METADATA"
-# In our metadata, which metric tells the best and how: `{"name": "test/accuracy", "mode": "max"}`.
+# In the custom metadata, the metric that decides which checkpoint is best: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
-# And what only this module reads. There must be a seal:
+# The keys that only this module reads. This one means that there must be a seal:
 _SEALED_KEY = "jaxloop/sealed"
-# What leaves the state has: to ask Orbax takes half as long as to read them.
+# A fingerprint of the leaves of the state. Asking Orbax for them takes half as long as reading them.
 _LEAVES_KEY = "jaxloop/leaves"
-# The format of `run` and of the metadata, and the version of jaxloop that saved.
+# The format of `run` and of the metadata, and the version of jaxloop that saved the checkpoint.
 _FORMAT_KEY, _VERSION_KEY = "jaxloop/format", "jaxloop/version"
-# The run that saved.
+# The id of the run that saved the checkpoint.
 _RUN_ID_KEY = "jaxloop/run"
 _OWN_PREFIX = "jaxloop/"
-# Increased whenever an earlier version of jaxloop could not resume from what this one saves, or the other way round.
-_FORMAT = 2
-# In the directory of each item: a partial copy of a checkpoint is known by it.
+# Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or the other way around.
+_FORMAT = 3
+# In the directory of each item. It identifies a partial copy of a checkpoint.
 _MARKER_FILE = "SAVED_BY_JAXLOOP"
-# In a directory of checkpoints, the id of the run that saves there.
+# In a directory of checkpoints, the file with the id of the run that saves there.
 _RUN_ID_FILE, _RUN_ID = ".run_id", re.compile(r"[0-9a-f]{32}")
-# Where in a directory damaged checkpoints are kept. No name of a step, so neither Orbax nor we look there.
+# The subdirectory for damaged checkpoints. Its name is not a step, so neither Orbax nor jaxloop reads it.
 _DAMAGED = "damaged"
-# Orbax numbers the saves of a process and keeps the current number in a global variable. Two threads that start saves
-# at the same time would wait for each other's directories, for ever.
-_start_of_a_save = threading.Lock()
+# Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
+# at the same time, each would wait forever for the directory of the other.
+_save_start_lock = threading.Lock()
 _DELETION_POLL_SECS = 0.1
 
 
 class CheckpointError(Exception):
-    """Something is wrong with the files of checkpoints: damaged, unreadable, or not to be written.
+    """Raised if files of a checkpoint are damaged or unreadable, or can't be written.
 
-    A checkpoint that is whole but of another model is none: that is a `ValueError`.
+    An intact checkpoint of another model raises `ValueError` instead.
 
     Attributes:
-      directory: the directory with one subdirectory a step; None where none is known.
-      steps: the steps of the checkpoints with which something is wrong.
+      directory: The directory with one subdirectory per step; None if it is unknown.
+      steps: The steps of the affected checkpoints.
     """
 
     def __init__(self, message: str, directory: epath.PathLike | None = None, steps: Sequence[int] = ()):
@@ -84,47 +86,49 @@ class CheckpointError(Exception):
         self.steps: tuple[int, ...] = tuple(steps)
 
 
-# What there is ---------------------------------------------------------------------------------------
+# Listing ---------------------------------------------------------------------------------------------
 
 
 def all_steps(directory: epath.PathLike) -> list[int]:
-    """The steps of the complete checkpoints in a directory, ascending; none where it does not exist."""
+    """Returns the steps of the complete checkpoints in a directory, ascending; an empty list if it doesn't exist."""
     directory = absolute(directory)
     return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """What was noted with the checkpoint of a step when it was saved; `{}` where there is nothing.
+    """Returns the metadata that was saved with the checkpoint of a step; `{}` if there is none.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      CheckpointError: the file in which it is noted is damaged.
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: The metadata file is damaged.
     """
     return Checkpoint.at(directory, step, METADATA_FILE).metadata()
 
 
 def own_version() -> str:
-    """Returns the version of jaxloop that saves here."""
+    """Returns the version of this jaxloop."""
     import jaxloop
 
     return jaxloop.__version__
 
 
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
-    """The step of the best checkpoint in a directory, the newest of equal ones; None where no metric tells.
+    """Returns the step of the best checkpoint in a directory; None if no checkpoint has the metric.
+
+    Of equally good checkpoints, it chooses the newest.
 
     Args:
-      directory: of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
-      best: the name of the metric and "min" or "max", `("accuracy", "max")`. None for those of the `CheckpointAction`
-        that wrote the newest checkpoint.
+      directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
+      best: The name of the metric, and "min" or "max": `("accuracy", "max")`. None for the metric of the
+        `CheckpointAction` that wrote the newest checkpoint.
     """
     directory = absolute(directory)
     steps = all_steps(directory)
     if best is None and steps:
         newest = Checkpoint.open(directory / str(steps[-1]), METADATA_FILE)
-        noted = newest.metadata().get(_BEST_KEY)
+        saved = newest.metadata().get(_BEST_KEY)
         with newest.understanding():
-            best = noted and (noted["name"], noted["mode"])
+            best = saved and (saved["name"], saved["mode"])
     if not best:
         return None
     qualities = {step: _quality(_metrics(directory / str(step)), best) for step in steps}
@@ -133,12 +137,12 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def _metrics(path: epath.Path) -> dict[str, Any]:
-    """Reads the metrics by which a checkpoint may be the best; `{}` if none were saved with it."""
+    """Reads the metrics that decide which checkpoint is best; `{}` if none were saved."""
     return Checkpoint.open(path, _METRICS_ITEM).json(_METRICS_ITEM, _METRICS_ITEM)
 
 
 def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
-    """How good a checkpoint is, more being better; the least for one without the metric, or with NaN."""
+    """Returns the quality of a checkpoint: more is better, and -inf if the metric is missing or NaN."""
     name, mode = best
     value = values.get(name)
     if value is None or math.isnan(value):
@@ -150,43 +154,50 @@ def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
 
 
 def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None) -> Any:
-    """Reads the train state of a checkpoint into the structure and onto the devices of `state`, which stays usable.
+    """Reads the train state of a checkpoint, with the structure and the shardings of `state`, which stays usable.
 
-    All of the checkpoint is verified first. One without a seal, such as those of an Orbax manager, is read as it is.
+    It verifies all files of the checkpoint first. A checkpoint without a seal, such as one of an Orbax manager, is not
+    verified.
 
     Args:
-      directory: the directory with one subdirectory a step.
-      step: the step of the checkpoint; 0 is a step like others.
-      state: a state of JAX arrays of the structure, shapes and dtypes that were saved. Its shardings may be others.
+      directory: The directory with one subdirectory per step.
+      step: The step of the checkpoint; 0 is a valid step.
+      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. Its shardings may differ.
       transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      CheckpointError: its files are damaged; the error lists them.
-      ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: Files of the checkpoint are damaged. The error lists them.
+      ValueError: The leaves of the checkpoint and the state differ in path, shape or dtype. The error lists them.
     """
     try:
         return Checkpoint.at(directory, step).restore(state, transforms=transforms)
     except CheckpointError as error:
-        hint = "checkpoint.restore_newest restores the newest that is whole, and moves damaged ones aside."
+        hint = "checkpoint.restore_newest restores the newest undamaged checkpoint, and moves newer ones to damaged/."
         raise CheckpointError(f"{error}\n{hint}", error.directory, error.steps) from error.__cause__
 
 
 def restore_newest(
     directory: epath.PathLike, state: Any, *, transforms: Any = None, quarantines: bool = True
 ) -> tuple[Any, int] | None:
-    """Restores the newest checkpoint that is whole; see `restore`.
+    """Restores the newest undamaged checkpoint; see `restore`.
 
-    Newer ones that are damaged are moved to `<directory>/damaged/<step>`, with a warning each, once a whole one is
-    restored: their steps can be saved again. Whoever only reads, while another process may be writing, says
-    `quarantines=False`.
+    After that, it moves newer checkpoints, which are damaged, to `<directory>/damaged/<step>`, so that their steps can
+    be saved again. It logs a warning for each.
+
+    Args:
+      directory: The directory with one subdirectory per step.
+      state: As in `restore`.
+      transforms: As in `restore`.
+      quarantines: If False, damaged checkpoints are not moved. Use it to only read, if another process may be saving
+        there.
 
     Returns:
-      The state and its step; None where the directory holds no checkpoint.
+      The state and its step; None if the directory contains no checkpoint.
 
     Raises:
-      CheckpointError: there are checkpoints, and all are damaged; none was moved.
-      ValueError: the newest that is whole does not fit the state; none was moved.
+      CheckpointError: There are checkpoints, but all are damaged. None is moved.
+      ValueError: The newest undamaged checkpoint doesn't fit the state. None is moved.
     """
     opened = open_newest(directory, state, transforms=transforms, quarantines=quarantines)
     return opened and (opened[1], opened[0].step)
@@ -200,9 +211,9 @@ def open_newest(
     quarantines: bool = True,
     steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
-    """Like `restore_newest`; returns the checkpoint, for what else is to be read from it, and the state.
+    """Restores the newest undamaged checkpoint, like `restore_newest`; returns the open checkpoint and the state.
 
-    `steps` are those of `all_steps`, for a caller that has listed the directory.
+    `steps` is the result of `all_steps`, if the caller has it already.
     """
     found, errors = _newest_complete(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
     if found is not None:
@@ -224,9 +235,10 @@ def open_newest(
 
 
 def quarantine_damaged(directory: epath.PathLike) -> None:
-    """Moves the checkpoints whose seal is broken and that are newer than the newest whole one, see `restore_newest`.
+    """Moves the damaged checkpoints that are newer than the newest undamaged one, like `restore_newest`.
 
-    In a job of many processes, the first does so before all of them restore. Where all are damaged, none is moved.
+    In a job of several processes, the first process calls it before all processes restore. If all checkpoints are
+    damaged, none is moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
     if found is not None:
@@ -237,7 +249,7 @@ def quarantine_damaged(directory: epath.PathLike) -> None:
 def _newest_complete(
     directory: epath.PathLike, read: Callable[["Checkpoint"], Any], steps: Sequence[int] | None = None
 ) -> tuple[tuple["Checkpoint", Any] | None, list[CheckpointError]]:
-    """Returns the newest checkpoint that can be read, with what was read, or None; and the errors of newer ones."""
+    """Returns the newest checkpoint that can be read with the result of `read`, or None; and errors of newer ones."""
     errors: list[CheckpointError] = []
     directory = absolute(directory)
     for step in reversed(all_steps(directory) if steps is None else steps):
@@ -250,7 +262,7 @@ def _newest_complete(
 
 
 def _quarantine(error: CheckpointError, consequence: str) -> None:
-    """Moves the damaged checkpoint that an error is about out of the way, and warns of it."""
+    """Moves the damaged checkpoint of an error to the directory of damaged ones, and logs a warning."""
     assert error.directory is not None
     (step,) = error.steps
     target, count = error.directory / _DAMAGED / str(step), 1
@@ -267,28 +279,28 @@ def _quarantine(error: CheckpointError, consequence: str) -> None:
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """The JSON dict that was saved as `run` with the checkpoint of a step; `{}` where none was.
+    """Returns the JSON dict that was saved as `run` with the checkpoint of a step; `{}` if there is none.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      CheckpointError: its file is damaged.
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: The file of the dict is damaged.
     """
     return Checkpoint.at(directory, step, _RUN_ITEM).run()
 
 
 def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads trees that were saved beside the state into the structures and onto the devices of `templates`.
+    """Reads trees that were saved in addition to the state, with the structures and shardings of `templates`.
 
     Args:
-      directory: the directory with one subdirectory a step.
-      step: the step of the checkpoint.
-      templates: for each name that shall be read, a tree of the structure, shapes and dtypes that were saved. Where it
-        has JAX arrays, JAX arrays of their shardings are returned, where it has NumPy arrays NumPy arrays.
+      directory: The directory with one subdirectory per step.
+      step: The step of the checkpoint.
+      templates: For each name to read, a tree with the structure, shapes and dtypes that were saved. JAX arrays are
+        returned as JAX arrays with the same sharding, and NumPy arrays as NumPy arrays.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      CheckpointError: the files of the trees are damaged.
-      ValueError: the saved trees differ from the templates in path, shape or dtype; the error lists the leaves.
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: The files of the trees are damaged.
+      ValueError: The saved trees differ from the templates in path, shape or dtype. The error lists the leaves.
     """
     return Checkpoint.at(directory, step, _TREES_ITEM).trees(templates)
 
@@ -296,25 +308,25 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
 @final
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were verified when it was opened; what is read from it later is not verified again.
+    """An open checkpoint. Its files are verified when it is opened, and not again when they are read.
 
     Attributes:
-      path: its directory, whose name is the step.
-      is_sealed: whether its files are known to be as they were saved; what an Orbax manager saves has no seal.
-      noted: what was noted with it, by the caller and by this module.
+      path: The directory of the checkpoint, whose name is the step.
+      is_sealed: True if its files match their seal. Checkpoints of an Orbax manager have no seal.
+      custom_metadata: The metadata of the caller and of this module.
     """
 
     path: epath.Path
     is_sealed: bool
-    noted: Mapping[str, Any]
+    custom_metadata: Mapping[str, Any]
 
     @classmethod
     def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint of a step, and verifies its files, or those below a path in it.
+        """Opens the checkpoint of a step, and verifies its files, or only the files below a path in it.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          CheckpointError: the files are damaged, or of another run; the error lists them.
+          FileNotFoundError: There is no such checkpoint.
+          CheckpointError: The files are damaged, or belong to another run. The error lists the problems.
         """
         found = all_steps(directory)
         if step not in found:
@@ -326,71 +338,72 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
-        """Like `at`, for the directory of a checkpoint that exists."""
+        """Opens the checkpoint in an existing directory, like `at`."""
         is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
-        noted = {} if problems else _noted(path)
-        if not is_sealed and _is_jaxloop_checkpoint(path, noted):
+        custom_metadata = {} if problems else _read_custom_metadata(path)
+        if not is_sealed and _is_jaxloop_checkpoint(path, custom_metadata):
             problems = seal.problems(path)  # The seal is missing.
-        saved_by, belongs_to = noted.get(_RUN_ID_KEY), _read_run_id(path.parent)
+        saved_by, belongs_to = custom_metadata.get(_RUN_ID_KEY), _read_run_id(path.parent)
         if None not in (saved_by, belongs_to) and saved_by != belongs_to:
             problems.append(f"another run saved it: run {saved_by}, and this directory belongs to run {belongs_to}")
         if problems:
-            raise _damaged(path, problems)
-        return cls(path, is_sealed, noted)
+            raise _damage_error(path, problems)
+        return cls(path, is_sealed, custom_metadata)
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
+        """The step after which the checkpoint was saved."""
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the progress of the run; without a note of it, the step alone.
+        """Returns the progress of the run; if that was not saved, only its step.
 
         Raises:
-          CheckpointError: what was noted is no progress.
+          CheckpointError: The saved progress is invalid.
         """
         with self.understanding():
-            previous = Elapsed(**self.noted["previous"]) if "previous" in self.noted else None
-            return Elapsed(**self.noted.get("elapsed", {"steps": self.step}), previous=previous)
+            previous = Elapsed(**self.custom_metadata["previous"]) if "previous" in self.custom_metadata else None
+            return Elapsed(**self.custom_metadata.get("elapsed", {"steps": self.step}), previous=previous)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns what the caller has noted with it."""
-        return {key: value for key, value in self.noted.items() if not key.startswith(_OWN_PREFIX)}
+        """Returns the metadata of the caller."""
+        return {key: value for key, value in self.custom_metadata.items() if not key.startswith(_OWN_PREFIX)}
 
     def run(self) -> dict[str, Any]:
-        """Reads the JSON dict that was saved as `run`; `{}` where none was."""
+        """Reads the JSON dict that was saved as `run`; `{}` if there is none."""
         return self.json(_RUN_ITEM)
 
     def json(self, item: str, filename: str = "metadata") -> dict[str, Any]:
-        """Reads the JSON dict of an item, from the file name that Orbax gives it; `{}` if there is none."""
+        """Reads the JSON dict of an item from the file that Orbax names `filename`; `{}` if there is none."""
         if not (self.path / item / filename).exists():
             return {}
         with _reading(self.path, f"{item}/{filename}"):
             return dict(ocp.JsonCheckpointHandler(filename=filename).restore(self.path / item) or {})
 
     def restore(self, state: Any, *, transforms: Any = None) -> Any:
-        """Reads the train state; see `restore` of this module."""
+        """Reads the train state; see the function `restore`."""
         return self._tree(_ITEM, state, transforms)
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads trees that were saved beside the state; see `trees` of this module."""
+        """Reads trees that were saved in addition to the state; see the function `trees`."""
         with_leaves = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
         return {**templates, **(self._tree(_TREES_ITEM, with_leaves) if with_leaves else {})}
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Turns errors in interpreting what was saved into a `CheckpointError` that names both versions.
+        """Converts errors from interpreting the saved values to a `CheckpointError` that names both versions.
 
         Raises:
-          CheckpointError: it was saved in another format, or the body raised a KeyError or the like.
+          CheckpointError: The checkpoint has another format, or the body raised a KeyError or a similar error.
         """
-        by, version = self.noted.get(_VERSION_KEY, "an unknown version"), own_version()
-        if _SEALED_KEY in self.noted and self.noted.get(_FORMAT_KEY) != _FORMAT:
+        saved_by, version = self.custom_metadata.get(_VERSION_KEY, "an unknown version"), own_version()
+        saved_format = self.custom_metadata.get(_FORMAT_KEY)
+        if _SEALED_KEY in self.custom_metadata and saved_format != _FORMAT:
             raise CheckpointError(
-                f"The checkpoint {self.path} was saved by jaxloop {by} in format {self.noted.get(_FORMAT_KEY)}, and "
-                f"jaxloop {version} resumes from format {_FORMAT}. Resume it with jaxloop {by}, or restore its train "
-                "state alone with step.restore_model(state, directory) and start a run in another directory.",
+                f"The checkpoint {self.path} was saved by jaxloop {saved_by} in format {saved_format}, and jaxloop "
+                f"{version} resumes from format {_FORMAT}. Resume it with jaxloop {saved_by}, or restore only its "
+                "train state with step.restore_model(state, directory) and start a run in another directory.",
                 self.path.parent,
                 [self.step],
             )
@@ -398,20 +411,20 @@ class Checkpoint:
             yield
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
-                f"The checkpoint {self.path}, saved by jaxloop {by}, does not hold what jaxloop {version} expects "
-                f"({type(error).__name__}: {error}). Resume it with the version and the program that saved it, or "
-                "restore its train state alone with step.restore_model(state, directory) and start a run in another "
+                f"The checkpoint {self.path}, saved by jaxloop {saved_by}, does not contain what jaxloop {version} "
+                f"expects ({type(error).__name__}: {error}). Resume it with the version and the program that saved it, "
+                "or restore only its train state with step.restore_model(state, directory) and start a run in another "
                 "directory.",
                 self.path.parent,
                 [self.step],
             ) from error
 
     def _tree(self, item: str, tree: Any, transforms: Any = None) -> Any:
-        """Reads an item into the structure and onto the devices of a tree; of `trees`, only the names that it has."""
+        """Reads an item with the structure and shardings of a tree; from `trees`, only the names that the tree has."""
         template = _storable(tree)
         wanted = checks.leaves_by_path(template)
         if transforms is None:
-            template = self.fitted(item, template)
+            template = self.fit_template(item, template)
         handler = ocp.PyTreeCheckpointHandler()
         args = ocp.args.PyTreeRestore(
             item=template,
@@ -422,19 +435,19 @@ class Checkpoint:
         with _reading(self.path, item, self.is_sealed), ocp.Checkpointer(handler) as checkpointer:
             restored = checkpointer.restore(self.path / item, args=args)
         values = checks.leaves_by_path(restored)
-        _check_fits(self.path, item, values, wanted)  # What `transforms` made of it, too.
+        _check_fits(self.path, item, values, wanted)  # Also checks the result of `transforms`.
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, map(_as_in, leaves, [values[path] for path in wanted]))
+        return jax.tree.unflatten(structure, map(_with_key_type, leaves, [values[path] for path in wanted]))
 
-    def fitted(self, item: str, template: Any) -> Any:
-        """Returns the saved tree of an item with the template's leaves; no array is read.
+    def fit_template(self, item: str, template: Any) -> Any:
+        """Returns the structure of a saved item with the leaves of a template, without reading any array.
 
-        Where it has no leaf, as in an empty dict, the two trees may differ.
+        The two trees may differ where they have no leaves, such as in an empty dict.
 
         Raises:
-          ValueError: they differ in the path, shape or dtype of a leaf.
+          ValueError: They differ in the path, shape or dtype of a leaf.
         """
-        if item == _ITEM and self.is_sealed and self.noted.get(_LEAVES_KEY) == _fingerprint(template):
+        if item == _ITEM and self.is_sealed and self.custom_metadata.get(_LEAVES_KEY) == _fingerprint(template):
             return template
         saved = {}
         if item == _ITEM or (self.path / item).exists():
@@ -447,26 +460,27 @@ class Checkpoint:
         return jax.tree_util.tree_map_with_path(lambda path, _: wanted[checks.path_name(path)], saved)
 
 
-def _noted(path: epath.Path) -> dict[str, Any]:
-    """Reads what was noted with a checkpoint; `{}` if there is nothing."""
+def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
+    """Reads the metadata of the caller and of this module; `{}` if there is none."""
     if not (path / METADATA_FILE).exists():
         return {}
     with _reading(path, METADATA_FILE):
-        if seal.is_sealed(path):  # Of this file only what we noted is sealed: the rest, which Orbax reads, may be bad.
+        # The seal covers only this key of the file. The other keys, which Orbax reads, may be damaged.
+        if seal.is_sealed(path):
             return {**files.parse_json(files.read_bytes(path / METADATA_FILE))["custom_metadata"]}
         return dict(ocp.metadata.get_step_metadata(path).custom_metadata or {})
 
 
-def _is_jaxloop_checkpoint(path: epath.Path, noted: Mapping[str, Any]) -> bool:
-    """Returns whether a `CheckpointWriter` of a directory saved this: each part of it tells, where others are missing.
+def _is_jaxloop_checkpoint(path: epath.Path, custom_metadata: Mapping[str, Any]) -> bool:
+    """Returns whether a `CheckpointWriter` with a directory saved a checkpoint. Any part of the checkpoint suffices.
 
-    What plain Orbax managers save, ours among them, has no such mark.
+    Checkpoints of an Orbax manager have no such mark, even if a `CheckpointWriter` uses the manager.
     """
-    return _SEALED_KEY in noted or any((each / _MARKER_FILE).exists() for each in path.iterdir())
+    return _SEALED_KEY in custom_metadata or any((each / _MARKER_FILE).exists() for each in path.iterdir())
 
 
 def _read_run_id(directory: epath.Path) -> str | None:
-    """The id of the run to which a directory belongs; None where none is known."""
+    """Reads the id of the run that owns a directory; None if there is none or it is invalid."""
     if not (directory / _RUN_ID_FILE).exists():
         return None
     try:
@@ -477,16 +491,18 @@ def _read_run_id(directory: epath.Path) -> str | None:
 
 
 def _run_id_of(directory: epath.Path) -> str:
-    """The id of the run that saves in a directory; if it has none, that of its newest checkpoint, or a new one."""
+    """Returns the id of the run that owns a directory, or else of its newest checkpoint, or else a new id."""
     run_id = _read_run_id(directory)
     if run_id is None:
-        saved = (_noted(directory / str(step)).get(_RUN_ID_KEY) for step in reversed(all_steps(directory)))
+        saved = (
+            _read_custom_metadata(directory / str(step)).get(_RUN_ID_KEY) for step in reversed(all_steps(directory))
+        )
         run_id = next((each for each in saved if isinstance(each, str) and _RUN_ID.fullmatch(each)), uuid.uuid4().hex)
     return run_id
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint is gone; where it becomes smaller, waits until it is."""
+    """Returns whether a checkpoint is gone. While its files are being deleted, it waits until they are gone."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -501,7 +517,7 @@ def _names_below(path: epath.Path) -> list[str]:
     return sorted(str(name) for parent in os.walk(path) for name in (*parent[1], *parent[2]))
 
 
-def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
+def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
     shown = checks.first_lines([f"  {problem}" for problem in problems])
     return CheckpointError(
         f"The checkpoint {path} is damaged:\n" + "\n".join(shown),
@@ -512,25 +528,30 @@ def _damaged(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
 
 @contextlib.contextmanager
 def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None]:
-    """Turns what goes wrong in reading a checkpoint into a `CheckpointError`; not where its seal says it is whole."""
+    """Converts errors from reading a checkpoint to a `CheckpointError`, unless its files match their seal."""
     try:
         yield
     except Exception as error:
         if sealed:
-            error.add_note(f"in reading {what} of the checkpoint {path}, whose files are as they were saved")
+            error.add_note(f"while reading {what} of the checkpoint {path}, whose files match their checksums")
             raise
-        raise _damaged(path, [f"{what} can't be read: {type(error).__name__}: {error}"]) from error
+        raise _damage_error(path, [f"{what} can't be read: {type(error).__name__}: {error}"]) from error
 
 
 def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
-    """Raises what `restore` would raise for this state, which may be in shapes; no array is read.
+    """Checks that `restore` would accept this state, without reading any array.
+
+    Args:
+      directory: The directory with one subdirectory per step.
+      step: The step of the checkpoint.
+      state: A state of arrays or of `jax.ShapeDtypeStruct`s.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      CheckpointError: what says which leaves it has is damaged. Other damage is not looked for.
-      ValueError: the checkpoint's leaves differ from the state's in path, shape or dtype; the error lists them.
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: The description of the leaves is damaged. Other damage is not detected.
+      ValueError: The leaves of the checkpoint and the state differ in path, shape or dtype. The error lists them.
     """
-    Checkpoint.at(directory, step, METADATA_FILE).fitted(_ITEM, jax.eval_shape(_storable, state))
+    Checkpoint.at(directory, step, METADATA_FILE).fit_template(_ITEM, jax.eval_shape(_storable, state))
 
 
 def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -554,9 +575,9 @@ def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict
 
 
 def _fingerprint(tree: Any) -> str:
-    """What is equal of trees whose leaves have the same paths, shapes and dtypes, and that have the same empty places.
+    """Returns a hash of the paths, shapes and dtypes of the leaves of a tree, and of its empty containers.
 
-    Orbax restores into no other tree, unless it is asked what it has.
+    Orbax can restore into a tree with the same hash without reading the saved structure first.
     """
     is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
@@ -565,17 +586,17 @@ def _fingerprint(tree: Any) -> str:
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:
-    """Without a dtype or a shape, to which Orbax would cast and pad: what differs is an error."""
+    """Returns arguments without a dtype or shape. Orbax would cast and pad to those, but a difference is an error."""
     sharding = getattr(leaf, "sharding", None)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
 def _storable(tree: Any) -> Any:
-    """The tree with typed PRNG keys as their data, the form in which Orbax keeps them."""
+    """Replaces typed PRNG keys in a tree by their data, because Orbax can't store them."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_typed_key(leaf) else leaf, tree)
 
 
-def _as_in(leaf: Any, restored: Any) -> Any:
+def _with_key_type(leaf: Any, restored: Any) -> Any:
     return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if _is_typed_key(leaf) else restored
 
 
@@ -588,20 +609,20 @@ def _is_typed_key(leaf: Any) -> bool:
 
 @final
 class CheckpointWriter:
-    """Writes runs through an Orbax `CheckpointManager`, asynchronously where the manager does.
+    """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager does.
 
     Args:
-      manager_or_directory: a manager that keeps single items, of the present or the older style: it saves the state
-        and no more, unsealed. Or a directory, for which a manager is made when the first state is saved, and again
-        after `close` and after a save that failed.
-      keep: how many checkpoints a manager made here keeps, the newest ones; None for all.
-      best: the name of a metric and "min" or "max": a manager made here keeps the best checkpoint too. Of equal ones
-        it is the newest.
-      clock: tells the time in seconds.
+      manager_or_directory: A directory, or a manager of single items (of the current or the older API). A manager saves
+        only the state, without a seal. For a directory, the writer creates a manager at the first save, and again after
+        `close` and after a failed save.
+      keep: Number of newest checkpoints to keep, for a directory; None for all.
+      best: The name of a metric, and "min" or "max", for a directory: the best checkpoint is kept too. Of equally good
+        ones, the newest is kept.
+      clock: Returns the time in seconds.
 
     Attributes:
-      last_stall_secs: how long the last save held its caller up; None before the first.
-      last_wait_secs: how much of that it waited for the save before to be committed.
+      last_stall_secs: Seconds for which the last save blocked its caller; None before the first save.
+      last_wait_secs: The part of that time spent waiting for the previous commit.
     """
 
     def __init__(
@@ -617,14 +638,14 @@ class CheckpointWriter:
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
-        self._closed = False  # A manager that was given; one of our own is made anew.
-        self._step: int | None = None  # Of the save under way, or of the last one.
-        self._saved: int | None = None  # The step of the last save that was committed since `close`.
-        self._noted: dict[str, Any] = {}  # With that save.
+        self._closed = False  # Only for a manager that was given. For a directory, a new one is created.
+        self._step: int | None = None  # The step of the current or last save.
+        self._committed_step: int | None = None  # The step of the last commit since `close`.
+        self._custom_metadata: dict[str, Any] = {}  # The metadata of the current or last save.
         if best is not None and not self._owns_manager:
             raise ValueError(
-                "A CheckpointManager has options of its own for which checkpoints it keeps, so `best` goes with a "
-                "directory. Give CheckpointManagerOptions(best_fn=...) to the manager, or the directory in its place."
+                "`best` needs a directory, got a CheckpointManager, whose own options decide which checkpoints it "
+                "keeps. Give CheckpointManagerOptions(best_fn=...) to the manager, or give the directory instead."
             )
         if self._owns_manager:
             self._directory = absolute(manager_or_directory)
@@ -632,15 +653,15 @@ class CheckpointWriter:
             self._manager = manager_or_directory  # pyright: ignore[reportAttributeAccessIssue]
             self._directory = epath.Path(manager_or_directory.directory)  # pyright: ignore[reportAttributeAccessIssue]
             logging.info(
-                "The checkpoint manager of %s saves the train state alone. With the directory in its place, the state "
-                "of the loops and actions would be saved too, and all be sealed against damage.",
+                "The checkpoint manager of %s saves only the train state. Give the directory instead to also save the "
+                "state of the loops and actions, and to detect damaged files.",
                 self._directory,
             )
-        self._lock = lock.DirectoryLock(self._directory)  # That of a run, which is checked here and not acquired.
+        self._lock = lock.DirectoryLock(self._directory)  # The lock of the run, which is only checked here.
 
     @property
     def directory(self) -> epath.Path:
-        """The directory with one subdirectory a step."""
+        """The directory with one subdirectory per step."""
         return self._directory
 
     def save(
@@ -653,99 +674,96 @@ class CheckpointWriter:
         run: Mapping[str, Any] | None = None,
         trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Saves a state and what else belongs to the run; a step that is there already is left as it is.
+        """Starts to save a checkpoint in one atomic commit. An existing checkpoint is not overwritten.
 
-        All of it is one atomic commit. What is given may be changed or donated once this returns: it is copied before.
-        A save waits until the one before is committed.
+        All arguments are copied before this returns, so they may be changed or donated after that. A save first waits
+        for the commit of the previous one.
 
         Args:
-          step: its number.
-          state: the state.
-          metrics: how good it is, for a manager that keeps the best; others do not keep them.
-          metadata: what is to be noted with it, as JSON can: numbers, strings, lists and dicts. See `metadata` of this
-            module.
-          run: a JSON dict, which may be some MB; see `run` of this module. Only with a directory.
-          trees: trees of JAX and NumPy arrays under their names; see `trees` of this module. Only with a directory.
+          step: The step, which names the checkpoint.
+          state: The train state.
+          metrics: The metrics that decide which checkpoint is best. Ignored by a manager that doesn't keep the best.
+          metadata: Numbers, strings, lists and dicts to store with it; see the function `metadata`.
+          run: A JSON dict, which may have several MB; see the function `run`. Only with a directory.
+          trees: Trees of JAX and NumPy arrays, by name; see the function `trees`. Only with a directory.
 
         Returns:
-          Whether a save began: False for a step that is there, or that the manager's own policy passes over.
+          True if a save began; False if the checkpoint exists, or if the manager's policy skips this step.
 
         Raises:
-          CheckpointError: the last save failed in the background, or this one did. The error has its step. With a
-            directory nothing is left of the save that failed, and the next one may succeed.
+          CheckpointError: The previous save failed in the background, or this one failed. The error has the step. With
+            a directory, the files of the failed save are removed, and the next save may succeed.
         """
         if self._closed:
             raise ValueError(
-                f"The checkpoint manager of {self._directory} was closed when the last run ended, and would lose "
-                "what it is given. Make a new CheckpointManager, or give CheckpointAction the directory instead."
+                f"The checkpoint manager of {self._directory} was closed when the last run ended, and can't save any "
+                "more. Make a new CheckpointManager, or give CheckpointAction the directory instead."
             )
         began, self.last_wait_secs = self._clock(), 0.0
         try:
-            args, noted = self._to_be_saved(state, metadata or {}, run or {}, trees or {})
-            with self._named(step):
-                manager = self._ready_manager()
-                if self._has(step, manager):
+            args, custom_metadata = self._save_args(state, metadata or {}, run or {}, trees or {})
+            with self._handling_errors_of(step):
+                manager = self._prepared_manager()
+                if self._has_checkpoint(step, manager):
                     logging.warning(
-                        "%s has a checkpoint of step %d already. It stays, and the state given now is not saved.",
-                        self._directory,
-                        step,
+                        "%s already has a checkpoint of step %d, which was not overwritten.", self._directory, step
                     )
                     return False
                 if not manager.should_save(step):
                     return False
                 if self._owns_manager:
-                    noted[_RUN_ID_KEY] = _run_id_of(self._directory)
+                    custom_metadata[_RUN_ID_KEY] = _run_id_of(self._directory)
                 else:
-                    self._wait_for_previous_save()  # Only now: the manager may have passed this step over.
+                    self._wait_for_previous_save()  # Not earlier: the manager might have skipped this step.
                 if self._best is not None:
                     metrics = metrics or {}  # With None, Orbax warns at each save.
-                self._step, self._noted = step, noted
-                with _start_of_a_save:
+                self._step, self._custom_metadata = step, custom_metadata
+                with _save_start_lock:
                     return manager.save(
                         step,
                         args=args,
                         metrics=None if metrics is None else dict(metrics),
-                        custom_metadata=noted or None,
+                        custom_metadata=custom_metadata or None,
                     )
         finally:
             self.last_stall_secs = self._clock() - began
 
-    def _to_be_saved(
+    def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
-        """Returns the items as Orbax takes them, and what is noted with them; raises where they would not come back."""
-        noted = _json_copy(metadata, "metadata")
+        """Returns the arguments for Orbax, and the custom metadata; raises if a value could not be restored."""
+        custom_metadata = _json_copy(metadata, "metadata")
         if self._best is not None:
-            noted[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
+            custom_metadata[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
         state = _saved_form(checks.adopt(state), "the state")
         items: dict[str, ocp.args.CheckpointArgs] = {_ITEM: ocp.args.PyTreeSave(state)}
         if not self._owns_manager:
-            return items[_ITEM], noted
+            return items[_ITEM], custom_metadata
         if run:
             items[_RUN_ITEM] = ocp.args.JsonSave(_json_copy(run, "run"))
         if with_leaves := _checked_trees(trees):
             items[_TREES_ITEM] = ocp.args.PyTreeSave(_saved_form(with_leaves, "trees"))
-        noted |= {
+        custom_metadata |= {
             _SEALED_KEY: True,
             _LEAVES_KEY: _fingerprint(state),
             _FORMAT_KEY: _FORMAT,
             _VERSION_KEY: own_version(),
         }
-        return ocp.args.Composite(**items), noted
+        return ocp.args.Composite(**items), custom_metadata
 
-    def _ready_manager(self) -> ocp.CheckpointManager:
-        """Returns the manager; one of our own can save now, into a directory that was looked at."""
+    def _prepared_manager(self) -> ocp.CheckpointManager:
+        """Returns the manager. For a directory, it first waits for the previous save and checks the directory."""
         if self._owns_manager:
-            self._wait_for_previous_save()  # Whether it is a checkpoint is known only then.
-            self._check_directory()  # Before `_open` makes it.
-        return self._manager or self._open()
+            self._wait_for_previous_save()  # Before checking that its checkpoint still exists.
+            self._check_directory()  # Before `_open_manager` creates it.
+        return self._manager or self._open_manager()
 
     def _check_directory(self) -> None:
-        """Raises, in all processes, if no save can succeed now: it would have some of them wait for the others."""
+        """Raises in all processes if no save can succeed. Otherwise some of them would wait for the others forever."""
         problem = ""
         if distributed.is_first_process():
             try:
-                self._check_is_kept()
+                self._check_not_lost()
                 if jax.process_count() > 1:
                     prepare_directory(self._directory)
             except (OSError, lock.DirectoryLostError) as error:
@@ -755,19 +773,20 @@ class CheckpointWriter:
         if problem := agreement.gather_texts(problem)[0]:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
-    def _check_is_kept(self) -> None:
+    def _check_not_lost(self) -> None:
         """Raises if the directory is no longer the one that the run has locked, or the last checkpoint is gone."""
         self._lock.check()
-        if not self._owns_manager or self._saved is None or (self._directory / str(self._saved)).exists():
+        step = self._committed_step
+        if not self._owns_manager or step is None or (self._directory / str(step)).exists():
             return
-        if max(all_steps(self._directory), default=-1) < self._saved:  # Else a newer one has replaced it.
-            raise FileNotFoundError(f"The checkpoint of step {self._saved} was saved, and is no longer there")
+        if max(all_steps(self._directory), default=-1) < step:  # Otherwise a newer one has replaced it.
+            raise FileNotFoundError(f"The checkpoint of step {step} was saved, but no longer exists")
 
-    def _has(self, step: int, manager: ocp.CheckpointManager) -> bool:
-        """Whether there is a complete checkpoint of a step, of this run or another program."""
+    def _has_checkpoint(self, step: int, manager: ocp.CheckpointManager) -> bool:
+        """Returns whether there is a complete checkpoint of a step, of this or another program."""
         if not self._owns_manager:
             return step in manager.all_steps()
-        # Orbax starts threads to look through a directory, which takes longer than to look for one name.
+        # Checking one name first is faster: Orbax starts threads to list a directory.
         return (self._directory / str(step)).exists() and step in all_steps(self._directory)
 
     def _wait_for_previous_save(self) -> None:
@@ -777,26 +796,27 @@ class CheckpointWriter:
         finally:
             self.last_wait_secs = self._clock() - began
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open_manager(self) -> ocp.CheckpointManager:
         prepare_directory(self._directory)
         if self._best is not None and distributed.is_first_process():
             for step in all_steps(self._directory):
                 try:
                     _metrics(self._directory / str(step))
-                except CheckpointError as error:  # Such as one whose deletion was killed half-way.
+                except CheckpointError as error:  # For example, its deletion was killed halfway.
                     _quarantine(error, "It can't be the best any more.")
-        self._manager = ocp.CheckpointManager(self._directory, options=self._options())
+        self._manager = ocp.CheckpointManager(self._directory, options=self._manager_options())
         return self._manager
 
-    def _options(self) -> ocp.CheckpointManagerOptions:
-        """Of a manager made here."""
+    def _manager_options(self) -> ocp.CheckpointManagerOptions:
+        """Returns the options of the manager for a directory."""
         best = self._best
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._seal,
-                # Where a directory can't be made, `save` raises. Otherwise Orbax's threads wait five minutes for it.
+                # If the directory can't be created, `save` then raises. Otherwise Orbax's threads would wait for it
+                # for five minutes.
                 create_directories_asynchronously=False,
             ),
         )
@@ -814,77 +834,80 @@ class CheckpointWriter:
         )
 
     def _seal(self) -> None:
-        """Seals the save under way: Orbax calls this in its thread when all is written, before the commit."""
+        """Seals the current save. Orbax calls this in its thread after writing all files, before the commit."""
         path = self._directory / f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}"
         if not path.exists():
-            path = self._directory / str(self._step)  # Where a store can't rename, there is no temporary directory.
+            path = self._directory / str(self._step)  # A store that can't rename has no temporary directory.
         for item in path.iterdir():
             if item.is_dir():
                 with files.open_file(item / _MARKER_FILE, "w") as file:
                     file.write("A part of a checkpoint that jaxloop saved, with a SEAL in the directory above.\n")
-        # Orbax is still writing this file, and puts the time of the commit into it afterwards.
-        seal.write(path, {METADATA_FILE: {"custom_metadata": self._noted}})
+        # Orbax still writes to this file after this: it adds the time of the commit.
+        seal.write(path, {METADATA_FILE: {"custom_metadata": self._custom_metadata}})
         self._lock.check()
         if _read_run_id(self._directory) is None:
             with files.open_file(self._directory / _RUN_ID_FILE, "w") as file:
-                file.write(f"{self._noted[_RUN_ID_KEY]}\n")
+                file.write(f"{self._custom_metadata[_RUN_ID_KEY]}\n")
 
     @contextlib.contextmanager
-    def _named(self, step: int | None) -> Iterator[None]:
-        """Turns what goes wrong in a save into a `CheckpointError`; with a directory, clears what the save left."""
+    def _handling_errors_of(self, step: int | None) -> Iterator[None]:
+        """Converts errors of a save to a `CheckpointError`. For a directory, also removes the files of that save."""
         try:
             yield
-        except CheckpointError:  # It has its step: that of an earlier save.
+        except CheckpointError:  # It already has a step: that of an earlier save.
             raise
         except Exception as error:
             if self._owns_manager:
-                self._give_up_manager()
+                self._discard_manager()
             try:
                 found = ", ".join(map(str, all_steps(self._directory))) or "none"
             except OSError as reason:
-                found = f"unknown, for it can't be listed ({reason})"
+                found = f"unknown, because it can't be listed ({reason})"
             raise CheckpointError(
                 f"Saving the checkpoint of step {step} in {self._directory} failed: {type(error).__name__}: {error}\n"
-                f"Complete checkpoints there: {found}. See that the directory can be written and has room, and save "
-                "again.",
+                f"Complete checkpoints there: {found}. Make sure that the directory is writable and has free space, "
+                "and save again.",
                 self._directory,
                 [] if step is None else [step],
             ) from error
 
-    def _give_up_manager(self) -> None:
-        """After an error: a manager would take the step that failed for saved, and its files stay on a full disk."""
+    def _discard_manager(self) -> None:
+        """Closes the manager after an error, and removes the files of the failed save, which may fill the disk.
+
+        The same manager would treat the failed step as saved.
+        """
         manager, self._manager = self._manager, None
         if manager is not None:
-            with contextlib.suppress(Exception):  # That of the save is the one to be told.
+            with contextlib.suppress(Exception):  # The error of the save is the one to report.
                 manager.close()
         with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
-            self._lock.check()  # In a directory of another run, these are not ours.
+            self._lock.check()  # In a directory of another run, these files are not ours.
             clear_leftovers(self._directory)
 
     def wait(self) -> None:
-        """Waits until what was saved is committed.
+        """Waits for the commit of the last save.
 
         Raises:
-          CheckpointError: the last save failed. It is said once.
+          CheckpointError: The last save failed. This is raised only once.
         """
         if self._manager is not None and not self._closed:
-            with self._named(self._step):
+            with self._handling_errors_of(self._step):
                 self._manager.wait_until_finished()
-            self._saved = self._step
+            self._committed_step = self._step
 
     def close(self) -> None:
-        """Waits, and ends the manager's threads. A manager that was given can save no more then.
+        """Waits for the last save, and ends the manager's threads. A manager that was given can't save any more.
 
         Raises:
-          CheckpointError: the last save failed, or is no longer on disk. The error is raised once.
+          CheckpointError: The last save failed, or is no longer on disk. This is raised only once.
         """
         try:
             self.wait()
-            if self._saved is not None and distributed.is_first_process():
-                with self._named(self._saved):
-                    self._check_is_kept()
+            if self._committed_step is not None and distributed.is_first_process():
+                with self._handling_errors_of(self._committed_step):
+                    self._check_not_lost()
         finally:
-            self._saved = None
+            self._committed_step = None
             if self._manager is not None and not self._closed:
                 self._manager.close()
                 if self._owns_manager:
@@ -894,30 +917,31 @@ class CheckpointWriter:
 
 
 def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns what a file of JSON gives back; raises a `TypeError` that names the place if that differs."""
+    """Returns the value after a round trip through JSON; raises a `TypeError` with the path if it would change."""
     text = ""
-    with contextlib.suppress(TypeError):  # Of which the place is found below.
+    with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
         text = json.dumps(value, default=lambda mapping: {**mapping})
     found: list[tuple[str, Any]] = [(name, value)]
-    for path, each in found:  # It grows meanwhile, by what is one level further in.
+    for path, each in found:  # The list grows by the values one level deeper.
         if isinstance(each, Mapping):
             for key in each:
                 if not isinstance(key, str):
-                    said = f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}."
-                    raise TypeError(said)
+                    raise TypeError(
+                        f"{path} of a checkpoint must have strings as keys, got {key!r}. Write {str(key)!r}."
+                    )
             found += [(f"{path}[{key!r}]", inner) for key, inner in each.items()]
         elif isinstance(each, list | tuple):
             found += [(f"{path}[{index}]", inner) for index, inner in enumerate(each)]
         elif each is not None and not isinstance(each, bool | int | float | str):
             raise TypeError(
-                f"{path} of a checkpoint must be a number, a string, a list or a dict, got {each!r}. Arrays belong in "
-                "the state; a NumPy number has .item()."
+                f"{path} of a checkpoint must be a number, a string, a list or a dict, got {each!r}. Put arrays "
+                "into the state, and convert NumPy scalars with .item()."
             )
     return json.loads(text)
 
 
 def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The trees that have leaves; raises where a leaf is no array. Orbax copies both kinds before it returns."""
+    """Returns the trees that have leaves; raises if a leaf is not an array. Orbax copies both kinds of arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(trees)):
         is_numeric = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
         if not is_numeric and not isinstance(leaf, jax.Array):
@@ -930,7 +954,7 @@ def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved_form(tree: Any, what: str) -> Any:
-    """The tree as Orbax keeps it; raises where it would keep two leaves under one name, and so lose one."""
+    """Returns the tree in the form that Orbax stores; raises if two leaves would get the same name there."""
     names: dict[str, str] = {}
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         path = checks.path_name(keys)
@@ -945,12 +969,12 @@ def _saved_form(tree: Any, what: str) -> Any:
 
 
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
-    """Removes what saves that were killed left in a directory, where nothing else may be saving now.
+    """Removes the temporary directories of killed saves. No save may be running in the directory.
 
-    In a job of many processes, it is the first that does so.
+    In a job of several processes, only the first process removes them.
 
     Returns:
-      The names of the temporary directories that were removed; they are logged.
+      The names of the removed temporary directories, which are also logged.
     """
     directory = absolute(directory)
     if not directory.exists() or not distributed.is_first_process():

@@ -1,4 +1,4 @@
-"""Many processes: how those of a job find each other, and how they end."""
+"""Jobs of several processes: how the processes join, and how they end."""
 
 import atexit
 import os
@@ -12,14 +12,14 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The variables of the environment in which `python -m jaxloop.launch` says it to each process."""
+"""The environment variables through which `python -m jaxloop.launch` describes the job to each process."""
 
 EXIT_CODE_OF_FOLLOWER = 76
-"""That of a process which ends because another one has failed."""
+"""The exit code of a process that ends because another one failed."""
 
 
 class ProcessError(RuntimeError):
-    """Another process of the job has failed, and so this one can't go on."""
+    """The error of a process that can't continue because another process of the job failed."""
 
 
 def initialize(
@@ -32,42 +32,42 @@ def initialize(
     heartbeat_secs: int = 10,
     shutdown_secs: int = 15,
 ) -> None:
-    """Joins the processes of a job; to be called first, before JAX does anything.
+    """Joins the processes of a job. Call it first, before JAX is used.
 
-    Without arguments it finds the job by itself: under `python -m jaxloop.launch`, SLURM, Open MPI, on Cloud TPUs and
-    Kubernetes, as `jax.distributed.initialize` does. Where there is none, the program goes on as the only process.
+    Without arguments, it detects the job under `python -m jaxloop.launch`, SLURM and Open MPI, and on Cloud TPUs and
+    Kubernetes, like `jax.distributed.initialize`. If there is none, the program continues as the only process.
 
-    From then on `jax.devices()` are those of all processes. An exception that nobody catches is printed with the number
-    of its process, which ends at once; the others notice within `heartbeat_secs`, and end too.
+    Afterwards, `jax.devices()` lists the devices of all processes. An uncaught exception is printed with the number of
+    its process, which ends at once. The other processes notice that within `heartbeat_secs` and end too.
 
     >>> initialize()  # doctest: +SKIP
 
     Args:
-      coordinator_address: `host:port` of process 0.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
-      local_device_ids: the GPUs of this process; None for all of this machine.
-      start_secs: how long to wait for the others to join.
-      heartbeat_secs: after how long a process that says nothing is given up.
-      shutdown_secs: how long a process that has ended well waits for the others.
+      coordinator_address: The `host:port` of process 0.
+      num_processes: The number of processes.
+      process_id: The number of this process, from 0.
+      local_device_ids: The GPUs of this process; None for all of this machine.
+      start_secs: Seconds to wait for the others to join.
+      heartbeat_secs: Seconds without a heartbeat after which a process counts as failed.
+      shutdown_secs: Seconds for which a process that ended well waits for the others.
 
     Raises:
-      ValueError: some of the first three arguments are given, and not all.
-      RuntimeError: JAX has started already; or the others did not join in time.
+      ValueError: Some of the first three arguments are given, but not all.
+      RuntimeError: JAX has already started, or the others did not join in time.
     """
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
-        raise ValueError(f"initialize needs {', '.join(given)}, or none of them, got no {', '.join(missing)}.")
+        raise ValueError(f"initialize needs {', '.join(given)}, or none of them, but got no {', '.join(missing)}.")
     if missing and COORDINATOR in os.environ:
         coordinator_address = os.environ[COORDINATOR]
         num_processes, process_id = int(os.environ[NUM_PROCESSES]), int(os.environ[PROCESS_ID])
     if _has_started():
         raise RuntimeError(
-            "jaxloop.distributed.initialize() must be called before JAX does anything, and JAX has started already: an "
-            "array was made, or jax.devices() called. Make it the first line of the program, after the imports."
+            "jaxloop.distributed.initialize() must be called before JAX starts, but JAX has already started: an array "
+            "was made, or jax.devices() was called. Make it the first line of the program, after the imports."
         )
-    jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which ends a run well.
+    jax.config.update("jax_enable_preemption_service", False)  # It would swallow SIGTERM, which jaxloop handles.
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -89,19 +89,19 @@ def initialize(
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that writes files which are there once: the only one, or number 0 of a job.
+    """Returns whether this process writes the files of a job: the only process, or process 0.
 
     >>> is_first_process()
     True
     """
-    # To ask before JAX has started would start it.
+    # Asking JAX before it has started would start it.
     return not (jax.distributed.is_initialized() or _has_started()) or jax.process_index() == 0
 
 
 def exit_without_waiting(error: SystemExit) -> None:
-    """Has the program, which ends by an error that only this process met, not wait for the others at its end.
+    """Makes the program exit without waiting for the other processes, after an error that only this process met.
 
-    They may wait for this one. Whoever ends well waits, see `shutdown_secs`.
+    The others may be waiting for this one. A process that ends well waits for them, see `shutdown_secs`.
     """
 
     def exit_now() -> None:
@@ -122,9 +122,9 @@ def _place() -> tuple[int, int]:
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-    """Prints an exception and ends the process. Else it would wait for the others, and they for it."""
+    """Prints an exception and ends the process, which would otherwise wait for the others."""
     lines = "".join(traceback.format_exception(kind, error, trace))
     sys.stdout.flush()
-    sys.stderr.write(f"Process {_place()[0]} of {_place()[1]} ends by an exception.\n{lines}")
+    sys.stderr.write(f"Process {_place()[0]} of {_place()[1]} ends with an exception.\n{lines}")
     sys.stderr.flush()
     os._exit(EXIT_CODE_OF_FOLLOWER if issubclass(kind, ProcessError) else 1)

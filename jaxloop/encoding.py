@@ -1,4 +1,4 @@
-"""Exact JSON encoding of the values that a checkpoint stores beside its arrays. Decoding executes no code."""
+"""Exact JSON encoding of the values in a checkpoint that are not arrays of the state. Decoding executes no code."""
 
 import base64
 import math

@@ -1,4 +1,4 @@
-"""The flight recorder: what is needed to run the step that failed once more, and the step run again from it."""
+"""The flight recorder: records a failed step, and runs it again."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from jaxloop.step import Step
 from jaxloop.text import printable
 
 FOLDER = "failures"
-"""The folder in a work directory with one folder for each failed step."""
+"""The name of the folder in a work directory that contains one folder per failed step."""
 
 _FILE, _ARRAYS, _STATE = "failure.json", "batches.npz", "state"
 _MOST_FAILURES = 5
@@ -30,15 +30,15 @@ _VERSION = 1
 @final
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A step that failed, and what there is to run it again.
+    """A failed step, with everything available to run it again.
 
     Attributes:
-      step_num: the step: it was to make `state.step` this number.
-      error: what was raised.
-      nan_policy: of its train loop; it is part of what was compiled.
-      batches: by their steps, without gaps, as the dataset gave them; the last is that of the failed step.
-      state: the state before the step, where it is alive; else None.
-      checkpoint_dirs: where checkpoints are.
+      step_num: The number of the step, which would have made `state.step` this number.
+      error: The exception.
+      nan_policy: The policy of the train loop, which is part of the compiled program.
+      batches: Consecutive batches by step, as the dataset returned them. The last one belongs to the failed step.
+      state: The state before the step; None if it was donated.
+      checkpoint_dirs: The directories of checkpoints.
     """
 
     step_num: int
@@ -50,12 +50,12 @@ class Failure:
 
 
 def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
-    """Writes down a failure in `<workdir>/failures/<step_num>`, and notes on the error how to run the step again.
+    """Records a failure in `<workdir>/failures/<step_num>`, and adds a note to the error that explains the replay.
 
-    The folder has the batch of the step, the PRNG keys, and the state before it, if it was alive; else the newest
-    checkpoint of an earlier step (as links to its files, so that it outlives the directory's `keep`), from which the
-    batches since then lead to the step, if they are at hand: those of the last 64 steps, within 256 MiB. Of several
-    failures the newest five are kept. What goes wrong here is logged, not raised.
+    The folder contains the batch of the step, the PRNG keys, and the state before it if that still exists. Otherwise it
+    contains the newest earlier checkpoint (as links to its files, so that it survives the directory's `keep`) and the
+    batches since then, if they are among those of the last 64 steps within 256 MiB. The newest five records are kept.
+    Errors in here are logged, not raised.
     """
     folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
@@ -117,7 +117,7 @@ def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
 
 
 def _keep_checkpoint(checkpoint_dir: epath.Path, folder: epath.Path) -> bool:
-    """Links, or copies, the files of a checkpoint, which are never changed; returns whether that could be done."""
+    """Links or copies the files of a checkpoint, which never change; returns whether that succeeded."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -168,7 +168,7 @@ def _decode_batch(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) 
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """An array as NumPy's files can hold it, which know no bfloat16."""
+    """Returns the bytes of an array, because NumPy's files don't support bfloat16."""
     if array.dtype.hasobject or array.dtype.names is not None:
         raise TypeError(f"A batch with an array of {array.dtype} can't be recorded; numbers and strings can.")
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
@@ -184,10 +184,10 @@ def _dtype_name(dtype: np.dtype) -> str:
 def replay(
     path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
 ) -> tuple[Any, types.Output]:
-    """Runs a step that failed once more, from what an `OuterLoop` with a `workdir` wrote down when it did.
+    """Runs a failed step again, from the record of an `OuterLoop` with a `workdir`.
 
-    The numbers are the same to the last bit, on the same devices. What the step came to that is not finite is logged.
-    The step's own actions are not called.
+    On the same devices, the results have the same bits. Non-finite results are logged. The step's own actions are not
+    called.
 
     >>> import tempfile
     >>> import numpy as np
@@ -207,32 +207,32 @@ def replay(
     (8, nan)
 
     Args:
-      path: the folder `<workdir>/failures/<step>`, or the work directory.
-      step: the step object of the run, or one made as that was.
-      step_num: which failed step of a work directory; None for the one recorded last.
-      state: a state of the run's structure. One whose `step` is past the recorded one is where the replay begins, and
-        the batches since then must be recorded; another says what a checkpoint is to be restored into. It stays
-        usable. None for the one that `step.initialize_model` makes, if it was called.
-      eagerly: runs the step without compiling it, for a debugger to stop inside it. Its numbers may then differ in the
-        last bits. The steps that lead there are compiled, so that `run` is traced for them first.
+      path: The folder `<workdir>/failures/<step>`, or the work directory.
+      step: The step object of the run, or one that was made in the same way.
+      step_num: The failed step, if `path` is a work directory; None for the last record.
+      state: A state with the structure of the run's. The replay begins with it if its `step` is past the recorded state
+        and the batches since then are recorded; otherwise it is the template for a restore. It is not donated. None for
+        the state that `step.initialize_model` makes, if that was called.
+      eagerly: Runs the failed step without compiling it, so that a debugger can stop in it. Its results may then differ
+        in the last bits. The steps before it are compiled, so `run` is traced for them first.
 
     Returns:
-      `(state, outputs)` of that step. Where it raised an error, that is raised again.
+      `(state, outputs)` of that step. If the step raised an error, it is raised again.
 
     Raises:
-      FileNotFoundError: nothing is recorded there.
-      ValueError: the step has other PRNG keys than the run had, or the state before it can't be had.
+      FileNotFoundError: There is no record.
+      ValueError: The step has other PRNG keys than the run, or the state before it is not available.
     """
     folder = _folder(path, step_num)
     noted = files.parse_json(files.read_bytes(folder / _FILE))
     if noted["keys"] != encoding.encode_keys(step.base_prng):
         raise ValueError(
-            f"{folder} is of a run with other PRNG keys (base_prng) than {step!r} has. Make the step from "
+            f"{folder} is of a run with PRNG keys (base_prng) other than those of {step!r}. Make the step with "
             "the same seed."
         )
     if state is None and (state := step.new_state()) is None:
         raise ValueError(
-            f"replay must know what the state looks like. Call step.initialize_model(...) of {step!r} before, or give "
+            f"replay needs the structure of the state. Call initialize_model(...) of {step!r} first, or use "
             "replay(..., state=state)."
         )
     with np.load(folder / _ARRAYS, allow_pickle=False) as file:
@@ -242,14 +242,14 @@ def replay(
     state, begins = _state_before(folder, noted, checks.adopt(state), batches, step.updates_per_step)
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
     for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
-        # What the run compiled, bit by bit.
+        # The same compiled program as that of the run.
         watched = contextlib.nullcontext() if policy == "ignore" else step.watched(nonfinite.Watch(policy))
         with watched:
             state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
     names = nonfinite.names(state, outputs)
     if names:
         logging.warning(
-            "In step %d these are not finite, the first being %s: %s.",
+            "Step %d has NaN or infinity, first in %s: %s.",
             failed,
             printable(names[0]),
             ", ".join(map(printable, names)),
@@ -276,7 +276,7 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """A state from which the batches lead to the failed step, and its step."""
+    """Returns a state from which the recorded batches lead to the failed step, and its step."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     numbers = lambda step: range(step + updates, failed + 1, updates)
     leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))
@@ -287,16 +287,16 @@ def _state_before(
         return checkpoint.restore(directory, base, state), base
     if failed not in batches:
         raise ValueError(
-            f"{folder} has no batch of step {failed}: the batches are too large for enough of them to be kept. "
+            f"{folder} has no batch of step {failed}, because the batches are too large to keep enough of them. "
             + _reproduction_hint(noted, failed - updates)
         )
     raise ValueError(
-        f"{folder} has the batches of steps {min(batches)} to {failed}, and the state of step "
-        f"{min(batches) - updates} is not at hand: the one given is of step {given}. Give it, "
+        f"{folder} has the batches of steps {min(batches)} to {failed}, but the state of step "
+        f"{min(batches) - updates} is not available; the given one is of step {given}. Pass it as "
         "replay(..., state=state). " + _reproduction_hint(noted, failed - updates)
     )
 
 
 def _reproduction_hint(noted: Mapping[str, Any], before: int) -> str:
     start = "its start" if noted["state_step"] is None else f"{noted['checkpoint_dir']}, step {noted['state_step']},"
-    return f"A run from {start} with train_total_steps={before} comes to that state bit by bit."
+    return f"A run from {start} with train_total_steps={before} reaches that state, bit for bit."

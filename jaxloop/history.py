@@ -179,10 +179,8 @@ class History:
     With a path, rows are also appended to that file, one JSON object per line: `{"elapsed": {...}, "logs": {...}}`.
     Rows of host values are in the file when `commit` returns; rows of device values when these have arrived, and at the
     latest after `flush` or `close`. A row that arrives before earlier ones contains its number, `"row": 7`. The file is
-    strict
-    JSON: NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and a string of the logs that
-      equals
-    one of these is written with a leading `'`.
+    strict JSON: NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and a string of the logs
+    that equals one of these is written with a leading `'`.
 
     Args:
       path: A file to write the rows to, whose directory is created if necessary; None to keep them in memory only. If

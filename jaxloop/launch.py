@@ -1,10 +1,11 @@
 """Starts the processes of a job on one machine: `python -m jaxloop.launch --processes 2 --devices 2 driver.py ...`.
 
-Each has so many devices of the CPU; without `--devices` those that JAX finds. What they print comes line by line, with
-the number of the process before it. Where one fails, the launcher names the first that did, kills the others three
-seconds later, and exits with the code of the first. Ctrl-C and SIGTERM go to all; SIGHUP, which a closed terminal
-sends, reaches them as SIGTERM. Processes that are still there 15 seconds after the first signal (`--signal-secs`) are
-killed. A process is killed with all that it has started; so are those of a launcher that is killed itself.
+`--devices` sets the number of CPU devices of each process; without it, each process uses the devices that JAX finds.
+The launcher prints the output of the processes line by line, prefixed with the number of the process. If a process
+fails, the launcher names the first one that did, kills the others three seconds later, and exits with the first one's
+code. It passes Ctrl-C and SIGTERM to all processes, and SIGHUP, which a closed terminal sends, as SIGTERM. Processes
+that still run 15 seconds after the first signal (`--signal-secs`) are killed. A process is killed together with
+everything it started, and so are all processes if the launcher itself is killed.
 """
 
 import argparse
@@ -21,10 +22,10 @@ from typing import Any
 
 from jaxloop import distributed
 
-# So long the others may take to end by themselves, once one has failed.
+# Seconds for the others to end by themselves after one has failed.
 _GRACE_SECS = 3.0
 _POLL_SECS = 0.05
-# What ends the processes where the launcher is killed: each is the leader of a group, whose number comes line by line.
+# Ends the processes if the launcher is killed. It reads the numbers of their process groups, one per line.
 _GUARD = """
 import os, signal, sys, time
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -51,8 +52,8 @@ for signum in (signal.SIGTERM, signal.SIGKILL):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a job to its end; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxloop.launch", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--processes", type=int, required=True, help="how many processes")
-    parser.add_argument("--devices", type=int, help="devices of the CPU for each process")
+    parser.add_argument("--processes", type=int, required=True, help="the number of processes")
+    parser.add_argument("--devices", type=int, help="the number of CPU devices of each process")
     parser.add_argument(
         "--signal-secs", type=float, default=15.0, help="seconds after a signal until processes are killed (15)"
     )
@@ -74,14 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Job:
-    """The processes, and what ends them."""
+    """The processes of a job."""
 
     def __init__(self, signal_secs: float):
         self._signal_secs = signal_secs
         self._processes: list[_Process] = []
         self._signum: int | None = None  # The first signal.
         self._deadline = float("inf")
-        # In a session of its own: what kills the launcher's group does not kill the guard.
+        # In its own session, so that killing the launcher's group doesn't kill the guard.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD, str(signal_secs)], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -97,17 +98,17 @@ class _Job:
         process = _Process(command, environment, place)
         self._processes.append(process)
         self._tell_guard(str(process.group))
-        if self._signum is not None:  # It came while this one was being started.
+        if self._signum is not None:  # The signal came while this one was being started.
             process.send(self._signum)
 
     def _tell_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):  # Somebody has killed it.
+        with contextlib.suppress(OSError):  # The guard was killed.
             self._guard.stdin.write(f"{line}\n".encode())
             self._guard.stdin.flush()
 
     def wait(self) -> int:
-        """Waits until all have ended; returns the exit code."""
+        """Waits for all processes; returns the exit code."""
         processes, killed = self._processes, []
         while any(each.is_running for each in processes):
             time.sleep(_POLL_SECS)
@@ -123,7 +124,7 @@ class _Job:
         code = _report(processes, killed, self._signum, self._signal_secs)
         if code or self._signum is not None:
             for each in processes:
-                each.kill()  # What is left of what it has started.
+                each.kill()  # Kills what it started and left behind.
         for each in processes:
             each.finish()
         self._tell_guard("done")
@@ -134,21 +135,21 @@ class _Job:
 
 
 class _Process:
-    """A process of the job, whose output is passed on."""
+    """A process of the job, whose output is printed with a prefix."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], place: int):
         self.place = place
-        # In a session of its own, for Ctrl-C to come from the launcher alone.
+        # In its own session, so that only the launcher passes Ctrl-C on.
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-        self.code: int | None = None  # Negative for a signal; None as long as it ran when it was looked at.
+        self.code: int | None = None  # Negative for a signal; None while it runs.
         self.ended_at: float | None = None
         self._printer = threading.Thread(target=self._print_lines, daemon=True)
         self._printer.start()
 
     def look(self, now: float) -> None:
-        """Finds out whether it has ended."""
+        """Checks whether it has ended."""
         if self.is_running and (code := self._process.poll()) is not None:
             self.code, self.ended_at = code, now
 
@@ -166,42 +167,43 @@ class _Process:
 
     @property
     def group(self) -> int:
-        """The number of its process group: all that it starts is in it, and outlives it there."""
+        """The number of its process group, which contains everything it starts."""
         return self._process.pid
 
     def kill(self) -> None:
-        """Kills it and all that it has started."""
+        """Kills the process and everything it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.group, signal.SIGKILL)
 
     def _print_lines(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(OSError):  # Nobody reads it any more; it is read here, for the process to go on.
+            with contextlib.suppress(OSError):  # Nobody reads the output any more, but the process must not block.
                 sys.stdout.write(f"[{self.place}] {line.decode(errors='replace')}")
                 sys.stdout.flush()
 
     def finish(self) -> None:
-        """Waits until all that it has printed was passed on; not for what it has started, and left behind."""
+        """Waits until its output was printed, but not for processes that it started and left behind."""
         self._printer.join(timeout=_POLL_SECS * 20)
 
 
 def _report(
     processes: "Sequence[_Process]", killed: "Sequence[_Process]", signum: int | None, signal_secs: float
 ) -> int:
-    """Says how processes have failed; returns the exit code of the first that did."""
+    """Prints how processes failed; returns the exit code of the first one that did."""
     failed = sorted((each for each in processes if each.code), key=lambda each: (each in killed, *_rank(each)))
-    hangs = bool(failed) and failed[0] in killed  # None has failed by itself.
+    hangs = bool(failed) and failed[0] in killed  # No process failed by itself.
     since = f"{_GRACE_SECS:.0f} s later" if not hangs else f"{signal_secs:g} s after {signal.Signals(signum or 0).name}"
     for number, each in enumerate(failed):
         if each in killed:
-            _say(f"Process {each.place} was still there {since}, hanging perhaps, and was killed.")
+            _say(f"Process {each.place} was still running {since} and was killed; it may have been hanging.")
         else:
-            has_failed = "has ended too" if number else "has failed"
+            is_asked = signum is not None and each.code == 128 + signum
+            has_failed = "stopped" if is_asked else "has ended too" if number else "has failed"
             _say(f"Process {each.place} {has_failed}: {_in_words(each.code)}.")
     for each in processes if failed else ():
         if not each.code:
-            _say(f"Process {each.place} had ended well.")
+            _say(f"Process {each.place} ended without an error.")
     if hangs:
         return 128 + (signum or 0)
     code = (failed[0].code or 0) if failed else 0
@@ -209,7 +211,7 @@ def _report(
 
 
 def _rank(process: _Process) -> tuple[object, ...]:
-    """The lower, the more its end says about why the job has failed."""
+    """Returns a sort key: the lower, the more likely the process caused the failure of the job."""
     code = process.code or 0
     is_follower = code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
     # If two ended between two polls, one by a signal and one with an error, the error may be the loss of the other.
@@ -225,7 +227,7 @@ def _environment(address: str, num_processes: int, place: int, devices: int | No
         distributed.PROCESS_ID: str(place),
     }
     if devices is not None:
-        # With few threads, several devices on few cores wait for each other for ever.
+        # With too few threads, several devices on few cores deadlock.
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         environment.setdefault("NPROC", "32")
     return environment

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: found inside the compiled step, and read when the host reads anyway."""
+"""Detects NaN and infinity inside the compiled step, and reads the results when the host reads values anyway."""
 
 import collections
 import dataclasses
@@ -18,33 +18,32 @@ NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
 
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
-"""How many steps of a call `nan_policy="skip"` has left out; only where it has."""
+"""The number of steps in a call that `nan_policy="skip"` skipped; present only if there are any."""
 
-# For how many steps the devices keep flags.
+# The number of steps for which the devices keep flags.
 MAX_STEPS = _ROWS = 32
 
-# How many flags are sent as one number; and in rows of how many numbers parameters are looked through on a CPU.
+# The number of flags in one word, and the length of the rows in which parameters are checked on a CPU.
 _WORD, _COLUMNS = 32, 64
 
-# How many outputs have a flag of their own; the last stands for all that are left.
+# The number of flags for outputs. The last one is shared by all further outputs.
 _OUTPUT_FLAGS = 8
 
 
 class NonFiniteError(FloatingPointError):
-    """A training step came to numbers that are not finite (NaN, inf).
+    """The error of a training step that computed NaN or infinity.
 
     Attributes:
-      step_num: the first step that did, as `state.step` counts: it made `state.step` this number.
-      names: what was not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
+      step_num: The first such step: the one that made `state.step` this number.
+      names: The values that were not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
     """
 
     def __init__(self, step_num: int, names: Sequence[str]):
         shown = checks.listed(names, show=6)
         super().__init__(
-            f"Step {step_num} is the first whose numbers are not all finite (NaN or inf): {shown}. Look at the batch "
-            "of that step for bad values, lower the learning rate, or clip the gradients "
-            "(optax.clip_by_global_norm). To leave such steps out write TrainLoop(..., nan_policy='skip'), to train "
-            "on regardless nan_policy='ignore'."
+            f"Step {step_num} is the first with NaN or infinity: {shown}. Check the batch of that step, lower the "
+            "learning rate, or clip the gradients (optax.clip_by_global_norm). To skip such steps, use "
+            "TrainLoop(..., nan_policy='skip'); to ignore them, nan_policy='ignore'."
         )
         self.step_num: int = step_num
         self.names: tuple[str, ...] = tuple(names)
@@ -52,15 +51,15 @@ class NonFiniteError(FloatingPointError):
 
 @final
 class Detector:
-    """A step's `run` that also says, in the same compiled program, what was not finite.
+    """Wraps a step's `run` so that the same compiled program also returns flags for non-finite values.
 
-    What counts are the floating-point leaves of the new `params` and `batch_stats` (of a state without `params`, all
-    of them), and those outputs with "loss" in their name: other outputs may be undefined in some batches.
+    It checks the floating-point leaves of the new `params` and `batch_stats` (all leaves of a state without `params`),
+    and outputs with "loss" in their name, because other outputs may be undefined in some batches.
 
     Args:
-      run: takes `(state, batch)`, returns `(state, outputs)`.
-      policy: with "skip", a step with bad numbers leaves the state as it was, but for `step`.
-      on_mesh: whether it is compiled for a mesh.
+      run: A function `(state, batch) -> (state, outputs)`.
+      policy: With "skip", a bad step doesn't change the state, except for `step`.
+      on_mesh: Whether it is compiled for a mesh.
     """
 
     def __init__(self, run: Callable[[Any, Any], tuple[Any, types.Output]], policy: NanPolicy, on_mesh: bool):
@@ -68,7 +67,7 @@ class Detector:
         self._output_names: list[str] = []
 
     def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
-        """Takes `(batch, flags)`, the flags being those of the last steps, a row for each; the newest is the last."""
+        """Runs a step with `(batch, flags)`, where `flags` has one row for each of the last steps, the newest last."""
         batch, flags = batch_and_flags
         new_state, outputs = self._run(state, batch)
         found = _losses(outputs)
@@ -87,7 +86,7 @@ class Detector:
         return new_state, (outputs, jnp.concatenate([flags[1:], row[None]]))
 
     def no_flags(self, state: Any) -> jax.Array:
-        """The flags before the first step, where the compiled step will leave them."""
+        """Returns the flags before the first step, with the sharding that the compiled step gives them."""
         flags = _OUTPUT_FLAGS + len(_watched_leaves(state))
         zeros = lambda: jnp.zeros([_ROWS, -(-flags // _WORD)], jnp.uint32)
         scalars = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf.ndim == 0)
@@ -95,14 +94,14 @@ class Detector:
         return zeros() if scalar is None else jax.jit(zeros, out_shardings=scalar.sharding)()
 
     def names(self, row: np.ndarray, state: Any) -> list[str]:
-        """What the flags of one step say was not finite; `state` is any of the same structure."""
+        """Returns the names of the values that one step's flags mark; `state` may be any of the same structure."""
         names = [*self._output_names[: _OUTPUT_FLAGS - 1], *([""] * _OUTPUT_FLAGS)][: _OUTPUT_FLAGS - 1]
         names += [" or ".join(self._output_names[_OUTPUT_FLAGS - 1 :]), *_watched_leaves(state)]
         return [name for i, name in enumerate(names) if row[i // _WORD] >> (i % _WORD) & 1]
 
 
 def names(state: Any, outputs: types.Output) -> list[str]:
-    """What is not finite of what a step returned. Reads all of it."""
+    """Returns the names of the non-finite values in the results of a step. Reads all of them."""
     leaves = {**_losses(outputs), **_watched_leaves(state)}
     return [name for name, is_bad in metrics.fetch(jax.tree.map(_is_bad, leaves)).items() if is_bad]
 
@@ -134,48 +133,48 @@ def _is_bad_on_one_device(leaf: Any) -> jax.Array:
 
 
 def _is_bad_on_cpu(leaf: jax.Array) -> jax.Array:
-    """Reads a matrix product's worth: XLA's own reductions on a CPU are three to six times slower than its products."""
+    """Checks by a matrix product, because XLA's reductions on a CPU are three to six times slower."""
     numbers = leaf.reshape(-1)
     rows = numbers.size // _COLUMNS
     in_rows, rest = numbers[: rows * _COLUMNS], numbers[rows * _COLUMNS :]
-    # What is finite comes to zero, inf and NaN to NaN.
+    # Finite values give zero, infinity and NaN give NaN.
     zero = (in_rows.reshape(rows, _COLUMNS) @ jnp.zeros(_COLUMNS)).sum() + (rest * 0).sum()
     return jnp.isnan(zero)
 
 
 def _packed(flags: Sequence[jax.Array]) -> jax.Array:
-    """Flags as the bits of 32-bit words: one small computation, where an array of them would be one for each."""
+    """Packs flags into the bits of 32-bit words, in one small computation."""
     words = [flags[i : i + _WORD] for i in range(0, len(flags), _WORD)]
     bits = lambda word: [flag.astype(jnp.uint32) << i for i, flag in enumerate(word)]
     return jnp.stack([functools.reduce(operator.or_, bits(word)) for word in words])
 
 
 def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
-    """The old state where numbers are bad, but for `step`, which counts on."""
+    """Returns the old state after a bad step, except for `step`, and otherwise the new one."""
     choose = lambda path, a, b: b if checks.path_name(path) == "step" else jnp.where(is_bad, a, b)
     return jax.tree_util.tree_map_with_path(choose, old, new)
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """A `clu.metrics` state without a weight where numbers are bad; other values as they are."""
+    """Resets a `clu.metrics` state after a bad step; returns other values unchanged."""
     if not metrics.is_metric(value):
         return value
     empty = value.empty()
     alike = structures.are_alike(empty, value)
     pairs = zip(jax.tree.leaves(empty), jax.tree.leaves(value), strict=True) if alike else ()
     if not alike or any(jnp.shape(a) != jnp.shape(b) for a, b in pairs):
-        return value  # One that collects values has no such state.
+        return value  # A metric that collects values has no empty state.
     return jax.tree.map(lambda a, b: jnp.where(is_bad, jnp.asarray(a, b.dtype), b), empty, value)
 
 
 @final
 @dataclasses.dataclass
 class Found:
-    """A step whose numbers were bad.
+    """A step with non-finite values.
 
     Attributes:
-      index: its place in the call of the loop, from 0.
-      names: what was not finite.
+      index: Its index in the call of the loop, from 0.
+      names: The values that were not finite.
     """
 
     index: int
@@ -184,14 +183,14 @@ class Found:
 
 @final
 class Watch:
-    """The flags of a loop's steps on their way to the host: one small array for a whole chunk of steps.
+    """Transfers the flags of a loop's steps to the host, in one small array for several steps.
 
     Args:
       policy: "raise" or "skip".
-      chunk_size: after how many steps their flags are sent; at most 32.
+      chunk_size: The number of steps whose flags are transferred together, at most 32.
 
     Attributes:
-      steps: how many steps have been run since `restart`.
+      steps: The number of steps since `restart`.
     """
 
     def __init__(self, policy: NanPolicy, chunk_size: int = _ROWS):
@@ -200,22 +199,22 @@ class Watch:
         self._chunk_size = chunk_size
         self.steps: int = 0
         self._sent = self._read = 0
-        self._on_their_way: collections.deque[_Sent] = collections.deque()
+        self._pending: collections.deque[_Sent] = collections.deque()
         self._flags: Any = None
-        self._looking: Detector | None = None
+        self._detector: Detector | None = None
 
     def restart(self) -> None:
-        """Begins a call of the loop."""
-        self._on_their_way.clear()
+        """Starts a call of the loop."""
+        self._pending.clear()
         self.steps = self._sent = self._read = 0
 
     def call(self, compiled: Any, carry: Any, batch: Any, form: Any = None, *, fuses: bool = False) -> Any:
-        """Gives a batch to the devices as `compiled.call` does, with the flags; or as many as are stacked."""
-        # Without data there is no leaf, and what was stacked has the number of steps as its length.
+        """Dispatches a batch, or stacked batches, like `compiled.call`, with the flags."""
+        # Without data there is no leaf, and stacked batches have the number of steps as their length.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
-        if compiled.detector is not self._looking:  # Whose flags are in an array of their own.
+        if compiled.detector is not self._detector:  # Each detector has its own flags.
             self._send()
-            self._looking, self._flags = compiled.detector, compiled.detector.no_flags(compiled.leave(carry))
+            self._detector, self._flags = compiled.detector, compiled.detector.no_flags(compiled.leave(carry))
         elif self.steps - self._sent + num_steps > _ROWS:
             self._send()
         carry, (outputs, self._flags) = compiled.call(carry, (batch, self._flags), form)
@@ -223,52 +222,52 @@ class Watch:
         return carry, outputs
 
     def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
-        """What the flags say that are there already. Does not wait; to be called after each chunk of steps.
+        """Returns the bad steps among the flags that have arrived, without waiting. Call it after each chunk of steps.
 
         Args:
-          state: any of the structure of the train state.
-          in_step: to be told the same after the same step in each process of a job: waits for the flags of the chunk
-            before the newest.
+          state: Any state with the structure of the train state.
+          in_step: Whether all processes of a job must get the same result after the same step. It then waits for all
+            flags except the newest.
         """
         if self.steps - self._sent >= self._chunk_size:
             self._send()
         found = []
-        is_there = lambda sent: len(self._on_their_way) > 1 if in_step else metrics.is_ready(sent.flags)
-        while self._on_their_way and is_there(self._on_their_way[0]):
+        is_there = lambda sent: len(self._pending) > 1 if in_step else metrics.is_ready(sent.flags)
+        while self._pending and is_there(self._pending[0]):
             found += self._found_next(state)
         return found
 
     def read(self, state: Any) -> list[Found]:
-        """What the flags of all steps say of which nothing was said yet. Waits for them."""
+        """Returns the bad steps among all remaining flags; waits for them."""
         self._send()
-        return [found for _ in range(len(self._on_their_way)) for found in self._found_next(state)]
+        return [found for _ in range(len(self._pending)) for found in self._found_next(state)]
 
     def _send(self) -> None:
         if self.steps > self._sent:
-            assert self._looking is not None
+            assert self._detector is not None
             self._flags.copy_to_host_async()
-            self._on_their_way.append(_Sent(self._flags, self.steps - self._sent, self._looking))
+            self._pending.append(_Sent(self._flags, self.steps - self._sent, self._detector))
             self._sent = self.steps
 
     def _found_next(self, state: Any) -> list[Found]:
-        flags, steps, detector = self._on_their_way[0]
+        flags, steps, detector = self._pending[0]
         rows = metrics.fetch(flags)[-steps:]
-        self._on_their_way.popleft()  # Only now: an interrupted read loses nothing.
+        self._pending.popleft()  # After the read, so that an interrupted one loses nothing.
         first, self._read = self._read, self._read + steps
         return [Found(first + int(i), detector.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
 
 
 @final
 class Guard:
-    """Does what the policy of a train loop says about the steps whose numbers are bad.
+    """Applies the `nan_policy` of a train loop to bad steps.
 
     Args:
-      watch: finds them; None to look for none.
+      watch: Finds bad steps; None for no checks.
 
     Attributes:
-      watch: as given.
-      bad: the error of the first such step of the call, where they end it.
-      skipped: such steps of the loop, where they are left out.
+      watch: The argument.
+      bad: The error of the first bad step of the call, with "raise".
+      skipped: The bad steps of the loop, with "skip".
     """
 
     def __init__(self, watch: Watch | None):
@@ -278,22 +277,22 @@ class Guard:
 
     @property
     def policy(self) -> NanPolicy:
-        """What is done about them."""
+        """The policy: "raise", "skip" or "ignore"."""
         return "ignore" if self.watch is None else self.watch.policy
 
     def begin_loop(self) -> None:
-        """Begins a loop, whose steps are counted from 0."""
+        """Starts a loop, whose steps count from 0."""
         self.skipped: list[Found] = []
-        self._told = 0
+        self._num_returned = 0
         if self.watch is not None:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step that ends the run, by the flags that are there, see `Watch.look`."""
+        """Returns the first bad step that ends the run, among the flags that have arrived, see `Watch.look`."""
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:
-        """Returns the first bad step that ends the run, by the flags of all steps; waits for them."""
+        """Returns the first bad step that ends the run, among the flags of all steps; waits for them."""
         return None if self.watch is None else self._sort(self.watch.read(state))
 
     def _sort(self, found: Sequence[Found]) -> Found | None:
@@ -303,22 +302,22 @@ class Guard:
         return next(iter(found), None)
 
     def newly_skipped(self) -> list[Found]:
-        """Returns the steps that were left out since the last time this was asked."""
-        new, self._told = self.skipped[self._told :], len(self.skipped)
+        """Returns the steps that were skipped since the last call."""
+        new, self._num_returned = self.skipped[self._num_returned :], len(self.skipped)
         return new
 
     def measure(self) -> dict[str, Any]:
-        """Returns the number of skipped steps as a statistic, where there are any."""
+        """Returns the number of skipped steps as a statistic, if there are any."""
         return {STAT_SKIPPED_STEPS: len(self.skipped)} if self.skipped else {}
 
     def weights(self, weights: list[int]) -> list[int]:
-        """Returns the weights of the steps of the loop, those of skipped ones being 0."""
+        """Returns the weights of the loop's steps, with 0 for skipped ones."""
         skipped = {found.index for found in self.skipped}
         return [0 if index in skipped else weight for index, weight in enumerate(weights)] if skipped else weights
 
 
 class _Sent(NamedTuple):
-    """The flags of the newest so many steps, and whose names they stand for."""
+    """Flags that are being transferred, with the number of their steps and their detector."""
 
     flags: jax.Array
     steps: int

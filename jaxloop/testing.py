@@ -1,4 +1,4 @@
-"""For your own tests: whether a run of your step, data and actions can be killed and gone on with.
+"""A test helper that verifies that a run of your step, dataset and actions can be killed and resumed.
 
 Not imported by `import jaxloop`: write `from jaxloop import testing`.
 """
@@ -30,41 +30,40 @@ from jaxloop.history import History
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
     """Kills a run at each of the steps, resumes it, and compares it with an uninterrupted one, bit by bit.
 
-    Each run is a process of its own, which starts and compiles as your program does: one that is not killed; and for
-    each step one that ends by SIGKILL when the step was given to the device, and what was being saved was committed,
-    and one that resumes. The processes are observed from outside, so they take the steps as your program does, several
-    in one dispatch too. Their steps are compared from the checkpoint on (batch, state, outputs), then the final state,
-    leaf by leaf, and the history, apart from its times.
+    Each run is a separate process, which starts and compiles like your program: one that is not killed, and for each
+    step one that is killed by SIGKILL after that step was dispatched and pending saves were committed, and one that
+    resumes. The processes are observed from outside, so they run the same code path as your program, also with several
+    steps per dispatch. The helper compares the steps from the checkpoint on (batch, state, outputs), then the final
+    state, leaf by leaf, and the history without its times.
 
         def make_run(workdir):
-            ...  # Builds everything anew, as a program that is started again does.
+            ...  # Builds everything from scratch, as a restarted program does.
             return outer_loop(state, dataset, train_total_steps=20)[0], outer_loop.history
 
         def test_my_experiment_can_be_resumed():
             testing.assert_resumable(make_run, at_steps=[7, 12])
 
     Args:
-      make_run: runs the experiment in a work directory, or goes on with what it finds there; returns the state in the
-        end, or that and the history. A function of a module or a script, by whose name the processes find it.
-      at_steps: at which steps to kill, each in a run of its own. Before the first checkpoint there is nothing to go on
-        with: give later ones.
-      timeout: seconds that one process may take.
+      make_run: Runs the experiment in a work directory, or resumes it there; returns the final state, or `(state,
+        history)`. It must be a function of a module or a script, so that the processes can import it.
+      at_steps: The steps at which to kill a run, each in a separate run. They must come after the first checkpoint.
+      timeout: Seconds that one process may take.
 
     Raises:
-      AssertionError: a run did not end as the one that was not killed, with the ingredient in which they differ first;
-        or it began anew, so that nothing is shown.
-      RuntimeError: a process failed, or ended before it could be killed; the message has what it printed.
-      TypeError: `make_run` can't be found by its name.
+      AssertionError: A resumed run differs from the uninterrupted one; the message names what differs first. Or a run
+        started over, so that nothing was tested.
+      RuntimeError: A process failed, or ended before it could be killed. The message contains its output.
+      TypeError: `make_run` can't be imported by its name.
     """
     target, steps = _target_of(make_run), sorted({int(step) for step in at_steps})
     if not steps or steps[0] < 1:
-        raise ValueError(f"at_steps takes the steps at which to kill, 1 or more, got {list(at_steps)!r}.")
+        raise ValueError(f"at_steps takes the steps at which to kill, each at least 1, got {list(at_steps)!r}.")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as processes:
         root = pathlib.Path(directory)
 
         def start(name: str, kill_at: int = 0) -> subprocess.Popen[str]:
             process = processes.enter_context(_start(target, root / name, kill_at))
-            processes.callback(process.kill)  # Where another one fails.
+            processes.callback(process.kill)  # If another one fails.
             return process
 
         whole, killed = start("whole"), {step: start(str(step), step) for step in steps}
@@ -75,15 +74,16 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
         for step, process in resumed.items():
             differences = compare(expected, _finish(process, root / str(step), timeout))
             if differences:
-                raise AssertionError(f"Killed at step {step}, the run did not end as without that.\n{differences}")
+                raise AssertionError(
+                    f"Killed at step {step}, the run did not end like the uninterrupted one.\n{differences}"
+                )
 
 
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
-    """What tells a run that was gone on with from one that was not killed, in words; "" where nothing does.
+    """Describes the first difference between a resumed run and an uninterrupted one; returns "" if there is none.
 
-    Both are records as the processes of `assert_resumable` write them: `steps` by number, each with the digests of its
-    `batch`, of its `outputs`, and of the leaves of the `state` before it where the host has that; `state`, the leaves
-    in the end; and `history`.
+    Both are records of the processes of `assert_resumable`: `steps` by number, each with digests of its `batch`, its
+    `outputs`, and the leaves of the `state` before it if the host has that; `state`, the final leaves; and `history`.
     """
     steps = {int(number): step for number, step in resumed["steps"].items()}
     if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:
@@ -91,55 +91,51 @@ def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     first = min(steps, default=0)
     if first == min(map(int, whole["steps"]), default=None):
         return (
-            "It began anew: there was no checkpoint to go on from, so nothing is shown. Kill it after the first save, "
-            "and see that make_run saves in the work directory that it is given."
+            "It started over, because there was no checkpoint to resume from, so nothing was tested. Kill it after the "
+            "first save, and make sure that make_run saves in the given work directory."
         )
     for number in sorted(steps):
         expected, got = whole["steps"].get(str(number)), steps[number]
         if expected is None:
-            return (
-                f"It made an update number {number}, which the other run has not: the end of the run was not restored."
-            )
-        begins = "goes on" if number == first else "is"
+            return f"It made update {number}, which the other run did not make: the end of the run was not restored."
+        begins = "continues" if number == first else "is"
         if got["batch"] != expected["batch"]:
             return (
-                f"The data differ: it {begins} at update {number} with another batch. Give data that say where they "
-                "are (jaxloop.from_index, Grain, tf.data, lists), or declare that they come in the same order: "
-                "jaxloop.skippable."
+                f"The data differ: it {begins} at update {number} with another batch. Use data whose position is known "
+                "(jaxloop.from_index, Grain, tf.data, lists), or declare with jaxloop.skippable that they come in the "
+                "same order."
             )
         is_known = "state" in expected and "state" in got
         leaves = _differing(expected["state"], got["state"]) if is_known else ""
         if leaves:
             return (
-                f"The state before update {number} differs in {leaves}: it is not all in the checkpoint, or was "
-                "changed outside of the step."
+                f"The state before update {number} differs in {leaves}: the checkpoint does not contain all of "
+                "it, or it was changed outside of the step."
             )
         if got["outputs"] != expected["outputs"]:
             return (
-                f"Update {number} had the same batch{' and the same state' * is_known}, and other outputs: the step "
+                f"Update {number} had the same batch{' and the same state' * is_known}, but other outputs: the step "
                 "depends on something else. Derive its keys from the step, self.prng_key(state.step), and keep what it "
                 "remembers in the state."
             )
     if len(whole["steps"]) != first - 1 + len(steps):
-        return f"It ended after update {max(steps)}, the other run after {len(whole['steps'])}."
+        return f"It ended after update {max(steps)}, but the other run after {len(whole['steps'])}."
     if resumed["state"] != whole["state"]:
         leaves = _differing(whole["state"], resumed["state"])
-        return (
-            f"The state in the end differs in {leaves}: an action that changes it does not remember why (state_dict)."
-        )
+        return f"The final state differs in {leaves}: an action that changes it has no state_dict."
     for index, (expected, got) in enumerate(zip(whole["history"], resumed["history"], strict=False)):
         if expected != got:
             return (
-                f"Row {index} of the history differs:\n  {expected}\n  {got}\nDoes an action, or a metric of yours, "
-                "remember something from call to call? Give it state_dict and load_state_dict."
+                f"Row {index} of the history differs:\n  {expected}\n  {got}\nDoes a custom action or metric "
+                "remember something between calls? Give it state_dict and load_state_dict."
             )
     if len(whole["history"]) != len(resumed["history"]):
-        return f"The history has {len(resumed['history'])} rows, and should have {len(whole['history'])}."
+        return f"The history has {len(resumed['history'])} rows instead of {len(whole['history'])}."
     return ""
 
 
 def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """The leaves in which two states differ; "" for none."""
+    """Returns the paths of the leaves in which two states differ; "" for none."""
     return ", ".join(sorted(path for path in {*expected, *got} if expected.get(path) != got.get(path)))
 
 
@@ -147,15 +143,15 @@ def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def _target_of(make_run: Callable[[str], Any]) -> str:
-    """What a process needs to find the function: the file or module, and its name."""
+    """Returns the file or module of a function and its name, for another process."""
     name, module = getattr(make_run, "__qualname__", ""), getattr(make_run, "__module__", None)
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     if not name or "<" in name or module is None or (module == "__main__" and file is None):
         raise TypeError(
-            f"make_run must be a function that another process can find: `def make_run(workdir)` in a module or a "
-            f"script, got {make_run!r}. Out of a notebook, write it to a file (%%writefile) and import it."
+            f"make_run must be a function that another process can import: `def make_run(workdir)` in a module or a "
+            f"script, got {make_run!r}. In a notebook, write it to a file (%%writefile) and import it."
         )
-    # By its file: a test module's name may not be known elsewhere.
+    # By its file, because a test module may not be importable by name elsewhere.
     return f"{file}:{name}" if file is not None and "." not in module else f"{module}:{name}"
 
 
@@ -172,16 +168,16 @@ def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: fl
         printed, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
-        printed = process.communicate()[0] + f"\n(It was ended after {timeout} seconds.)"
+        printed = process.communicate()[0] + f"\n(It was killed after {timeout} seconds.)"
     expected = -signal.SIGKILL if killed_at else 0
     if process.returncode != expected:
-        what = f"was to be killed at step {killed_at}, and ended before" if killed_at else "failed"
+        what = f"ended before it could be killed at step {killed_at}" if killed_at else "failed"
         raise RuntimeError(f"A run {what}, with code {process.returncode}. It printed:\n{printed[-5000:]}")
     return None if killed_at else json.loads((directory / "record.json").read_text())
 
 
 def _digest(tree: Any) -> dict[str, str]:
-    """Of each leaf: what is different where one bit is."""
+    """Returns a digest of each leaf by path, which differs if any bit does."""
     leaves = {}
     for path, leaf in checks.leaves_by_path(tree).items():
         if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -192,12 +188,12 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 class _Observed:
-    """What is seen of a loop that trains, by the number of the update.
+    """The observations of a train loop, by the number of the update.
 
     Attributes:
-      batches: digests of the batches that were read.
-      outputs: digests of what the steps have reported.
-      states: digests of the states, after those updates at which the host has one.
+      batches: Digests of the batches that were read.
+      outputs: Digests of the outputs of the steps.
+      states: Digests of the states after the updates at which the host has one.
     """
 
     def __init__(self, stepper: Stepper):
@@ -210,7 +206,7 @@ class _Observed:
         to[self._start + (len(to) + 1) * self.updates] = _digest(tree)
 
     def steps(self) -> dict[int, Any]:
-        """Returns the digests of each update, that of the state before it included where it is known."""
+        """Returns the digests of each update, with that of the state before it if known."""
         steps = {}
         for number, outputs in self.outputs.items():
             steps[number] = {"batch": self.batches[number], "outputs": outputs}
@@ -220,10 +216,10 @@ class _Observed:
 
 
 def _observe(kill_at: int) -> dict[int, _Observed]:
-    """Observes all loops that train, without changing the way they take; kills the process at an update.
+    """Observes all train loops without changing their code path, and kills the process at an update.
 
-    It does so when the batch after that update is read, which is when the update was given to the devices, or later,
-    where that batch was to be in the same dispatch.
+    The kill happens when the batch after that update is read, which is after the update was dispatched, or later if
+    that batch belongs to the same dispatch.
     """
     observed: dict[int, _Observed] = {}
     feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save
@@ -231,7 +227,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
 
     def kill_after(number: int) -> None:
         if kill_at and number >= kill_at:
-            for writer in writers:  # A run of a moment would be over before its first save is.
+            for writer in writers:  # A short run would end before its first save.
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 

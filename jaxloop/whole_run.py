@@ -1,4 +1,4 @@
-"""The state of a run beside its train state: how a checkpoint stores it, and how a resumed run loads it."""
+"""The state of a run apart from its train state: how a checkpoint stores it, and how a resumed run loads it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -151,7 +151,7 @@ def test_checkpoints_go_to_a_directory_and_only_the_newest_are_kept(tmp_path, wa
     action.close()
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [20, 30]
     action.save(30, state, None)
-    assert "has a checkpoint of step 30 already. It stays" in warnings_logged()[0]
+    assert "already has a checkpoint of step 30, which was not" in warnings_logged()[0]
     action.save(35, state, None)  # The directory is opened again.
     action.close()
     assert checkpoint.all_steps(tmp_path / "checkpoints") == [30, 35]

@@ -46,7 +46,7 @@ def test_the_filter_of_the_documentation_leaves_out_what_orbax_tells(tmp_path, l
     logs.clear()
     save(tmp_path, (1, examples.tiny_regression()[1]))
     (said,) = filter(eval(keeps), logs.records)
-    assert "has a checkpoint of step 1 already" in said.getMessage()
+    assert "already has a checkpoint of step 1" in said.getMessage()
 
 
 def test_the_newest_checkpoint_is_restored_or_the_one_asked_for(tmp_path, assert_same):
@@ -282,7 +282,7 @@ def test_a_best_that_was_never_measured_is_said(tmp_path, warnings_logged):
 
 
 def test_best_needs_a_directory_and_a_name(tmp_path):
-    with pytest.raises(ValueError, match="options of its own.*`best` goes with a directory"):
+    with pytest.raises(ValueError, match="`best` needs a directory.*whose own options"):
         CheckpointAction(orbax_checkpoint.CheckpointManager(tmp_path), best="loss")
     with pytest.raises(TypeError, match=r"best must be the name of a metric or a pair .*, got \('loss',\)"):
         CheckpointAction(tmp_path, best=("loss",))
@@ -499,8 +499,8 @@ def test_with_a_manager_the_state_is_saved_alone_and_that_is_said_once(tmp_path,
         for step in (1, 2):
             writer.save(step, STATE, run={"a": 1}, trees={"b": {"c": np.ones(1)}})
         writer.close()
-    said = [text for text in logs.messages if "saves the train state alone" in text]
-    assert len(said) == 1 and "With the directory in its place" in said[0]
+    said = [text for text in logs.messages if "saves only the train state" in text]
+    assert len(said) == 1 and "Give the directory instead" in said[0]
     assert checkpoint.run(tmp_path, 1) == {} and not (tmp_path / "1" / seal.NAME).exists()
     assert checkpoint.restore_newest(tmp_path, STATE)[1] == 2
 
@@ -623,7 +623,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_that_lists_the_file
     lines = str(caught.value).splitlines()
     assert f"The checkpoint {runs}/2 is damaged:" == lines[0] and "  default/_METADATA is missing" in lines
     assert any(line.startswith("  trees/manifest.ocdbt is changed") for line in lines)
-    assert "restore_newest restores the newest that is whole" in lines[-1]
+    assert "restore_newest restores the newest undamaged checkpoint" in lines[-1]
     with pytest.raises(checkpoint.CheckpointError, match="trees/manifest"):
         checkpoint.trees(runs, 2, a_run(0)[2])
     assert checkpoint.run(runs, 2) == a_run(2)[1]  # The item is whole.
@@ -697,7 +697,7 @@ def test_what_fails_with_a_whole_checkpoint_is_no_damage(runs):
     bad = {"w": orbax_checkpoint.Transform(value_fn=lambda value: 1 / 0), "key": orbax_checkpoint.Transform()}
     with pytest.raises(ZeroDivisionError) as caught:
         checkpoint.restore_newest(runs, a_run(0)[0], transforms=bad)
-    assert "whose files are as they were saved" in caught.value.__notes__[0]
+    assert "whose files match their checksums" in caught.value.__notes__[0]
     assert checkpoint.all_steps(runs) == [1, 2]
 
 
@@ -840,7 +840,7 @@ def test_a_checkpoint_that_is_gone_at_the_end_is_an_error(tmp_path):
     writer.save(2, STATE)
     writer.wait()
     shutil.rmtree(tmp_path / "2")
-    with pytest.raises(checkpoint.CheckpointError, match="checkpoint of step 2 was saved, and is no longer there"):
+    with pytest.raises(checkpoint.CheckpointError, match="checkpoint of step 2 was saved, but no longer exists"):
         writer.close()
 
 
@@ -1002,7 +1002,7 @@ def test_a_checkpoint_of_another_format_is_an_error_with_both_versions(whole_run
     directory = tmp_path / "copy"
     shutil.copytree(whole_run[0], directory)
     change_metadata(directory / "20", lambda noted: noted.update({"jaxloop/format": 99, "jaxloop/version": "9.9.9"}))
-    expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 2"
+    expected = r"was saved by jaxloop 9\.9\.9 in format 99, and jaxloop \S+ resumes from format 3"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
         run_of_twenty_steps(directory)
     assert checkpoint.restore_newest(directory, examples.tiny_regression()[1])[1] == 20  # The state alone.
@@ -1027,7 +1027,7 @@ def test_what_a_checkpoint_keeps_in_another_form_is_a_checkpoint_error(change, w
     directory = tmp_path / "copy"
     shutil.copytree(whole_run[0], directory)
     where(directory / "20", change)
-    expected = r"saved by jaxloop \S+, does not hold what jaxloop \S+ exp"
+    expected = r"saved by jaxloop \S+, does not contain what jaxloop \S+ exp"
     with pytest.raises(checkpoint.CheckpointError, match=expected):
         run_of_twenty_steps(directory)
     if where is change_metadata:

@@ -87,7 +87,7 @@ def test_was_saved_without_what_differs_from_run_to_run(path):
     assert set(saved.metadata) == {"kernelspec", "language_info"}
     assert not [cell.id for cell in saved.cells if cell.metadata]
     assert [cell.execution_count for cell in code_cells(saved)] == list(range(1, len(code_cells(saved)) + 1))
-    assert not re.search(r"steps/s\b|\d(s|ms|us)/step", shown(saved)), "A bar shows a speed."
+    assert not re.search(r"\[[^]\n]*(steps/s\b|\d(s|ms|us)/step)", shown(saved)), "A bar shows a speed."
 
 
 @each_notebook
@@ -209,13 +209,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_sigterm_saves(resume_anywhere):
     )
     assert resume_anywhere("damage").endswith("those of the whole run: True\n")
     assert "exit code 143\n" in resume_anywhere("sigterm")
-    (last_step,) = re.findall(r"The state of step (\d+) is returned", resume_anywhere("sigterm"))
+    (last_step,) = re.findall(r"Stopped by SIGTERM at step (\d+)", resume_anywhere("sigterm"))
     assert f", {last_step}]\n" in resume_anywhere("sigterm")
 
 
 def test_scaling_trains_alike_in_each_layout_and_shows_it():
     lines = in_cell("scaling", "train").splitlines()
-    assert len(lines) == 5 and all(line.endswith("but for 1e-5") for line in lines)
+    assert len(lines) == 5 and all(line.endswith("< 1e-5") for line in lines)
     assert "params/Dense_0/kernel          [64, 512]  float32  P(None, 'data')    16.0 KiB" in in_cell(
         "scaling", "report"
     )
@@ -223,7 +223,11 @@ def test_scaling_trains_alike_in_each_layout_and_shows_it():
     assert "data parallel, 8        all-reduce 132 KiB" in in_cell("scaling", "cost")
     assert set(pictures(executed(_COLABS / "scaling.ipynb"))) == {"plot"}
     errors = in_cell("scaling", "errors")
-    for said in ("has 60 rows, which do not divide over the 8 devices", "'batch' is no axis", "can't be applied to"):
+    for said in (
+        "has 60 rows, which do not divide over the 8 devices",
+        "'batch' is not an axis",
+        "can't be applied to",
+    ):
         assert said in errors
 
 
@@ -245,7 +249,7 @@ def test_debugging_explains_what_is_compiled_again():
     text = in_cell("debugging", "recompile")
     assert "  state/params/Dense_0/bias: float32[10] (weakly typed) -> float32[10]\n" in text
     assert "max_batch_shapes=3 is the limit" in text
-    assert re.fullmatch(r"step 22, last loss \S+, and the log .*\n", in_cell("debugging", "recompile-mended"))
+    assert re.fullmatch(r"step 22, last loss \S+, without warnings\n", in_cell("debugging", "recompile-mended"))
 
 
 def test_debugging_finds_the_step_and_the_operation_that_made_nan():
@@ -253,7 +257,7 @@ def test_debugging_finds_the_step_and_the_operation_that_made_nan():
     assert "runs/1/failures/14/batches.npz" in in_cell("debugging", "nan")
     text = in_cell("debugging", "replay")
     assert re.search(r"\nin same_contrast: return .* / contrast\n", text) and text.endswith("contrast: [5]\n")
-    assert re.search(r"once more, mended: loss \d\.\d+\n", in_cell("debugging", "skip"))
+    assert re.search(r"with the fix: loss \d\.\d+\n", in_cell("debugging", "skip"))
 
 
 @pytest.mark.parametrize(
@@ -281,4 +285,4 @@ def test_a_cell_that_raises_is_reported(tmp_path):
 def test_an_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         execute.main(["costum_loop"])
-    assert "there is no notebook costum_loop; there are custom_loop" in capsys.readouterr().err
+    assert "unknown notebook: costum_loop; choose from custom_loop" in capsys.readouterr().err

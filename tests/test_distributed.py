@@ -45,7 +45,7 @@ def test_where_one_process_fails_all_end_soon(tmp_path):
     job, secs = launch(PROGRAM, tmp_path / "none.npz", "exception", processes=2)
     assert job.returncode == 1 and secs < 40  # Of which it takes some to start.
     assert "Process 1 has failed: exit code 1" in job.stderr and "Process 0 has ended too" in job.stderr
-    assert "[1] Process 1 of 2 ends by an exception." in job.stdout
+    assert "[1] Process 1 of 2 ends with an exception." in job.stdout
     assert re.search(r"\[1\] OSError: the disk is gone\n\[1\] in the dataset, after step 20", job.stdout)
     assert "[0] jaxloop.distributed.ProcessError: Process 1 of 2 has failed" in job.stdout
 
@@ -226,7 +226,7 @@ def test_a_launcher_waits_for_a_process_and_not_for_what_it_leaves_behind(tmp_pa
     job, secs = launch(program, processes=2)
     assert job.returncode == 3 and secs < 30
     assert "Process 1 has failed: exit code 3." in job.stderr
-    assert "Process 0 was still there 3 s later, hanging perhaps, and was killed." in job.stderr
+    assert "Process 0 was still running 3 s later and was killed; it may have been hanging." in job.stderr
 
 
 def test_a_launcher_tells_a_process_that_is_killed_from_one_that_fails_because_of_it(tmp_path):
@@ -249,12 +249,12 @@ def test_a_launcher_tells_a_process_that_is_killed_from_one_that_fails_because_o
 
 def test_once_jax_has_started_it_is_too_late():
     jax.devices()
-    with pytest.raises(RuntimeError, match="must be called before JAX does anything, and JAX has started already"):
+    with pytest.raises(RuntimeError, match="must be called before JAX starts, but JAX has already started"):
         distributed.initialize()
 
 
 def test_all_about_the_others_or_nothing():
-    with pytest.raises(ValueError, match="or none of them, got no num_processes, process_id"):
+    with pytest.raises(ValueError, match="or none of them, but got no num_processes, process_id"):
         distributed.initialize("localhost:1234")
 
 
@@ -269,5 +269,5 @@ def test_a_process_that_exits_or_hangs_ends_the_job(fault, code, tmp_path):
     ended = time.time() - (tmp_path / "fired").stat().st_mtime
     assert job.returncode == code, job.stdout + job.stderr
     assert ended < 15  # JAX itself gives a process that is silent up after more.
-    said = {"sys_exit": "Process 1 has failed: exit code 7.", "hang": "was still there 3 s after SIGTERM"}
+    said = {"sys_exit": "Process 1 has failed: exit code 7.", "hang": "was still running 3 s after SIGTERM"}
     assert said[fault] in job.stderr

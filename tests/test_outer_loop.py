@@ -321,7 +321,7 @@ def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(write
 def test_a_donated_state_is_refused():
     step, state, batches = examples.tiny_regression()
     OuterLoop(TrainLoop(step))(state, batches, 10)
-    with pytest.raises(ValueError, match=r"OuterLoop\(\.\.\.\) got a state that TrainLoop"):
+    with pytest.raises(ValueError, match=r"OuterLoop\(\.\.\.\) got a state that was already donated to TrainLoop"):
         OuterLoop(TrainLoop(step))(state, batches, 20)
 
 

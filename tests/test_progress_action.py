@@ -1,5 +1,6 @@
 import contextlib
 import io
+import logging
 import os
 import re
 import sys
@@ -94,7 +95,34 @@ def test_a_bar_fits_the_terminal_also_one_of_unknown_size(columns, rows, longest
             text += part
     drawn = [line for line in re.split("[\r\n]+", text.decode()) if line.strip()]
     assert "3/400" in drawn[-1] and max(map(len, drawn[:-1])) <= longest
-    assert drawn[-1].endswith("a_long_name_of_a_metric=0.5000, another=0.2500]")  # What stays is shown in full.
+    assert drawn[-1].endswith("a_long_name_of_a_metric=0.5000, another=0.2500]")  # The last line is shown in full.
+    bars = [re.search(r"\|([^|]*)\|", line)[1] for line in drawn[:-1]]
+    assert columns == 40 or all(len(bar) >= 10 for bar in bars)
+
+
+def test_log_lines_are_written_above_the_bar(warnings_logged):
+    run = Run(stream=Terminal(), total=40).steps(3)
+    assert not run.text.endswith("\r\x1b[K")
+    logging.warning("the disk is slow")
+    assert run.text.endswith("\r\x1b[K")  # The bar was cleared before.
+    run.steps(1).close()
+    assert run.lines[-1].startswith(" 10%|")
+    length = len(run.text)
+    logging.warning("after the run")
+    assert len(run.text) == length
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "plain"])
+def test_a_run_announces_that_it_compiles_and_leaves_no_bar_if_it_fails(bar):
+    run = Run(stream=Terminal(), bar=bar, total=40)
+    run.action.begin_run(7, can_resume=False)
+    assert "step 7: compiling the first step" in run.text
+    run.steps(1)
+    assert " 1/40" in run.text or "step 1 of 40" in run.text
+    failed = Run(stream=Terminal(), bar=bar, total=40)
+    failed.action.begin_run(0, can_resume=False)
+    failed.close()
+    assert not any("/40" in line or "of 40" in line for line in failed.lines)  # No bar stays.
 
 
 def test_without_tqdm_there_are_lines_and_the_log_says_so_once(monkeypatch, warnings_logged):

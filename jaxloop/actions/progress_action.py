@@ -339,20 +339,21 @@ class _TqdmBar:
         self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = progress.total
         values = [f"{printable(name)}={_number(value)}" for name, value in progress.values.items()]
-        while values and not is_final and not self._fits(", ".join(values)):
-            values.pop()
-        self._tqdm.set_postfix_str(", ".join(values), refresh=False)
+        shown = list(values)
+        while shown and not self._fits(progress.steps, ", ".join(shown)):
+            shown.pop()
+        self._tqdm.set_postfix_str(", ".join(shown), refresh=False)
         self._tqdm.update(progress.steps - self._tqdm.n)
         if is_final:
+            self._tqdm.set_postfix_str(", ".join(values), refresh=False)
             self._tqdm.ncols = self._tqdm.dynamic_ncols = None  # Not cut to the width of the terminal.
             self._close()
 
-    def _fits(self, values: str) -> bool:
+    def _fits(self, steps: int, values: str) -> bool:
+        """Returns whether ten columns remain for the bar, with two to spare, because the next rate may be longer."""
         meter = self._tqdm.format_dict
-        return (
-            not meter["ncols"]
-            or len(self._tqdm.format_meter(**{**meter, "postfix": values, "ncols": None})) <= meter["ncols"]
-        )
+        options = {**meter, "n": steps, "rate": meter["rate"] or 9999.99, "postfix": values, "ncols": None}
+        return not meter["ncols"] or len(self._tqdm.format_meter(**options)) + 2 <= meter["ncols"]
 
     def write(self, line: str) -> None:
         self._tqdm.write(line, file=self._stream)

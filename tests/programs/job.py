@@ -14,6 +14,7 @@ import time
 import jax
 import numpy as np
 import optax
+from absl import logging
 from flax import linen as nn
 from jax.experimental import multihost_utils
 
@@ -28,6 +29,7 @@ parser.add_argument("--in", dest="place", type=int, default=1)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--version", type=float, default=0.0)
 options = parser.parse_args()
+logging.set_verbosity(logging.INFO)
 fired = options.directory / "fired"
 is_faulty = options.fault and not fired.exists()
 mine = is_faulty and int(os.environ["JAXLOOP_PROCESS_ID"]) == options.place

@@ -29,9 +29,10 @@ def problems_of_killing(directory, signum, signal_secs=1):
     directory.mkdir()
     (directory / "program.py").write_text(PROGRAM)
     options = ["--processes=2", f"--signal-secs={signal_secs}", directory / "program.py", directory]
-    heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Ignored in what `nohup` has started.
     command = [sys.executable, "-m", "jaxloop.launch", *options]
-    job = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heed)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, and a process inherits that.
+    job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    signal.signal(signal.SIGHUP, before)
     deadline = time.monotonic() + 60
     files = [directory / "0", directory / "1"]
     while not all(file.exists() for file in files):
