@@ -60,13 +60,13 @@ class ActionLoop(StatLoop):
         max_steps_in_flight: int | None = None,
     ):
         super().__init__(step, stat_names, global_batch_size, clock=clock, max_steps_in_flight=max_steps_in_flight)
-        self.engine.moments.beginnings = ActionList(begin_actions, unit="loops")
+        self.engine.moments.begin_actions = ActionList(begin_actions, unit="loops")
         self.engine.moments.agenda = Agenda(ActionList(end_actions, unit="loops"))
 
     @property
     def begin_actions(self) -> Sequence[Action]:
         """The actions that are called when a loop begins."""
-        return self.engine.moments.beginnings.actions
+        return self.engine.moments.begin_actions.actions
 
     @property
     def end_actions(self) -> Sequence[Action]:

@@ -1,4 +1,4 @@
-"""A step's `run`, compiled for one purpose: to train or to evaluate, one batch or several in one dispatch."""
+"""Compilation of a step's `run`, for training or evaluation, with one batch or several per dispatch."""
 
 import dataclasses
 import functools
@@ -13,31 +13,32 @@ from absl import logging
 
 from jaxloop import agreement, checks, nonfinite, partition, types
 from jaxloop.flat_state import FlatState
-from jaxloop.structures import OfEachStructure
+from jaxloop.structures import PerStructure
 from jaxloop.timing import Stopwatch, duration
 
 
 @final
 class Compiled:
-    """A step's `run`, compiled when it is first called, and again for batches of another shape.
+    """A step's `run`, compiled at its first call, and again for batches of another shape.
 
-    Between two calls the state is a carry: `enter` makes one of a state, `leave` makes a state of the newest one. It
-    is flat where the partitioner compiles for any tree, and the state itself elsewhere.
+    Between two calls, the state is a carry: `enter` converts a state to a carry, and `leave` converts it back. The
+    carry is a flat state if the partitioner can compile for any tree; otherwise it is the state itself.
 
-    Where it is traced again, other than for a new shape of a batch, it says in the log which leaf has changed.
+    If the function is traced again for any reason other than the shape of a batch, a warning lists the leaves that
+    changed.
 
     Args:
-      name: the name of the step's class.
-      run: `(state, batch) -> (state, outputs)`, pure; to evaluate, `(state, batch) -> outputs`.
-      partitioner: compiles for its placement.
-      evaluates: keeps the state: what `run` makes of it is never computed.
-      fuses: takes stacked batches, scans over them, and stacks the outputs likewise.
-      policy: looks for bad numbers; batches then go in, and outputs come out, as pairs with flags.
-      jit_kwargs: arguments of `jax.jit`, which replace the partitioner's own.
-      stopwatch: returns the stopwatch of the loop that the step runs in, or None.
+      name: The name of the step's class.
+      run: A pure function `(state, batch) -> (state, outputs)`; for evaluation, `(state, batch) -> outputs`.
+      partitioner: Compiles for its placement.
+      evaluates: Whether `run` evaluates. The state is then not donated.
+      fuses: Whether to scan over stacked batches and stack the outputs.
+      policy: Whether to look for values that are not finite. Batches and outputs are then pairs with flags.
+      jit_kwargs: Arguments of `jax.jit`, which override those of the partitioner.
+      stopwatch: Returns the stopwatch of the loop that runs the step, or None.
 
     Attributes:
-      detector: what looks for bad numbers; None for nothing.
+      detector: Looks for values that are not finite; None without a policy.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Compiled:
         stopwatch: Callable[[], Stopwatch | None] = lambda: None,
     ):
         self._name, self._partitioner, self._evaluates = name, partitioner, evaluates
-        # With arguments of jit, and layouts leaf by leaf, a state goes in as the tree that these are for.
+        # Arguments of jit, and shardings per leaf, refer to the tree of the state, so the state is not flattened.
         self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
         options, mesh = dict(jit_kwargs or {}), partitioner.mesh
         self.detector: nonfinite.Detector | None = None
@@ -71,37 +72,37 @@ class Compiled:
                 place = partitioner.sharding
                 options["out_shardings"] = (place, (place, partitioner.output_sharding))
         self._stopwatch = stopwatch
-        self._end_compiling: Callable[[], None] | None = None  # While it compiles.
+        self._end_compiling: Callable[[], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
-        self._of_each_structure = OfEachStructure(lambda: self._compile(run, options))
+        self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
         self._newest: tuple[Any, Any] = (None, None)  # The structures of the newest call, and its function.
 
     def enter(self, state: Any) -> Any:
-        """Makes of a state what `call` takes."""
+        """Converts a state to a carry for `call`."""
         return FlatState.of(state) if self._is_flat else state
 
     def leave(self, carry: Any) -> Any:
-        """Makes a state of what `enter` or `call` has returned."""
+        """Converts a carry, from `enter` or `call`, to a state."""
         return carry[0].whole(carry[1]) if self._is_flat else carry
 
     def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
-        """Gives a batch to the devices; returns the new carry, the old one being donated, and the outputs.
+        """Dispatches a batch; returns the new carry and the outputs. The old carry is donated.
 
         Args:
-          carry: see `enter`.
-          batch: the batch.
-          form: what is equal for batches of one structure, see `checks.BatchWatch`; None to look at the batch, which
-            takes a twentieth of a small step.
+          carry: See `enter`.
+          batch: The batch.
+          form: A value that is equal for batches of one structure; see `checks.BatchWatch`. None to inspect the batch,
+            which takes a twentieth of a small step.
         """
         try:
             if self._evaluates:
-                return carry, self._of_each_structure(carry, batch)
+                return carry, self._compiled_per_structure(carry, batch)
             if not self._is_flat:
-                return self._of_each_structure(carry, batch)
+                return self._compiled_per_structure(carry, batch)
             flat, step = carry
             key, (newest_key, function) = (flat.structure, form), self._newest
             if form is None or key != newest_key:
-                function = self._of_each_structure.of(flat, (step, batch))
+                function = self._compiled_per_structure.of(flat, (step, batch))
                 self._newest = (key, function)
             flat, (step, outputs) = function(flat, (step, batch))
             return (flat, step), outputs
@@ -110,14 +111,14 @@ class Compiled:
                 self._end_compiling()
 
     def lower(self, state: Any, batch: types.Batch) -> jax.stages.Lowered:
-        """Lowers what `call` would compile for this state and batch; what is compiled of that, `call` finds."""
+        """Lowers the function that `call` runs for this state and batch. `call` uses the result once it is compiled."""
         if self.detector is not None:
             batch = (batch, self.detector.no_flags(state))
         try:
             if self._is_flat:
                 flat, step = FlatState.of(state)
-                return self._of_each_structure.lower(flat, (step, batch))
-            return self._of_each_structure.lower(state, batch)
+                return self._compiled_per_structure.lower(flat, (step, batch))
+            return self._compiled_per_structure.lower(state, batch)
         finally:
             if self._end_compiling is not None:
                 self._end_compiling()
@@ -140,15 +141,15 @@ class Compiled:
             return flat, (step, outputs)
 
         compiled = self._partitioner.partition(of_flat if self._is_flat else traced, **options)
-        return _Compared(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
+        return _SameInAllProcesses(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
 
     def _begin_compiling(self) -> None:
-        """Logs that a loop waits for a compilation, and attributes the time to it until the dispatch returns."""
+        """Logs that the loop compiles, and counts the time as compiling until the dispatch returns."""
         stopwatch = self._stopwatch()
         if stopwatch is None:
             return
         before, began = stopwatch.switch("compiling"), stopwatch.clock()
-        if before != "dispatch":  # The compilations of an evaluation belong to it.
+        if before != "dispatch":  # Compiling in an evaluation counts as evaluation.
             stopwatch.switch(before)
         logging.info("Compiling %s.run before the next step.", self._name)
 
@@ -160,10 +161,10 @@ class Compiled:
         self._end_compiling = end
 
 
-class _Compared:
-    """A compiled function of which all processes make sure, for each form of a batch, that it is the same in all.
+class _SameInAllProcesses:
+    """A compiled function that checks, for each structure of batches, that it is the same in all processes.
 
-    Else they would wait for each other for ever, or come to other results.
+    If it differed, the processes would wait for each other forever, or compute different results.
     """
 
     def __init__(self, name: str, compiled: Any):
@@ -182,14 +183,14 @@ class _Compared:
                 signature = _signature(state, batch)
             described = [f"{name}: {leaf}" for name, leaf in signature.items()]
             digest = hashlib.sha256(program.encode()).hexdigest()[:12]
-            lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, of {len(program)} characters"]
+            lines = [f"jax {jax.__version__}", *described, f"compiled program {digest}, {len(program)} characters"]
             agreement.check_same(f"{self._name}.run, with its model, loss and optimizer,", lines)
             self._known.add(form)
         return self._compiled(state, batch)
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """Describes each leaf, by its name: what a trace depends on."""
+    """Describes the properties of each leaf, by name, that a trace depends on."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
@@ -197,17 +198,16 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
 
 
 def _explain_trace(name: str, traces: Sequence[dict[str, str]], new: dict[str, str]) -> None:
-    """Says what is new, against the trace that is most like it."""
+    """Logs which leaves differ from those of the most similar earlier trace."""
     changes = min((checks.changes(old, new) for old in traces), key=len)
     without_shape = lambda text: text.partition("[")[0] + text.partition("]")[2]
     is_shape_of_batch = lambda leaf, old, now: leaf.startswith("batch") and without_shape(old) == without_shape(now)
     changes = [change for change in changes if not is_shape_of_batch(*change)]
     if not changes:
-        return  # Of shapes of batches `checks.BatchWatch` tells.
+        return  # `checks.BatchWatch` warns about shapes of batches.
     logging.warning(
-        "%s.run is compiled once more, because these leaves are not what they were (then -> now):\n%s\nGive all states "
-        "and batches the same dtypes, and no weak types: a number such as jnp.asarray(0.0) is weakly typed, "
-        "jnp.float32(0.0) is not.",
+        "%s.run is compiled again because these leaves changed (before -> now):\n%s\nGive all states and batches the "
+        "same dtypes, without weak types: jnp.asarray(0.0) is weakly typed, jnp.float32(0.0) is not.",
         name,
         "\n".join(checks.change_lines(changes)),
     )
@@ -222,13 +222,14 @@ def _map(evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fused(state: Any, batches: Any) -> Any:
-        return _scan_batches(lambda *args: run(*args), state, batches)  # Of a new function, for each class.
+        # A new function per class, because JAX caches traces by function.
+        return _scan_batches(lambda *args: run(*args), state, batches)
 
     return fused
 
 
 def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Scans over a `run` that hands on the flags of `nonfinite.Detector`."""
+    """Scans a `run` of `nonfinite.Detector`, and passes its flags from step to step."""
 
     def fused(state: Any, batches_and_flags: Any) -> Any:
         batches, flags = batches_and_flags
@@ -247,7 +248,7 @@ def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _StackedNone:
-    """So many batches that are None, as one: a scan over None can't tell how many there are."""
+    """A stack of batches that are None. It has a length, which a scan over None needs."""
 
     length: int
 
@@ -256,14 +257,14 @@ class _StackedNone:
 
 
 def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
-    """Scans over batches that were made one by `stacked`."""
+    """Scans over batches that `stacked` returned."""
     if isinstance(batches, _StackedNone):
         return jax.lax.scan(body, carry, None, length=batches.length)
     return jax.lax.scan(body, carry, batches)
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
-    """Batches, or their shapes, as one on a new leading axis; None where they are not of one shape.
+    """Stacks batches, or their shapes, on a new leading axis; returns None if their shapes differ.
 
     Host arrays stay on the host.
 
@@ -274,7 +275,7 @@ def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
         return _StackedNone(len(batches))
     try:
         return jax.tree.map(_stacked_leaf, *batches)
-    except ValueError:  # As jax.tree.map raises for trees of another structure.
+    except ValueError:  # Raised by `_stacked_leaf`, and by jax.tree.map if the structures differ.
         return None
 
 
@@ -290,5 +291,5 @@ def _stacked_leaf(*leaves: Any) -> Any:
             raise ValueError("The leaves differ.")
     if isinstance(first, jax.Array):
         return jnp.stack(leaves)
-    # Joining them is several times faster than `np.stack`.
+    # Several times faster than `np.stack`.
     return np.concatenate(leaves).reshape(len(leaves), *shape) if shape else np.stack(leaves)

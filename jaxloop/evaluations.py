@@ -67,13 +67,13 @@ class Evaluation:
                 steps_run,
             )
 
-    def end_again(self, state: Any, elapsed: Elapsed) -> bool:
-        """Calls the end actions that an exception had prevented; returns whether the run continues."""
+    def call_missed_actions(self, state: Any, elapsed: Elapsed) -> bool:
+        """Calls the end actions that did not run because of an exception; returns whether the run continues."""
         engine, run_info = self.loop.engine, self.loop.engine.moments.run
         if not engine.progress.is_ending or run_info is None:
             return True
         run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
-        return engine.end_again(state)
+        return engine.call_missed_actions(state)
 
 
 @final
@@ -84,7 +84,7 @@ class Evaluations:
     Attributes:
       items: The evaluations.
       job: The processes that evaluate together.
-      stopwatch: Attributes their time in a training; None if nothing is trained.
+      stopwatch: Counts the time of evaluations during a training; None without training.
       is_resumed: Whether the run has just resumed.
     """
 
@@ -108,14 +108,14 @@ class Evaluations:
           at_end: Whether a train loop ended at this step.
         """
         is_resumed, self.is_resumed = self.is_resumed, False
-        continues = [each.end_again(state, elapsed) for each in self.items] if is_resumed else []
+        continues = [each.call_missed_actions(state, elapsed) for each in self.items] if is_resumed else []
         asked = [each for each in self.items if at_end or isinstance(each.spec.when_due, Schedule)]
         outputs = self._run_due(state, asked, EvalContext(False, elapsed.steps, elapsed.loops), elapsed)
         if elapsed.is_last and not self.job.requests.requested:
             for each in self.items:
                 moments = each.loop.engine.moments
                 if moments.run is not None and moments.run.elapsed is not None:
-                    moments.hold(state, is_last=True)  # Calls its actions that are due at the last step.
+                    moments.run_moment(state, is_last=True)  # Calls its actions that are due at the last step.
         return all(continues) and not _asks_to_stop(outputs)
 
     def once(self, state: Any, step_num: int) -> metrics.LoopOutputs | None:
@@ -134,7 +134,7 @@ class Evaluations:
         outputs, seen = None, set()
         history.resume(min(checkpoint.all_steps(spec.checkpoint_dir), default=1) - 1)
         while True:
-            # Asked before listing, so that everything saved before the stop is found.
+            # Call stop_fn before listing, so that everything saved before the stop is found.
             is_complete, found = self.job.gather([stop_fn(), checkpoint.all_steps(spec.checkpoint_dir)])[0]
             for step_num in [step_num for step_num in found if step_num not in seen]:
                 seen.add(step_num)

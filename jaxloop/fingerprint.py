@@ -1,4 +1,4 @@
-"""What identifies a dataset, the same in each process that builds it: for a position to be used in no other one."""
+"""Fingerprints of datasets, the same in every process, so that a saved position is only used with its dataset."""
 
 import contextlib
 import itertools
@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxloop import checks, types
 
-# What of a pipeline's parts must stay the same: by these names, or with an underscore before. Neither paths, which may
-# move, nor what only makes it faster.
+# The attributes of a pipeline's parts that must stay the same, with or without a leading underscore. Paths are not
+# included because they may move, nor are options that only affect speed.
 _PARAMETERS = """
 batch_size drop_remainder drop_last seed seed2 seed_rng_seed reshuffle_each_epoch reshuffle_each_iteration window_size
 buffer_size num_epochs cycle_length num_records num_batches shuffle shard_index shard_count num_workers
 """.split()
-# Of these libraries only: elsewhere, `step` may well count.
+# Only in parts of these libraries. Elsewhere, `step` may be a counter.
 _PARAMETERS_OF_LIBRARIES = "start stop step".split()
 _LIBRARIES = ("grain", "tensorflow")
 _PARTS = """
@@ -29,7 +29,7 @@ _MAX_PARTS = 200
 
 
 def describe_source(dataset: Any) -> list[str]:
-    """What identifies a pipeline, the same in each process that builds it: a line for each of its parts.
+    """Describes a pipeline in one line per part. The lines are the same in every process that builds it.
 
     >>> describe_source([{"x": 1}, {"x": 2}])
     ['list of 2']
@@ -39,7 +39,7 @@ def describe_source(dataset: Any) -> list[str]:
 
 
 def _parts(part: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
-    seen[id(part)] = part  # Held, for its id is no other's then.
+    seen[id(part)] = part  # Kept alive, so that no other object gets its id.
     yield depth, part
     for name, found in _attributes(part, _PARTS).items():
         if name == "_inputs" and callable(found):
@@ -63,7 +63,7 @@ def _describe_part(part: Any) -> str:
             shown.append(f"{name}={value!r}")
     transform = found.get("transform_name") or found.get("_transform_name")
     if isinstance(transform, str):
-        shown.append(transform.partition(" @ ")[0])  # Then come the file and the line, which an edit moves.
+        shown.append(transform.partition(" @ ")[0])  # Without the file and the line, which edits change.
     if hasattr(type(part), "element_spec"):
         shown.append(str(_attempt(lambda: part.element_spec)))
     text = type(part).__name__ + (f"({', '.join(shown)})" if shown else "")
@@ -72,7 +72,7 @@ def _describe_part(part: Any) -> str:
 
 
 def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the attributes that a part of someone else's pipeline has, by name."""
+    """Returns the attributes, of those named, that a part of a third-party pipeline has."""
     found = {}
     for name in names:
         with contextlib.suppress(Exception):
@@ -81,7 +81,7 @@ def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _attempt(ask: Callable[[], Any]) -> Any:
-    """What a part of someone else's pipeline says of itself; None where it has nothing to say."""
+    """Calls a method of a third-party pipeline; returns None if it raises."""
     try:
         return ask()
     except Exception:
@@ -89,7 +89,7 @@ def _attempt(ask: Callable[[], Any]) -> Any:
 
 
 def describe_batch(batch: types.Batch) -> list[str]:
-    """The leaves of a batch, a line each.
+    """Describes the leaves of a batch, one per line.
 
     >>> describe_batch({"x": np.zeros([2, 3], np.float32), "name": "a"})
     ["batch['name']: str", "batch['x']: float32[2, 3]"]
@@ -105,12 +105,12 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -> None:
-    """Raises a `ValueError` that shows both sides where two descriptions differ.
+    """Raises a `ValueError` that lists the differences between two descriptions.
 
     Args:
-      saved: that of an earlier run; None where it had none.
-      now: that of this one.
-      sizes: whether the sizes of arrays must be the same: those of a batch may not, the last one may be short.
+      saved: The description from an earlier run; None if it saved none.
+      now: The description from this run.
+      sizes: Whether to compare the sizes of arrays. Those of batches may differ, because the last one may be short.
     """
     if saved is None:
         return
@@ -121,8 +121,8 @@ def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -
         return
     lines = checks.first_lines([f"  {one.strip()} -> {two.strip()}" for one, two in unlike])
     raise ValueError(
-        "The position in the data was saved from another dataset than this one. What differs (saved -> now):\n"
+        "The position in the data was saved from a different dataset. Differences (saved -> now):\n"
         + "\n".join(lines)
-        + "\nBuild the dataset as it was (batch size, seed, length, transformations), or start a new run in another "
+        + "\nBuild the same dataset (batch size, seed, length, transformations), or start a new run in another "
         "directory."
     )

@@ -1,7 +1,7 @@
-"""The outputs of a loop's steps on their way from the devices to the host.
+"""The queue in which the outputs of a loop's steps move from the devices to the host.
 
-A loop pushes what its steps return into an `OutputQueue`, which hands it back, column by column, some steps later. On
-the way it bounds how far the host is ahead of the devices, and merges `clu.metrics` states on the devices.
+A loop pushes the outputs of its steps into an `OutputQueue`, which returns them some steps later, column by column. The
+queue also limits how many steps the host is ahead of the devices, and merges `clu.metrics` states on the devices.
 """
 
 import collections
@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxloop import metrics, timing, types
-from jaxloop.structures import OfEachStructure
+from jaxloop.structures import PerStructure
 
 CHUNK_SIZE = 32
-"""How many steps' scalars leave an accelerator as one array; for less, compiling that takes longer than it saves."""
+"""The number of steps whose scalars leave an accelerator as one array. Fewer aren't worth the time to compile it."""
 
 
 def chunk_size(max_steps_in_flight: int) -> int:
-    """How many steps a loop takes before it looks after their outputs: while the devices work on as many others."""
+    """Returns how many steps a loop dispatches before it handles their outputs; at most half of those in flight."""
     return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
 
 
 @final
 class Arrived:
-    """The outputs of consecutive steps on the host, in columns: for each name the values of the steps.
+    """The outputs of consecutive steps on the host, as columns: for each name, a list with one value per step.
 
     >>> arrived = Arrived()
     >>> arrived.add({"loss": [3.0, 2.0]}, num_steps=2)
@@ -37,7 +37,8 @@ class Arrived:
     [{'loss': 3.0}, {'loss': 2.0}]
 
     Attributes:
-      blocks: steps that report alike, in order: their columns, or None where they report nothing, and their number.
+      blocks: Pairs, in order, of columns and their number of steps. The steps of a block report the same names. The
+        columns are None if the steps have no outputs.
     """
 
     def __init__(self, blocks: Iterable[tuple[dict[str, Any] | None, int]] = ()):
@@ -47,11 +48,11 @@ class Arrived:
         return bool(self.blocks)
 
     def add(self, columns: dict[str, Any] | None, num_steps: int) -> None:
-        """Appends steps that report alike; None for those that report nothing."""
+        """Appends steps that report the same names; `columns` is None if they have no outputs."""
         self.blocks.append((columns, num_steps))
 
     def rows(self) -> list[types.Output]:
-        """The outputs of each step."""
+        """Returns the outputs of each step."""
         rows: list[types.Output] = []
         for columns, num_steps in self.blocks:
             if columns is None:
@@ -71,7 +72,7 @@ class Arrived:
 
 
 def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
-    """Splits steps that report alike, as `Arrived.blocks` has them, into the first ones and the others."""
+    """Splits an item of `Arrived.blocks` after its first `num_steps` steps."""
     columns, number = block
     first, others = (
         columns and {name: column[part] for name, column in columns.items()}
@@ -83,27 +84,27 @@ def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """The outputs of several steps that were one dispatch, on the devices, stacked on their leading axis."""
+    """The outputs, on the devices, of several steps in one dispatch. The leading axis is that of the steps."""
 
     outputs: types.Output
     num_steps: int
 
     def newest_scalars(self) -> dict[str, Any]:
-        """The scalars of the last step, on the host; nothing while one of them is still being computed."""
+        """Returns the scalars of the last step, on the host; `{}` while one of them is still being computed."""
         arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
         if not all(map(metrics.is_ready, arrays.values())):
             return {}
         return {name: value[-1] for name, value in metrics.fetch(arrays).items()}
 
     def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
-        """Hands on its outputs, which are on the host."""
+        """Appends its outputs to `arrived`; `fetched` are the outputs on the host."""
         columns = fetched and {name: _unstacked(value, self.num_steps) for name, value in fetched.items()}
         arrived.add(columns, self.num_steps)
 
 
 def _unstacked(value: Any, number: int) -> Sequence[Any]:
     if isinstance(value, np.ndarray):
-        return list(value)  # Of one axis, its items are scalars.
+        return list(value)  # If it has one axis, the items are scalars.
     leaves, structure = jax.tree.flatten(value)
     if not leaves:
         return [value] * number
@@ -111,10 +112,11 @@ def _unstacked(value: Any, number: int) -> Sequence[Any]:
 
 
 class _Chunk:
-    """The outputs of some steps on their way to the host.
+    """The outputs of some steps that are moving to the host.
 
     Args:
-      outputs: of each step, or of several as a block, on the devices.
+      outputs: The outputs, on the devices, of each step, or of several steps as a `Block`.
+      num_steps: The number of steps.
     """
 
     def __init__(self, outputs: "list[types.Output | Block]", num_steps: int):
@@ -122,18 +124,18 @@ class _Chunk:
         self._stacked: dict[str, jax.Array] = {}
         self._parts: list[Any] = []
 
-    def is_light(self) -> bool:
-        """Whether each step reports scalars alone."""
+    def has_only_scalars(self) -> bool:
+        """Returns whether the steps report only scalars."""
         newest = self.outputs[-1]
         axes = 1 if isinstance(newest, Block) else 0
         return all(getattr(leaf, "ndim", 0) <= axes for leaf in jax.tree.leaves(_outputs_of(newest)))
 
     def is_computed(self) -> bool:
-        """Whether the devices are done with the last of its steps."""
+        """Returns whether the devices have computed the last step."""
         return all(map(metrics.is_ready, jax.tree.leaves(_outputs_of(self.outputs[-1]))))
 
     def send(self) -> None:
-        """Begins to copy all from an accelerator, without waiting for it: scalars that all steps have as one array."""
+        """Starts copying everything to the host, without waiting. Scalars that all steps report are copied together."""
         if len(self.outputs) == CHUNK_SIZE and not any(isinstance(outputs, Block) for outputs in self.outputs):
             columns = _columns_of_scalars(self.outputs)  # pyright: ignore[reportArgumentType]
             self._stacked = _stack(columns) if columns else {}
@@ -142,7 +144,7 @@ class _Chunk:
                 leaf.copy_to_host_async()
 
     def on_devices(self) -> Any:
-        """What is to be read, for `arrive`."""
+        """Returns the arrays to read, in the structure that `arrive` takes."""
         columns = _columns_if_alike(self.outputs)
         if columns is not None:
             self._parts = [self.outputs]
@@ -157,7 +159,7 @@ class _Chunk:
         return first and {name: [row[name] for row in part] for name in first if name not in self._stacked}
 
     def arrive(self, on_host: Any, arrived: Arrived) -> None:
-        """Hands on all, once what `on_devices` gave is on the host."""
+        """Appends the outputs to `arrived`; `on_host` is the result of `on_devices`, read to the host."""
         stacked, fetched = on_host
         begin = 0
         for part, columns in zip(self._parts, fetched, strict=True):
@@ -190,24 +192,24 @@ def _outputs_of(outputs: "types.Output | Block") -> types.Output:
 
 
 def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[Any]] | None:
-    """The outputs of steps in columns, if all have the same names; else None."""
+    """Returns the outputs of steps as columns if all have the same names; otherwise None."""
     if not rows or not isinstance(rows[0], dict):
         return None
     try:
         columns = {name: [row[name] for row in rows] for name in rows[0]}  # pyright: ignore
-        # Each has the names of the first; and no others, where the first has as many as the mean.
+        # Each has all names of the first. If their total number is the same, none has others.
         return columns if sum(map(len, rows)) == len(columns) * len(rows) else None  # pyright: ignore
     except (KeyError, TypeError):
         return None
 
 
 def _kind(outputs: "types.Output | Block") -> Any:
-    """What is equal of steps that report alike."""
+    """Returns a value that is equal for steps that report the same names."""
     return outputs.keys() if isinstance(outputs, dict) else outputs
 
 
 def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
-    """For each name under which all steps have a scalar of one dtype, on the devices, its values."""
+    """Returns the values of each name under which all steps report a scalar of one dtype, on the devices."""
     columns = {}
     for name, first in (chunk[0] or {}).items():
         values = [outputs.get(name) if outputs else None for outputs in chunk]
@@ -227,28 +229,27 @@ _stack = jax.jit(lambda columns: {name: jnp.stack(values) for name, values in co
 
 @final
 class OutputQueue:
-    """Takes the outputs of a loop's steps, and hands them back when they are on the host.
+    """Receives the outputs of a loop's steps, and returns them when they are on the host.
 
-    The host reads no value from a device before it has to: only when it is asked to, with `drain`, or when the devices
-    hold those of more than `max_steps_kept` steps, so that their memory does not grow. Where their memory is the
-    host's, there is nothing to be read: values are taken some at a time once they are computed, while they are in its
-    caches. It waits for them only when it is more than `max_steps_in_flight` ahead, so that their queue of pending
-    steps does not grow either.
+    The host reads values from a device only in `drain`, or when the devices hold the outputs of more than
+    `max_steps_kept` steps, which bounds device memory. If the devices share the host's memory, nothing needs to be
+    copied. The queue then takes the values as soon as some steps are computed, while they are in the CPU caches. The
+    host waits only if it is more than `max_steps_in_flight` steps ahead, which bounds the queue of pending steps.
 
-    States of `clu.metrics` are merged one after the other, from the first to the last. So it does not matter to a bit
-    of them where a chunk ends, nor whether another queue had begun.
+    States of `clu.metrics` are merged one at a time, from the first to the last. Their bits therefore don't depend on
+    where a chunk ends or another queue began.
 
     Args:
-      max_steps_in_flight: how many steps the devices may have before them.
-      max_steps_kept: of how many steps they may hold the outputs, as long as these are scalars; others are read when
-        their step is done. None for no more than may be in flight.
-      stopwatch: counts the time spent waiting.
-      sums: by name, the merged `clu.metrics` states that an earlier queue came to, to go on with.
-      is_on_host: whether the devices' memory is the host's, so that nothing has to be sent. None to look.
+      max_steps_in_flight: The maximum number of pending steps on the devices.
+      max_steps_kept: The maximum number of steps whose outputs the devices hold, if these are scalars. Larger outputs
+        are read when their step is computed. None for `max_steps_in_flight`.
+      stopwatch: Counts the time spent waiting.
+      sums: The merged `clu.metrics` states of an earlier queue to continue with, by name.
+      is_on_host: Whether the devices share the host's memory, so that nothing is copied. None to detect it.
 
     Attributes:
-      max_steps_in_flight: as given; to be changed when it is known what a dispatch is.
-      newest: what the newest steps returned; to be appended to before `push`.
+      max_steps_in_flight: As given. It may be changed when `steps_per_dispatch` is known.
+      newest: The outputs of the newest steps. Append to it before `push`.
     """
 
     def __init__(
@@ -266,27 +267,27 @@ class OutputQueue:
         self._stopwatch = stopwatch or timing.Stopwatch(lambda: 0.0)
         self._is_on_host = jax.default_backend() == "cpu" if is_on_host is None else is_on_host
         self.newest: list[types.Output | Block] = []
-        self._steps = 0  # Of the newest.
-        self._chunks: list[_Chunk] = []  # Those before.
-        self._held = 0  # Their steps.
-        self._num_outputs = 0  # Of their steps; several in one dispatch have one.
+        self._steps = 0  # The number of steps in `newest`.
+        self._chunks: list[_Chunk] = []  # The steps before `newest`.
+        self._held = 0  # Their number of steps.
+        self._num_outputs = 0  # Their number of dispatches.
         self._merged: dict[str, Any] = {}
-        self._are_plain = True  # Of all but the newest.
-        # Arrays of some steps, with the number of steps up to the next such, oldest first.
+        self._are_plain = True  # Describes all steps before `newest`.
+        # An array of each dispatch, to wait for, and the number of its steps; oldest first.
         self._in_flight: collections.deque[tuple[jax.Array | None, int]] = collections.deque()
         self._num_in_flight = 0
 
     @property
     def room(self) -> int:
-        """How many steps at most are to be taken before the next push."""
+        """The maximum number of steps to run before the next push."""
         return self._chunk_size - self._steps
 
     def push(self, num_steps: int, state: Any) -> Arrived:
-        """Takes what was appended to `newest`, by at most `room` steps or one dispatch; returns what has arrived.
+        """Processes the outputs that were appended to `newest`; returns those that have arrived on the host.
 
         Args:
-          num_steps: how many steps it was.
-          state: the state that the last of them returned, to wait for where there are no outputs.
+          num_steps: The number of appended steps: at most `room`, or those of one dispatch.
+          state: The state that the last of them returned, to wait for if there are no outputs.
         """
         self._steps += num_steps
         self._wait(num_steps, state)
@@ -299,7 +300,7 @@ class OutputQueue:
             chunk.send()
         elif self._num_outputs >= self._chunk_size and all(chunk.is_computed() for chunk in self._chunks):
             self._take_chunks(arrived, metrics.view)
-        max_kept = self._max_kept if chunk.is_light() else self.max_steps_in_flight
+        max_kept = self._max_kept if chunk.has_only_scalars() else self.max_steps_in_flight
         if self._held + self._steps >= max_kept:
             self._take_chunks(arrived, metrics.fetch)
         self._chunks.append(chunk)
@@ -309,7 +310,7 @@ class OutputQueue:
         return arrived
 
     def _wait(self, num_steps: int, state: Any) -> None:
-        """Waits until the devices are no further behind than they may be before the next steps."""
+        """Waits until the next steps stay within `max_steps_in_flight`."""
         newest = _outputs_of(self.newest[-1])
         marker = next((leaf for leaf in jax.tree.leaves(newest) if isinstance(leaf, jax.Array)), None)
         self._in_flight.append((marker, num_steps))
@@ -322,7 +323,7 @@ class OutputQueue:
                 metrics.wait(state if marker is None else marker)
             finally:
                 self._stopwatch.switch(before)
-            if marker is None:  # A state of then was donated since, so we have waited for the newest.
+            if marker is None:  # The state after that step was donated since, so this waited for the newest one.
                 self._in_flight.clear()
                 self._num_in_flight = 0
 
@@ -338,11 +339,11 @@ class OutputQueue:
         return others
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
-        """Waits for the rest; returns it and the merged `clu.metrics` states since the last time, if any came.
+        """Waits for all outputs; returns them, and the `clu.metrics` states merged since the last `drain`, by name.
 
-        With `keep_sums` it goes on with those sums, and returns them again with what comes.
+        With `keep_sums`, merging continues from these states, so the next `drain` includes them.
         """
-        # Emptied only once all is there: an interrupted read loses nothing.
+        # The queue is emptied only after the read, so an interrupted read loses nothing.
         self.newest, arrived = self._split_off_metrics(self.newest), Arrived()
         merged = self._read([*self._chunks, _Chunk(self.newest, self._steps)], arrived, metrics.fetch, self._merged)
         if keep_sums:
@@ -355,11 +356,11 @@ class OutputQueue:
         return arrived, merged
 
     def are_plain(self) -> bool:
-        """Returns whether all steps so far have reported one scalar under each name, and none of them `STOP_LOOP`."""
+        """Returns whether all steps so far reported only scalar arrays, and none reported `STOP_LOOP`."""
         return self._are_plain and all(map(_is_plain, self.newest))
 
     def newest_scalars(self) -> dict[str, Any]:
-        """The scalars of the newest step on its way whose values are there already. Does not wait."""
+        """Returns the scalars of the newest step that is computed but not yet read. It does not block."""
         for outputs in self._newest_first():
             is_block = isinstance(outputs, Block)
             scalars = outputs.newest_scalars() if is_block else metrics.ready_scalars(outputs or {})
@@ -381,7 +382,7 @@ class OutputQueue:
             self._are_plain &= all(map(_is_plain, chunk))
         else:
             kinds = {kind for column in columns.values() for kind in set(map(type, column))}
-            # One after the other is traced alike, so that the last one has the axes of all of a kind.
+            # Arrays from one compiled function have the same axes, so checking those of the last step is enough.
             self._are_plain &= all(issubclass(kind, jax.Array) for kind in kinds) and _is_plain(chunk[-1])
             if not any(map(metrics.is_metric_class, kinds)):
                 return chunk
@@ -404,7 +405,7 @@ class OutputQueue:
         return [_outputs_without(outputs, names) for outputs in chunk]
 
     def _sums(self, name: str, states: list[Any]) -> list[Any]:
-        """What there is of a name so far, none or one, as of the class of the states that come."""
+        """Returns a list of the sum of a name so far, converted to the class of `states`; empty if there is none."""
         found = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
         return metrics.as_states_like(found, states)
 
@@ -416,7 +417,7 @@ class OutputQueue:
             self._merged[name] = metrics.merge(metrics.fetch(states))
         elif len(states) >= self._chunk_size:
             self._merged[name] = _merge_jitted(states)
-        else:  # One by one: compiling for each length of a last chunk would take longer.
+        else:  # One by one, because compiling for each length of a last chunk would take longer.
             self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), states)
 
     def _merge_block(self, name: str, stacked: Any) -> None:
@@ -427,12 +428,12 @@ class OutputQueue:
             self._merged[name] = _merge_stacked(before, stacked)
 
 
-_merge_jitted = OfEachStructure(lambda: jax.jit(lambda states: metrics.merge(states)))
-_merge_stacked = OfEachStructure(lambda: jax.jit(lambda before, stacked: _merge_along_axis(before, stacked)))
+_merge_jitted = PerStructure(lambda: jax.jit(lambda states: metrics.merge(states)))
+_merge_stacked = PerStructure(lambda: jax.jit(lambda before, stacked: _merge_along_axis(before, stacked)))
 
 
 def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:
-    """Merges, after `before`, the states along the leading axis of one, from the first to the last."""
+    """Merges the states in `before`, then those along the leading axis of `stacked`, from the first to the last."""
     first, others = (jax.tree.map(lambda leaf, part=part: leaf[part], stacked) for part in (0, slice(1, None)))
     fold = lambda sums, state: (sums.merge(state), None)
     return jax.lax.scan(fold, metrics.merge([*before, first]), others)[0]

@@ -1,8 +1,8 @@
-"""The structures of pytrees, told apart by the classes of their nodes too.
+"""The structures of pytrees, including the classes of their nodes.
 
-JAX finds two structures equal where a dataclass stands in the place of another with the same fields, and some of its
-versions look up what `jax.jit` has compiled by that: then a function compiled for one class computes another. Their
-hashes differ.
+JAX considers two structures equal if they differ only in the class of a dataclass with the same fields. Some versions
+of JAX use this equality to look up the functions that `jax.jit` compiled, and then call a function compiled for another
+class. The hashes of the structures differ, so this module compares them, too.
 """
 
 import functools
@@ -11,8 +11,8 @@ from typing import Any, final
 
 import jax
 
-MOST_STRUCTURES = 1024
-"""Of how many structures something is remembered."""
+MAX_STRUCTURES = 1024
+"""The maximum number of structures in a cache."""
 
 
 def are_alike(one: Any, other: Any) -> bool:
@@ -26,7 +26,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of a tree, and a key that is equal only for trees alike; its last item is the `PyTreeDef`."""
+    """Returns the leaves of a tree, and a key of its structure; see `are_alike`. Its last item is the `PyTreeDef`."""
     leaves, structure = jax.tree.flatten(tree)
     return leaves, _with_hash(structure)
 
@@ -36,26 +36,26 @@ def _with_hash(structure: Any) -> tuple[int, Any]:
 
 
 @final
-class OfEachStructure:
-    """A compiled function that is compiled separately for arguments of each structure.
+class PerStructure:
+    """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: compiles it. Each call must return a new function, made of a new function.
+      compile: Returns the function for one structure. Each call must make a new Python function and jit that.
 
-    >>> double = OfEachStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
+    >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
     ({'x': Array(2., dtype=float32, weak_type=True)}, [Array(2., dtype=float32, weak_type=True)])
     """
 
     def __init__(self, compile: Callable[[], Any]):
-        # A dictionary compares the whole hashes before it asks whether two structures are equal.
-        self._of = functools.lru_cache(MOST_STRUCTURES)(lambda structure: compile())
+        # A dictionary compares the full hashes before it checks equality.
+        self._of = functools.lru_cache(MAX_STRUCTURES)(lambda structure: compile())
 
     def __call__(self, *args: Any) -> Any:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function that is compiled for arguments of this structure."""
+        """Returns the function for arguments with this structure."""
         return self._of(jax.tree.structure(args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:

@@ -32,7 +32,7 @@ class Training:
       savers: The actions that save checkpoints.
       has_begun: Whether the training has reached its first step.
       newest: The newest state and its step; None while the train loop runs, which holds them.
-      pass_has_ended: Whether the newest epoch was counted.
+      epoch_has_ended: Whether the newest epoch was counted.
     """
 
     loop: ActionLoop
@@ -44,7 +44,7 @@ class Training:
     savers: Sequence[CheckpointAction]
     has_begun: bool = False
     newest: tuple[Any, int] | None = None
-    pass_has_ended: bool = False
+    epoch_has_ended: bool = False
 
     def __call__(self, state: Any, *, logs_total_steps: bool) -> tuple[Any, metrics.LoopOutputs | None]:
         """Trains to the end; returns the state and the outputs of the last train loop, or None if no loop ran.
@@ -62,7 +62,7 @@ class Training:
             action.begin_run(step_num, can_resume=self.checkpoint_spec is not None)
         self._open_data(resumed)
         run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
-        run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_pass
+        run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_epoch
         run_info.loop_steps = spec.loop_steps
         end = self._end_reached(resumed, step_num)
         if resumed is not None:
@@ -77,8 +77,8 @@ class Training:
             logging.info("Training from step %d to %s.", step_num, spec.end)
         if resumed is None and step_num == 0:
             state = loop.step.prepare_state(state)
-            loop.engine.stepper.read_from(run.source)
-            if not loop.engine.moments.hold(state):  # Runs what is due before the first step.
+            loop.engine.stepper.set_source(run.source)
+            if not loop.engine.moments.run_moment(state):  # Runs everything that is due before the first step.
                 logging.info("Stopped before the first step, as requested by an evaluation or an action.")
                 return state, None
         if run.job.requests.requested:  # Perhaps during an evaluation of this step, which the next run repeats.
@@ -87,9 +87,8 @@ class Training:
         self.newest, self.has_begun = (state, step_num), True
         state, outputs, has_ended = self._train(state)
         if has_ended and (loop.step_num > step_num or resumed is not None):
-            loop.engine.moments.hold(
-                state, is_last=True
-            )  # Runs what is due at the last step, now that it is known to be the last.
+            # Runs everything that is due at the last step, now that it is known to be the last.
+            loop.engine.moments.run_moment(state, is_last=True)
         return state, outputs
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
@@ -109,7 +108,7 @@ class Training:
         return errors
 
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
-        """Saves the state after the last completed step before an exception; None if it is lost."""
+        """Saves the state as of the last completed step before an exception. `state` is None if it is lost."""
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
         # A save needs all processes. An exception such as KeyboardInterrupt ends the program without one.
@@ -135,9 +134,9 @@ class Training:
         assert run_info is not None
         while True:
             loop_count, loops_run = progress.loops, progress.loops_run
-            self.newest, self.pass_has_ended = None, False
-            engine.stepper.read_from(run.source)
-            run_info.ends_with_data = self._is_last_pass(run.passes + 1)
+            self.newest, self.epoch_has_ended = None, False
+            engine.stepper.set_source(run.source)
+            run_info.ends_with_data = self._is_last_epoch(run.passes + 1)
             batches = iter(()) if run.source is None else run.source
             state, found = engine.train(state, batches, self._steps_of_next_loop)
             self.newest = (state, loop.step_num)
@@ -153,9 +152,9 @@ class Training:
                 logging.info("Stopped at step %d, as requested by outputs[%r].", loop.step_num, types.STOP_LOOP)
                 return state, outputs, True
             data_ended = engine.stepper.call.data_ended
-            if data_ended and not self.pass_has_ended:
-                self._end_pass()
-            continues = self._has_next_pass(loop.step_num) if data_ended else progress.loops > loop_count
+            if data_ended and not self.epoch_has_ended:
+                self._end_epoch()
+            continues = self._has_next_epoch(loop.step_num) if data_ended else progress.loops > loop_count
             if loop.elapsed.is_last or not continues:
                 return state, outputs, True
 
@@ -171,13 +170,13 @@ class Training:
         for error in self.save_now(state, step_num):
             raise error
 
-    def _end_pass(self) -> None:
+    def _end_epoch(self) -> None:
         """Counts an epoch and begins the next one; raises an error if it had no batch.
 
         A checkpoint at this moment stores the start of the next epoch, which may have a different order. After the last
         epoch it does so for a run that is resumed for further epochs.
         """
-        run, spec, self.pass_has_ended = self.run, self.spec, True
+        run, spec, self.epoch_has_ended = self.run, self.spec, True
         if self.run.job.any_stops(run.source is not None and run.source.count == 0):
             raise checks.empty_dataset(spec.train_dataset)
         if spec.epochs is None:
@@ -192,14 +191,14 @@ class Training:
         if run.passes < spec.epochs or self.savers:
             run.source = self.source_of(spec.data)
 
-    def _is_last_pass(self, number: int) -> bool:
+    def _is_last_epoch(self, number: int) -> bool:
         """Returns whether the dataset can't be read again, or need not, after this many epochs."""
         return self.spec.epochs is None or self.spec.has_iterator or number >= self.spec.epochs
 
-    def _has_next_pass(self, step_num: int) -> bool:
+    def _has_next_epoch(self, step_num: int) -> bool:
         """Returns whether there is another epoch; logs the reason if there is none, or raises an error."""
         total_steps, epochs = self.spec.total_steps, self.spec.epochs
-        if not self._is_last_pass(self.run.passes):
+        if not self._is_last_epoch(self.run.passes):
             return True
         text = f"The training dataset ended at step {step_num} of train_total_steps={total_steps}"
         if epochs is not None and self.run.passes >= epochs:
@@ -302,7 +301,7 @@ class Training:
             if spec is not None and self.savers:
                 self._warn_of_inexact_resume(source)
             return
-        if is_epoch:  # Half an epoch is continued in any case.
+        if is_epoch:  # A run always continues inside an epoch, even if that means skipping batches.
             run.source = source = PositionedIterator(source, skippable=True)
         if not spec.restore_data:
             return
@@ -333,7 +332,7 @@ class Training:
                 )
 
     def _catch_up(self, state: Any, resumed: Resumed, *, is_last: bool) -> bool:
-        """Runs what was due at the step of a checkpoint and did not run, because the run was interrupted.
+        """Runs everything that was due at the step of a checkpoint and did not run because the run was interrupted.
 
         Returns:
           Whether the run continues.
@@ -342,17 +341,17 @@ class Training:
         if not resumed.may_be_incomplete or elapsed.previous is None:
             return True
         loop_has_ended = resumed.steps_in_loop == 0 and elapsed.loops > elapsed.previous.loops
-        return self.loop.engine.moments.hold(state, at_end=loop_has_ended, is_last=is_last, saves=False)
+        return self.loop.engine.moments.run_moment(state, at_end=loop_has_ended, is_last=is_last, saves=False)
 
 
 def _check_count(state: Any, saved_step: int, directory: Any) -> None:
     """Raises an error if the step in a checkpoint is not the step in its name."""
     if hasattr(state, "step") and (count := step_num_of(state)) != saved_step:
         raise ValueError(
-            f"The checkpoint {saved_step} in {directory} has state.step={count}, but its name requires {saved_step}: "
-            "no run can resume from it. It was saved by a step whose updates_per_step was wrong, or by a program that "
-            "counts something else. Remove that directory, or give another checkpoint_dir; to begin with its "
-            "parameters, call step.restore_model(state, directory)."
+            f"No run can resume from checkpoint {saved_step} in {directory}, because its state.step is {count}. It was "
+            "saved by a step whose updates_per_step was wrong, or by a program that counts something else. Remove the "
+            "checkpoint, or give another checkpoint_dir. To begin with its parameters, call "
+            "step.restore_model(state, directory)."
         )
 
 

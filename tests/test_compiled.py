@@ -189,7 +189,7 @@ def test_another_dtype_of_the_batch_is_explained(caplog):
     data[2]["y"] = data[2]["y"].astype(np.int32)
     jaxloop.TrainLoop(step)(state, data)
     assert step.traces == 2
-    assert "Traced.run is compiled once more" in caplog.text
+    assert "Traced.run is compiled again" in caplog.text
     assert "batch['y']: float32[8, 1] -> int32[8, 1]" in caplog.text and "state/" not in caplog.text
 
 

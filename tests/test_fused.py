@@ -255,7 +255,7 @@ def test_what_comes_between_two_steps_is_told():
         jaxloop.TrainLoop(make_step(cls=WithEnd), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="it has actions, which are called for each step"):
         jaxloop.TrainLoop(make_step(end_actions=[Note(1)]), steps_per_dispatch=4)
-    with pytest.raises(ValueError, match="OwnLoop has a _run_one_step of its own"):
+    with pytest.raises(ValueError, match="OwnLoop overrides _run_one_step"):
         OwnLoop(make_step(), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="must be at most 32, got 33"):
         jaxloop.TrainLoop(make_step(), nan_policy="raise", steps_per_dispatch=33)
@@ -274,7 +274,7 @@ def test_what_comes_between_two_steps_is_told():
     ("one_by_one", "fused", "expected"), [(30e-6, 6e-6, 32), (11e-3, 110e-3, 1), (1e-3, 0.99e-3, 1), (11e-3, None, 1)]
 )
 def test_the_faster_is_kept(one_by_one, fused, expected):
-    tried = program.Tried(one_by_one, fused)
+    tried = program.StepTimes(one_by_one, fused)
     assert tried.steps_per_dispatch == expected and "one by one a step takes" in str(tried)
 
 
@@ -399,11 +399,11 @@ def test_a_dispatch_that_fails_where_single_steps_do_not_is_told_once(warnings_l
     def fails(self, state, batches):
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(program.Program, "dispatch_group", fails)
+    monkeypatch.setattr(program.Program, "dispatch_fused", fails)
     state, *_ = train(8, map(batch_of, range(128)), interval=every(steps=64))
     assert int(state.step) == 128
     (told,) = warnings_logged()
-    assert "8 steps in one dispatch have failed, and are taken one by one: RuntimeError('RESOURCE_EXHAUSTED')" in told
+    assert "8 steps in one dispatch failed, so they run one by one: RuntimeError('RESOURCE_EXHAUSTED')" in told
 
 
 class Counting(jaxloop.Step):

@@ -407,7 +407,7 @@ def test_a_position_in_another_dataset_is_refused(before, now, message):
     before, now = (make() if callable(make) else make for make in (before, now))
     iterator = PositionedIterator(before)
     values(iterator, 3)
-    with pytest.raises(ValueError, match=f"(?s)saved from another dataset than this one.*{message}.*Build the dataset"):
+    with pytest.raises(ValueError, match=f"(?s)saved from a different dataset.*{message}.*Build the same dataset"):
         PositionedIterator(now).seek(through_json(iterator.position()))
 
 

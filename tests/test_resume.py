@@ -113,7 +113,7 @@ def test_an_action_that_has_come_or_gone_is_said(tmp_path, warnings_logged):
     run(tmp_path, 15)
     assert any("has the state of an action of class EarlyStoppingAction" in text for text in warnings_logged())
     run(tmp_path, 20, train_actions=[stopping()])
-    assert any("was not part of the run when it was saved: it begins anew" in text for text in warnings_logged())
+    assert any("was not part of the run when it was saved, so it starts fresh" in text for text in warnings_logged())
 
 
 def test_sigterm_ends_the_run_after_its_step_saves_it_and_exits(tmp_path, writer, assert_same):

@@ -36,15 +36,15 @@ def make_run_in_groups(workdir):
 def make_run_with_broken_groups(workdir):
     """The first dispatch of several steps in a process has another result, so a resumed process differs."""
 
-    dispatch_group, is_first = Program.dispatch_group, [True]
+    dispatch_fused, is_first = Program.dispatch_fused, [True]
 
     def broken(self, state, batches):
-        state, block, numbers = dispatch_group(self, state, batches)
+        state, block, numbers = dispatch_fused(self, state, batches)
         if is_first.pop() if is_first else False:
             state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1e-3, state.params))
         return state, block, numbers
 
-    Program.dispatch_group = broken
+    Program.dispatch_fused = broken
     return make_run(workdir, steps_per_dispatch=2)
 
 

@@ -401,7 +401,7 @@ def test_what_is_kept_of_loops_without_a_halt_does_not_grow_with_their_number():
         ledger.count([8] * 10)
         ledger.pass_ends()
         num_arrived = 10 if number else 5
-        ledger.take(Arrived([({"loss": [1.0] * num_arrived}, num_arrived)]))
+        ledger.add(Arrived([({"loss": [1.0] * num_arrived}, num_arrived)]))
         assert len(ledger.loop.get("loss", ())) <= 10
 
 

@@ -1,10 +1,10 @@
-"""What runs the loops: to be read in this order.
+"""The engine that runs the loops. Read its modules in this order:
 
-program   takes steps: the only code that repeats them.
-ledger    keeps what they have reported, with a cursor for each reader.
-agenda    knows which action is due when.
-progress  counts steps, examples, seconds and loops.
-stepper   draws the batches of a loop, has their steps taken, counts them, and collects their outputs.
-moments   calls what is due between two steps, in its order.
-engine    runs loop after loop, and is saved and restored.
+program   `Program` runs steps. No other code repeats them.
+ledger    `Ledger` stores what the steps reported, with a cursor for each reader.
+agenda    `Agenda` holds the end actions and knows which of them are due.
+progress  `Progress` counts steps, examples, seconds and loops.
+stepper   `Stepper` reads the batches of a loop, runs and counts its steps, and collects their outputs.
+moments   `Moments` runs everything that is due between two steps, in a fixed order.
+engine    `Engine` runs one loop after another, and saves and restores its own state.
 """

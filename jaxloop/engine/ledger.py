@@ -1,4 +1,4 @@
-"""The outputs of a loop's steps on the host, in the order of the steps, for all who read them."""
+"""The outputs of a loop's steps on the host, in the order of the steps, for all actions that read them."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from jaxloop.output_queue import Arrived, split_block
 
 @final
 class Series:
-    """Outputs with the position in the ledger at which each part of them ends; readers have cursors at such positions.
+    """Outputs in parts, each with the position in the ledger at which it ends. The cursors of readers are positions.
 
     >>> series = Series()
     >>> series.add(2, LoopOutputs({"loss": [3.0, 2.0]}, [8, 8]))
@@ -24,11 +24,11 @@ class Series:
         self._parts = list(parts)
 
     def add(self, end: int, outputs: LoopOutputs) -> None:
-        """Appends what was reported up to a position."""
+        """Appends the outputs up to a position."""
         self._parts.append((end, outputs))
 
     def since(self, cursor: int) -> LoopOutputs:
-        """Returns a copy of what was reported after a position."""
+        """Returns a copy of the outputs after a position."""
         outputs = LoopOutputs()
         for end, part in self._parts:
             if end > cursor:
@@ -36,7 +36,7 @@ class Series:
         return outputs
 
     def keep_for(self, cursors: Sequence[int]) -> None:
-        """Joins the parts that no cursor separates, and drops those before all cursors."""
+        """Drops the parts before all cursors, and joins those that no cursor separates."""
         kept: list[tuple[int, LoopOutputs]] = []
         for end, part in self._parts:
             if all(end <= cursor for cursor in cursors):
@@ -49,30 +49,30 @@ class Series:
         self._parts = kept
 
     def encode(self, encode: Callable[[LoopOutputs], Any]) -> list[Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the parts for a checkpoint, each encoded with `encode`."""
         return [[end, encode(part)] for end, part in self._parts]
 
     @classmethod
     def decode(cls, encoded: Iterable[Any]) -> "Series":
-        """Returns what `encode` was called on."""
+        """Returns the series from the result of `encode`."""
         return cls((end, LoopOutputs.decode(part)) for end, part in encoded)
 
 
 @final
 class Ledger:
-    """The outputs of a run's steps, on the host, in the order of the steps. Positions in it count steps.
+    """The outputs of a run's steps on the host, in the order of the steps. Positions count steps.
 
-    There are two series to read: what was reported from one reading to the next, and whole loops as their `end` left
-    them. `clu.metrics` states are merged in the order of the steps, from one reading to the next; a save doesn't read,
-    so it changes no bit of them.
+    Actions read two series: the outputs from one read to the next, and whole loops as their `end` returned them.
+    `clu.metrics` states are merged in the order of the steps, from one read to the next. A save is not a read, so it
+    changes no bit of them.
 
     Attributes:
-      position: how many steps have been counted.
-      loop: the outputs of the loop under way, without the `sums`.
-      weights: for each of its steps how many examples its values stand for.
-      sums: the merged `clu.metrics` states since the last reading, by name.
-      parts: what was reported between two readings.
-      loops: the outputs of loops that have ended.
+      position: The number of steps counted so far.
+      loop: The outputs of the current loop, without the `sums`.
+      weights: The number of examples behind the values of each of its steps.
+      sums: The merged `clu.metrics` states since the last read, by name.
+      parts: The outputs between two reads.
+      loops: The outputs of ended loops.
     """
 
     def __init__(self):
@@ -82,19 +82,19 @@ class Ledger:
         self.sums: dict[str, Any] = {}
         self.parts: Series = Series()
         self.loops: Series = Series()
-        self._ended = LoopOutputs()  # Of the loops that have ended last.
-        self._last_steps = 0  # Of the last one of them.
+        self._ended = LoopOutputs()  # The outputs of the loops that ended last.
+        self._last_steps = 0  # The number of steps of the last one.
         self._unread = LoopOutputs()
-        self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops whose outputs are on their way.
-        self._arrived = 0  # Steps of the first of these, or of the loop under way, whose outputs are here.
+        self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops with outputs still on the devices.
+        self._arrived = 0  # The steps of the first of these, or of the current loop, whose outputs have arrived.
 
     def begin_loop(self) -> None:
-        """Drops what a loop under way has reported: another one begins."""
+        """Drops the outputs of the current loop, and begins another one."""
         self.loop, self.weights, self.sums, self._unread = LoopOutputs(), [], {}, LoopOutputs()
         self._passed.clear()
         self._arrived = 0
 
-    def take(
+    def add(
         self,
         arrived: Arrived,
         update: Callable[[Any, types.Output], Any] | None = None,
@@ -102,13 +102,13 @@ class Ledger:
         keeps_parts: bool = True,
         keeps_loops: bool = True,
     ) -> None:
-        """Takes outputs of steps that are on the host.
+        """Adds the outputs of steps that have arrived on the host.
 
         Args:
-          arrived: the outputs.
-          update: adds those of one step to those of the loop; None to append the values to lists.
-          keeps_parts: whether somebody reads `parts`.
-          keeps_loops: whether somebody reads `loops`.
+          arrived: The outputs.
+          update: Adds the outputs of one step to those of the loop; None to append the values to lists.
+          keeps_parts: Whether any action reads `parts`.
+          keeps_loops: Whether any action reads `loops`.
         """
         blocks = collections.deque(arrived.blocks)
         while True:
@@ -132,7 +132,7 @@ class Ledger:
                     self.loop = update(self.loop, row)
 
     def _end_passed(self, passed: "_Passed", keeps_parts: bool, keeps_loops: bool) -> None:
-        """Ends a loop that was passed, whose outputs are here by now."""
+        """Ends loops whose ends were passed, now that all of their outputs have arrived."""
         later, self._unread.num_examples = self._unread.num_examples, passed.unread_weights
         self._ended, self._last_steps = LoopOutputs(self.loop, passed.weights), passed.last_steps
         if keeps_parts:
@@ -142,36 +142,36 @@ class Ledger:
         self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
 
     def count(self, weights: Sequence[int]) -> None:
-        """Counts steps, each of which stands for as many examples."""
+        """Counts steps; `weights` has the number of examples of each."""
         self.position += len(weights)
         self.weights += weights
         self._unread.num_examples += weights
 
     def end_part(self) -> None:
-        """Ends the part since the last reading, and its sums: it can be read now. All outputs must be here."""
+        """Ends the part since the last read, and its sums, so that it can be read. All outputs must have arrived."""
         _merge_into(self.loop, self.sums)
         _merge_into(self._unread, self.sums)
         self.parts.add(self.position, self._unread)
         self.sums, self._unread = {}, LoopOutputs()
 
     def whole_loop(self) -> LoopOutputs:
-        """Returns the outputs of the loop under way, a copy."""
+        """Returns a copy of the outputs of the current loop."""
         outputs = LoopOutputs(self.loop, self.weights).copy()
         _merge_into(outputs, self.sums)
         return outputs
 
     @property
     def ended(self) -> LoopOutputs:
-        """The outputs of the loop that has ended last."""
+        """The outputs of the loop that ended last."""
         more = len(self._ended.num_examples) - self._last_steps
         return self._ended.split(more)[1] if more else self._ended
 
     def pass_ends(self, last_steps: int | None = None, steps_since: int = 0) -> None:
-        """Ends one loop, or several, before their outputs are here, which have no `clu.metrics` states.
+        """Ends one or more loops before their outputs have arrived. The outputs must not have `clu.metrics` states.
 
         Args:
-          last_steps: how many steps the last of several had; None for one alone.
-          steps_since: how many steps of the next one were counted already.
+          last_steps: The number of steps of the last of several loops; None for a single loop.
+          steps_since: The number of steps of the next loop that were already counted.
         """
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
@@ -179,15 +179,16 @@ class Ledger:
         self._passed.append(_Passed(position, last_steps, weights, unread))
 
     def end_loop(self, outputs: LoopOutputs) -> None:
-        """Ends the loop, and the part since the last reading, with what `end` has made of the outputs."""
+        """Ends the loop, and the part since the last read, with the outputs that the hook `end` returned."""
         self._unread.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
         self.end_part()
         self._ended, self._last_steps = outputs, len(outputs.num_examples)
-        self.loops.add(self.position, outputs.copy())  # The caller has those, and a series joins its parts.
+        # A copy, because the caller owns the outputs, and a series extends its parts.
+        self.loops.add(self.position, outputs.copy())
         self.begin_loop()
 
     def state_dict(self, encode: Callable[[LoopOutputs], Any], *, keeps_loop: bool) -> dict[str, Any]:
-        """Returns what a checkpoint keeps; with `keeps_loop` also the loop under way. All outputs must be here."""
+        """Returns the state for a checkpoint, if `keeps_loop` with the current loop. All outputs must have arrived."""
         loop = LoopOutputs(self.loop, self.weights) if keeps_loop else LoopOutputs()
         return {
             "position": self.position,
@@ -200,7 +201,7 @@ class Ledger:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any]) -> "Ledger":
-        """Returns the ledger whose `state_dict` it was."""
+        """Returns the ledger from its `state_dict`."""
         ledger = cls()
         ledger.position = state_dict["position"]
         ledger.loop = loop = LoopOutputs.decode(state_dict["loop"])
@@ -213,7 +214,7 @@ class Ledger:
 
 @final
 class _Passed(NamedTuple):
-    """One loop, or several, that have ended before their outputs were here."""
+    """One or more loops that ended before their outputs arrived."""
 
     position: int
     last_steps: int
@@ -227,6 +228,6 @@ def _merge_into(outputs: dict[str, Any], sums: Mapping[str, Any]) -> None:
 
 
 def _split_end(values: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Splits a list in those before the last ones, of which there are so many, and these."""
+    """Splits a list before its last `number` values."""
     place = len(values) - number
     return values[:place], values[place:]

@@ -1,4 +1,4 @@
-"""The moments of a run: what happens between two steps, in its order."""
+"""The moments of a run: everything that happens between two steps, in a fixed order."""
 
 import contextlib
 import dataclasses
@@ -21,22 +21,23 @@ from jaxloop.timing import Spent
 @final
 @dataclasses.dataclass
 class Run:
-    """What a loop knows of the run it is part of. An `OuterLoop` gives it to its loops; one on its own has none.
+    """The run that a loop is part of. An `OuterLoop` sets it on its loops; a standalone loop has none.
 
     Attributes:
-      history: what was measured so far.
-      total_steps: updates in all; None if nobody knows.
-      elapsed: for an evaluation, how far the training is; None for a train loop, which knows by itself.
-      stop: where the run ends besides.
-      loop_steps: loops end at the multiples of so many steps; None where nobody knows.
-      eval_intervals: when an evaluation may be due, as the intervals of actions.
-      evaluate: evaluates, with a state and an `Elapsed`, what is due; the third argument says whether a loop has ended.
-        Returns whether the run goes on.
-      end_data: called where the data end, after the step that was the last; None where no other loop may follow.
-      snapshot: makes what a checkpoint keeps beside the state, as `CheckpointAction.save` takes it.
-      can_resume: whether another call, or process, may go on with a loop that a signal cut short.
-      keeps_batches: whether a train loop keeps its last batches, for the record of a failure.
-      ends_with_data: whether the run ends where the data end.
+      history: The values measured so far.
+      total_steps: The total number of updates; None if it is unknown.
+      loop_steps: Loops end at the multiples of this number of steps; None if their length is unknown.
+      elapsed: For an evaluation, the progress of the training; None for a train loop, which has its own.
+      stop: A further schedule that ends the run.
+      eval_intervals: The intervals of the evaluations, like those of actions.
+      evaluate: Runs the evaluations that are due, given a state, the progress, and whether a loop ended at this step.
+        Returns whether the run continues.
+      end_data: Called when the data end, after the last step of the epoch; None if no other loop may follow.
+      snapshot: Returns everything that a checkpoint contains besides the state, as arguments of
+        `CheckpointAction.save`.
+      can_resume: Whether another call, or process, may continue a loop that a signal interrupted.
+      keeps_batches: Whether a train loop keeps its last batches, to record a failure.
+      ends_with_data: Whether the run ends when the data end.
     """
 
     history: History | None = None
@@ -55,62 +56,62 @@ class Run:
 
 @final
 class Moments:
-    """Calls what is due between two steps: actions, evaluations, what comes last.
+    """Runs everything that is due between two steps: actions, evaluations, then the actions with `runs_last`.
 
     Args:
-      stepper: takes the steps.
-      progress: counts them.
-      job: the processes that train together.
+      stepper: Runs the steps.
+      progress: Counts the steps.
+      job: The processes that train together.
 
     Attributes:
-      statistics: measures intervals, a `stat_loop.Statistics`; None in a loop without.
-      agenda: the end actions.
-      beginnings: the begin actions.
-      last_beginning: when they were asked last.
-      run: what is known of the run; None for a loop on its own.
-      stop_requested: whether an action, or an evaluation, has asked for the end of the run.
+      statistics: The `stat_loop.Statistics` that measures intervals; None in a loop without statistics.
+      agenda: The end actions.
+      begin_actions: The begin actions.
+      last_beginning: The progress at which the begin actions were last checked.
+      run: The run that the loop is part of; None for a standalone loop.
+      stop_requested: Whether an action or an evaluation asked for the end of the run.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
         self._stepper, self._progress, self._job = stepper, progress, job
         self.statistics: Any = None
         self.agenda: Agenda = Agenda(ActionList(None, unit="loops"))
-        self.beginnings: ActionList = ActionList(None, unit="loops")
+        self.begin_actions: ActionList = ActionList(None, unit="loops")
         self.last_beginning: Elapsed = Elapsed()
         self.run: Run | None = None
         self.stop_requested: bool = False
         self._spent_before = progress.stopwatch.spent()
 
     def attach(self, action: Action) -> None:
-        """Adds an end action, called before the others, until `detach_all`. An `OuterLoop` keeps its history so."""
+        """Adds an end action before the others, until `detach_all`. An `OuterLoop` records its history with one."""
         self.agenda.attach(action, self._stepper.ledger.position)
 
     def detach_all(self) -> None:
-        """Takes the attached actions away."""
+        """Removes the attached actions."""
         self.agenda.detach_all()
 
     # When ----------------------------------------------------------------------------------------------
 
     @property
     def elapsed(self) -> Elapsed:
-        """How far the training is, see `Loop.elapsed`."""
+        """The progress of the training; see `Loop.elapsed`."""
         newest, progress = self._progress.last_elapsed, self._progress
-        return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.look()
+        return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.elapsed_now()
 
-    def look(self, loops: int | None = None) -> Elapsed:
-        """Returns how far the training is. Schedules in terms of time are asked from one look to the next."""
+    def elapsed_now(self, loops: int | None = None) -> Elapsed:
+        """Returns the progress of the training now. Schedules of time compare it with its `previous`."""
         if self.run is None or self.run.elapsed is None:
-            return self._progress.look(loops)
+            return self._progress.elapsed_now(loops)
         return dataclasses.replace(self.run.elapsed, previous=self._progress.last_elapsed.without_previous())
 
     def now(self, *, ends_loop: bool = False) -> Elapsed:
-        """Returns how far the training is, with `is_last` where the run ends here.
+        """Returns the progress of the training at this moment, with `is_last` if the run ends here.
 
         Args:
-          ends_loop: whether a loop ends at this step.
+          ends_loop: Whether a loop ends at this step.
         """
         call, run = self._stepper.call, self.run
-        now = self.look(self._progress.loops + ends_loop)
+        now = self.elapsed_now(self._progress.loops + ends_loop)
         self._spent_before = self._progress.stopwatch.spent()
         if run is None:
             is_last = ends_loop and not call.was_interrupted
@@ -123,22 +124,22 @@ class Moments:
         return dataclasses.replace(now, is_last=True) if is_last else now
 
     def goal(self) -> Goal:
-        """Returns up to where nothing is due: no action, no evaluation, and not the stop of the run."""
+        """Returns the goal up to which nothing is due: no action, no evaluation, and not the stop of the run."""
         now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
-            now = self.look()
+            now = self.elapsed_now()
         others = () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
         return self.agenda.next(now, others)
 
     def next(self) -> tuple[int, float]:
-        """Returns the step, and the time by the stopwatch, up to which a loop may go on freely."""
+        """Returns the step, and the time on the stopwatch, at which something may be due next."""
         goal = self.goal()
-        # A hair too early, for rounding not to be too late.
+        # Slightly early, so that rounding doesn't make it late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9
 
     def due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
         """Returns the actions that are due and were not called at this step."""
-        # An evaluation counts its own loops.
+        # Actions of an evaluation count its own loops.
         loop = now.loops if self._stepper.call.trains else self._progress.loops + self._progress.is_inside
         return self.agenda.due(now, loop if at_end else None)
 
@@ -149,35 +150,35 @@ class Moments:
         self.stop_requested = False
         for slot in self.agenda.slots:
             slot.is_postponed = False
-            if not self._stepper.call.trains:  # Each call sees the same step again.
+            if not self._stepper.call.trains:  # Several evaluations may run at the same step.
                 slot.called_at = None
 
-    def call_beginnings(self, state: Any) -> None:
+    def call_begin_actions(self, state: Any) -> None:
         """Calls the begin actions that are due."""
-        if not self.beginnings.actions:
+        if not self.begin_actions.actions:
             return
-        now = self.look()
+        now = self.elapsed_now()
         asked = dataclasses.replace(now, loops=now.loops + 1, previous=self.last_beginning)
-        for index in range(len(self.beginnings.actions)):
-            if self.beginnings.is_due(index, self._progress.loops + 1, asked):
+        for index in range(len(self.begin_actions.actions)):
+            if self.begin_actions.is_due(index, self._progress.loops + 1, asked):
                 with self._progress.stopwatch.counting("actions"):
-                    self.beginnings.call(index, state, None, now)
+                    self.begin_actions.call(index, state, None, now)
         self.last_beginning = asked.without_previous()
 
-    def hold(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
-        """Calls what is due outside of a call: actions, evaluations, what comes last; returns whether the run goes on.
+    def run_moment(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
+        """Runs everything that is due at a moment outside a call of the loop; returns whether the run continues.
 
-        It calls nothing twice at one step. It is for the moment before the first step, for the last step, when only
-        later the run is known to have ended, and for what a run that is resumed has missed.
+        Such moments are the one before the first step, the last step if it turns out to be the last only afterwards,
+        and the step of a checkpoint at which the run was interrupted. Nothing is called twice at one step.
 
         Args:
-          state: the state.
-          at_end: whether a loop has ended at this step.
-          is_last: whether it was the last.
-          saves: whether actions that save are called too.
+          state: The state.
+          at_end: Whether a loop ended at this step.
+          is_last: Whether it was the last step.
+          saves: Whether to call actions that save, too.
         """
         now = self.elapsed
-        self.stop_requested &= is_last  # What has asked for the end is known to a checkpoint of the last step.
+        self.stop_requested &= is_last  # A checkpoint of the last step records that a stop was requested.
         is_last |= self.now().is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
         due = [slot for slot in self.due(now, at_end=at_end) if saves or not slot.saves]
@@ -186,8 +187,8 @@ class Moments:
         self.call_due(due, state, now, runs_last=True)
         return not self.stop_requested
 
-    def hold_inside(self, state: Any, now: Elapsed) -> bool:
-        """Calls what is due inside a loop; returns whether the loop goes on."""
+    def run_moment_in_loop(self, state: Any, now: Elapsed) -> bool:
+        """Runs everything that is due inside a loop; returns whether the loop continues."""
         self._progress.last_elapsed, stepper = now, self._stepper
         due = self.due(now)
         reads = any(slot.reads_outputs for slot in due)
@@ -197,23 +198,24 @@ class Moments:
                 with self._progress.stopwatch.counting("device"):
                     metrics.wait(state)
         self.call_due(due, state, now, runs_last=False, newest=stepper.newest_scalars)
-        return self.follow(due, state, now, newest=stepper.newest_scalars)
+        return self.evaluate_and_call_last(due, state, now, newest=stepper.newest_scalars)
 
-    def follow(
+    def evaluate_and_call_last(
         self, due: Sequence[Slot], state: Any, now: Elapsed, *, at_end: bool = False, newest: Any = None
     ) -> bool:
-        """Evaluates after the actions of a moment, and calls what comes last; returns whether the run goes on."""
+        """Evaluates, then calls the due actions with `runs_last`; returns whether the run continues."""
         self._evaluate(state, now, at_end)
-        if not self._job.requests.requested:  # Else the evaluation, of which a checkpoint may tell, is not complete.
+        if not self._job.requests.requested:  # Otherwise a checkpoint would contain an interrupted evaluation.
             self.call_due(due, state, now, runs_last=True, newest=newest, ends_run=self.run is not None)
         return not (self.stop_requested or self._job.requests.requested)
 
     def _evaluate(self, state: Any, now: Elapsed, at_end: bool) -> None:
-        goes_on = self.run is None or self.run.evaluate(state, now, at_end)
-        self.stop_requested |= not (goes_on or self._job.requests.requested)  # A signal asks for no end of the run.
+        continues = self.run is None or self.run.evaluate(state, now, at_end)
+        # A signal interrupts the run, but doesn't end it.
+        self.stop_requested |= not (continues or self._job.requests.requested)
 
     def call_last(self, state: Any) -> bool:
-        """Calls the actions of the end of a loop that come last; returns whether the run goes on."""
+        """Calls the due actions with `runs_last` at the end of a loop; returns whether the run continues."""
         now = self._progress.last_elapsed
         self.call_due(self.due(now, at_end=True), state, now, runs_last=True)
         return not self.stop_requested
@@ -228,13 +230,13 @@ class Moments:
         newest: Callable[[], dict[str, Any]] | None = None,
         ends_run: bool = False,
     ) -> None:
-        """Calls those of the due actions that come last, or those that don't; what saves is called after the others.
+        """Calls the due actions whose `runs_last` is the given value, those that save after the others.
 
-        With `ends_run`, where one of them has asked for the end of the run, what saves is postponed to the last moment
-        of the run, which follows at this step: the checkpoint is to have the last row and the last evaluation in it.
+        With `ends_run`, if an action has asked for the end of the run, saves are postponed to the last moment of the
+        run, which follows at this step. The checkpoint then contains the last row and the last evaluation.
         """
         ledger = self._stepper.ledger
-        if not runs_last and any(slot.reads_outputs for slot in due):  # A reading ends the sums of `clu.metrics`.
+        if not runs_last and any(slot.reads_outputs for slot in due):  # A read ends the sums of `clu.metrics`.
             ledger.end_part()
         called = [slot for slot in due if slot.action.runs_last == runs_last]
         for slot in called:
@@ -242,7 +244,7 @@ class Moments:
                 self._call_action(slot, state, now, newest)
         if called:
             self.stop_requested = self._job.any_stops(self.stop_requested)
-        # A checkpoint is of the run after all else, also of what early stopping remembers.
+        # Save last: a checkpoint contains everything else at its step, including the state of early stopping.
         for slot in called:
             slot.is_postponed = slot.saves and ends_run and self.stop_requested
             if slot.saves and not slot.is_postponed:
@@ -252,10 +254,10 @@ class Moments:
     def _call_action(self, slot: Slot, state: Any, now: Elapsed, newest: Callable[[], dict[str, Any]] | None) -> None:
         spent, run, ledger = self._spent_before, self.run or Run(), self._stepper.ledger
         outputs, since = slot.outputs(ledger, newest), spent - slot.spent_before
-        if slot.reads_outputs and now.steps:  # Before the first step there is nothing to measure.
+        if slot.reads_outputs and now.steps:  # There is nothing to measure before the first step.
             outputs.update(self.measure(state, since))
         counting = self._progress.stopwatch.counting(slot.action.time_category)
-        with counting, self._telling_failure(slot):
+        with counting, self._reporting_failure(slot):
             slot.actions.call(
                 slot.index,
                 state,
@@ -271,28 +273,28 @@ class Moments:
             self.stop_requested = True
 
     @contextlib.contextmanager
-    def _telling_failure(self, slot: Slot) -> Iterator[None]:
-        """Tells the other processes where an action raises: they stop at the same step, and save."""
+    def _reporting_failure(self, slot: Slot) -> Iterator[None]:
+        """Reports an exception of an action to the other processes, which then stop at the same step and save."""
         try:
             yield
         except (Exception, SystemExit) as error:
-            if self._job.is_shared and not slot.saves:  # To save is to wait for the others, who would wait there.
-                agreement.tell_failure(error)
+            if self._job.is_shared and not slot.saves:  # The others may be waiting inside the save.
+                agreement.report_failure(error)
             raise
 
     def measure(self, state: Any, spent: Spent | None = None) -> dict[str, Any]:
-        """Returns the statistics of an interval, by name; None for that of the loop."""
+        """Returns the statistics of the interval in which `spent` was spent, by name; None for the whole loop."""
         if self.statistics is None:
             return {}
         stepper = self._stepper
         return {**self.statistics.of(state, spent, updates=stepper.call.updates), **stepper.guard.measure()}
 
     def saves_at(self, now: Elapsed) -> bool:
-        """Returns whether an action saves the run at a moment inside a loop."""
+        """Returns whether an action saves at this moment inside a loop."""
         return any(slot.saves and slot.is_due(now, None) for slot in self.agenda.slots)
 
     def flush(self, *, raise_errors: bool) -> None:
-        """Waits for what the actions of a loop on its own have begun."""
+        """Waits for the pending work of the actions of a standalone loop."""
         for slot in self.agenda.slots if self.run is None else ():
             try:
                 slot.action.flush()

@@ -1,4 +1,4 @@
-"""A step as a loop repeats it. The only code that repeats steps."""
+"""Programs, which run the steps of a loop. No other code repeats steps."""
 
 import dataclasses
 import functools
@@ -19,29 +19,30 @@ from jaxloop.output_queue import Block
 from jaxloop.step import FusingError, Step
 
 STEPS_TRIED = 32
-"""How many steps are tried in one dispatch."""
+"""The number of steps per dispatch that "auto" measures and compares with 1."""
 
-# More rounds where they take little time: others may be using the machine. The least time of each counts.
-_ROUNDS, _MOST_ROUNDS, _SECS = 3, 20, 0.2
-# Where the host needs less than this share of a step to start it, one dispatch for many can't save more.
-_WORTH_SAVING = 0.04
+# The minimum and maximum number of rounds to measure, and the seconds after which no round beyond the minimum begins.
+# The fastest round counts, because other programs may be using the machine.
+_MIN_ROUNDS, _MAX_ROUNDS, _SECS = 3, 20, 0.2
+# If dispatching takes less than this share of a step, fusing steps isn't worth measuring.
+_MIN_DISPATCH_SHARE = 0.04
 
 
 @final
 @dataclasses.dataclass
 class Dispatches:
-    """Some steps in a row, as far as they were taken.
+    """A sequence of steps and its progress.
 
     Attributes:
-      state: the newest state.
-      outputs: receives the outputs of each step, or those of one dispatch as a `Block`.
-      num_examples: receives the number of examples of each step.
-      clock: tells the time in seconds.
-      interrupt: ends the dispatches when a signal has come; None to heed none.
-      deadline: ends it when the clock shows this; at most a step too late.
-      before: when the batch before the newest came, by the clock.
-      secs_in_data: seconds that went to waiting for batches.
-      is_in_step: whether a batch was drawn whose step is not done; after an exception.
+      state: The newest state.
+      outputs: Receives the outputs of each step, or a `Block` for several steps in one dispatch.
+      num_examples: Receives the number of examples of each step.
+      clock: Returns the time in seconds.
+      interrupt: Ends the sequence when a signal arrives; None to ignore signals.
+      deadline: The time on the clock at which the sequence ends, at most one step late.
+      before: The time on the clock when the batch before the newest arrived.
+      secs_in_data: The seconds spent waiting for batches.
+      is_in_step: After an exception, whether a batch was read whose step did not complete.
     """
 
     state: Any
@@ -57,17 +58,17 @@ class Dispatches:
 
 @final
 class Program:
-    """Takes batches through the hooks of a step, and to the devices, one at a time or several in one dispatch.
+    """Passes batches through the hooks of a step and dispatches them, one at a time or several in one dispatch.
 
     Args:
-      step: a step with nothing to do on the host after `run`, see `Step.work_after_run`; for any other, give `own`.
-      evaluates: keeps the state.
-      own: takes one step, `(state, batch) -> (state, outputs, number of examples)`, in the place of all else.
+      step: A step without work on the host after `run`; see `Step.work_after_run`. For any other, give `custom_step`.
+      evaluates: Whether to keep the state instead of donating it.
+      custom_step: Runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
 
     Attributes:
-      step: the step.
-      own: as given.
-      observers: are called with each batch: before its step, or once the dispatch of several was begun.
+      step: The step.
+      custom_step: As given.
+      observers: Functions that are called with each batch, before its step, or after the dispatch of several steps.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class Program:
         step: Step,
         *,
         evaluates: bool = False,
-        own: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = None,
+        custom_step: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = None,
     ):
         self.step: Step = step
         self._evaluates = evaluates
-        self.own: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = own
+        self.custom_step: Callable[[Any, types.Batch], tuple[Any, types.Output, int]] | None = custom_step
         self._compiled, self._call = step.dispatcher(evaluates=evaluates)
         has_own = lambda name: checks.is_overridden(step, name, Step)
         self._begins, self._preprocesses = has_own("begin"), has_own("preprocess_batch")
@@ -87,31 +88,31 @@ class Program:
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
         self._places = evaluates or step.places_batches or has_own("place")
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
-        self._has_failed = False  # Whether a dispatch of several steps has.
+        self._has_failed = False  # Whether a dispatch of several steps failed.
 
-    def take(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
-        """Takes up to `room` steps, with nothing between them but to draw a batch.
+    def run_steps(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
+        """Runs up to `room` steps, one per dispatch, and only reads batches in between.
 
-        Ends sooner with the data, at the deadline, and when a signal has come. Each step of a run goes through these
-        lines and `_run_one`: they are what a loop costs.
+        It ends early with the data, at the deadline, or after a signal. Every step goes through these lines and
+        `_run_one`, which are the overhead of a loop.
         """
-        clock, draw, interrupt, deadline = dispatches.clock, feed.reader_fn(), dispatches.interrupt, dispatches.deadline
+        clock, read, interrupt, deadline = dispatches.clock, feed.reader_fn(), dispatches.interrupt, dispatches.deadline
         observers, add_outputs, add_number = self.observers, dispatches.outputs.append, dispatches.num_examples.append
-        take_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
-        if self.own is not None:
-            take_one, enter, leave = self.own, _identity, _identity
+        run_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
+        if self.custom_step is not None:
+            run_one, enter, leave = self.custom_step, _identity, _identity
         before = came = clock()
         in_data, is_in_step, carry = 0.0, False, enter(dispatches.state)
         try:
             for _ in range(room):
                 began = clock()
-                batch = draw()
+                batch = read()
                 is_in_step = True
                 before, came = came, clock()
                 in_data += came - began
                 for observe in observers:
                     observe(batch)
-                carry, outputs, num_examples = take_one(carry, batch)
+                carry, outputs, num_examples = run_one(carry, batch)
                 add_outputs(outputs)
                 add_number(num_examples)
                 is_in_step = False
@@ -126,7 +127,7 @@ class Program:
             dispatches.is_in_step = is_in_step
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        """Takes one step."""
+        """Runs one step."""
         carry, batch, num_examples = self._prepare(carry, batch)
         rows = 0 if self._evaluates else self.step.check_batches(batch)
         num_examples = rows if num_examples is None else num_examples
@@ -139,7 +140,7 @@ class Program:
         return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Takes a batch through the hooks before `run`; counts its examples, unless `Step.check_batches` will."""
+        """Passes a batch through the hooks before `run`; counts its examples, unless `Step.check_batches` will."""
         step, num_examples = self.step, None
         if self._counts:
             num_examples = step.count_examples(batch)
@@ -154,37 +155,37 @@ class Program:
 
     # Several steps in one dispatch ---------------------------------------------------------------------
 
-    def run_group(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
-        """Takes so many steps in one dispatch; returns False, and takes none, where that can't be done.
+    def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
+        """Runs `size` steps in one dispatch; returns False, without running any, if the batches can't be stacked.
 
         Raises:
-          FusingError: the step is one that can't be.
+          FusingError: The step can't be fused.
         """
         if self._has_failed:
             return False
         before = dispatches.before = dispatches.clock()
         batches = feed.take(size)
         dispatches.secs_in_data = dispatches.clock() - before
-        taken = None
+        result = None
         if len(batches) == size:
             dispatches.is_in_step = True
             try:
-                taken = self.dispatch_group(dispatches.state, batches)
+                result = self.dispatch_fused(dispatches.state, batches)
             except BaseException as error:
                 is_final = isinstance(error, FusingError) or not checks.is_alive(dispatches.state)
                 if is_final or not isinstance(error, Exception):
-                    feed.put_back(batches[1:])  # The first is the one whose step is not done.
+                    feed.put_back(batches[1:])  # The step of the first one did not complete.
                     raise
-                # Taken one by one, the step that fails does so with all that belongs to it.
+                # Running one by one, the step that fails raises its own error, with a note.
                 self._has_failed = True
                 logging.warning(
-                    "%r: %d steps in one dispatch have failed, and are taken one by one: %r", self.step, size, error
+                    "%r: %d steps in one dispatch failed, so they run one by one: %r", self.step, size, error
                 )
             dispatches.is_in_step = False
-        if taken is None:
+        if result is None:
             feed.put_back(batches)
             return False
-        dispatches.state, block, num_examples = taken
+        dispatches.state, block, num_examples = result
         for observe in self.observers:
             for batch in batches:
                 observe(batch)
@@ -192,16 +193,16 @@ class Program:
         dispatches.num_examples += num_examples
         return True
 
-    def dispatch_group(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
-        """Returns the new state, the outputs, and the numbers of examples; None where the batches differ in shape."""
+    def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
+        """Returns the new state, the outputs, and the numbers of examples; None if the batches differ in shape."""
         compiled, call = self._fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches:
             new_carry, ready, num_examples = self._prepare(carry, batch)
             if new_carry is not carry:
                 raise FusingError(
-                    f"{type(self.step).__name__}.begin returned another state, so that several steps can't be taken "
-                    "in one dispatch. Change the state in run, or leave steps_per_dispatch at 1."
+                    f"{type(self.step).__name__}.begin returned another state, so several steps can't run in one "
+                    "dispatch. Change the state in run instead, or use steps_per_dispatch=1."
                 )
             prepared.append(ready)
             numbers.append(num_examples)
@@ -223,103 +224,103 @@ class Program:
         return self.step.dispatcher(evaluates=self._evaluates, fuses=True)
 
     def check_fuses(self) -> None:
-        """Raises where something is to be done between two steps, on the host.
+        """Raises an error if the host has work to do between two steps.
 
         Raises:
-          FusingError: says what.
+          FusingError: The step has such work, which the message describes.
         """
         if work := self.step.work_after_run(evaluates=self._evaluates):
-            raise FusingError(f"{self.step!r} can't take several steps in one dispatch: {work}.")
+            raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
 
 
 def _identity(state: Any) -> Any:
     return state
 
 
-# Trying ---------------------------------------------------------------------------------------------------
+# Measuring ------------------------------------------------------------------------------------------------
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Tried:
-    """How long a step took, in seconds: one by one, and of several in one dispatch, if that was tried."""
+class StepTimes:
+    """Seconds per step: one by one, and with several steps in one dispatch, or None if that was not measured."""
 
     one_by_one: float
     fused: float | None
 
     @property
     def steps_per_dispatch(self) -> int:
-        """The faster."""
+        """The faster number of steps per dispatch."""
         return STEPS_TRIED if self.fused is not None and self.fused < 0.97 * self.one_by_one else 1
 
     def __str__(self) -> str:
         text = f"one by one a step takes {self.one_by_one * 1e6:,.0f} us"
         if self.fused is None:
-            return f"{text}, and next to nothing of that is for starting it"
+            return f"{text}, almost none of it for dispatching"
         return f"{text}, {STEPS_TRIED} in one dispatch {self.fused * 1e6:,.0f} us each"
 
 
 def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batch], *, evaluates: bool = False) -> int:
-    """Takes steps on copies of the state, one by one and in one dispatch, and returns what is faster, 1 or 32.
+    """Runs steps on copies of the state, one by one and in one dispatch, and returns the faster number, 1 or 32.
 
     Args:
-      step: what happens to one batch; its `preprocess_batch` and `begin` are called, more often than in training.
-      state: a state that the step has prepared; it stays usable.
-      batches: 32, of which the steps are taken.
-      evaluates: whether it is for evaluations.
+      step: The step that runs each batch. Its `preprocess_batch` and `begin` are called more often than in training.
+      state: A state prepared by the step. It stays usable.
+      batches: 32 batches to run.
+      evaluates: Whether to measure evaluation steps.
     """
-    # The flags of steps that are only tried are nobody's.
+    # A separate watch: the flags of these steps don't belong to the run.
     watch = step.watch and nonfinite.Watch(step.watch.policy)
     try:
         with step.watched(watch):
-            tried = _try(Program(step, evaluates=evaluates), state, batches)
+            times = _measure(Program(step, evaluates=evaluates), state, batches)
     except FusingError as error:
-        logging.info("steps_per_dispatch='auto' is 1. %s", error)
+        logging.info("steps_per_dispatch='auto' uses 1. %s", error)
         return 1
-    if tried is None:
+    if times is None:
         return 1
-    logging.info("steps_per_dispatch='auto' is %d for %r: %s.", tried.steps_per_dispatch, step, tried)
-    return tried.steps_per_dispatch
+    logging.info("steps_per_dispatch='auto' uses %d for %r: %s.", times.steps_per_dispatch, step, times)
+    return times.steps_per_dispatch
 
 
-def _try(program: Program, state: Any, batches: Sequence[types.Batch]) -> Tried | None:
-    """Returns None where the batches can't be taken in one dispatch."""
+def _measure(program: Program, state: Any, batches: Sequence[types.Batch]) -> StepTimes | None:
+    """Measures steps on copies of the state; returns None if the batches can't be stacked for one dispatch."""
 
-    def take(number: int) -> tuple[Dispatches, float]:
+    def run_first(number: int) -> tuple[Dispatches, float]:
         dispatches = Dispatches(metrics.wait(jax.tree.map(jnp.copy, state)), [], [], time.perf_counter)
         began = time.perf_counter()
-        program.take(dispatches, Feed(iter(batches)), number)
+        program.run_steps(dispatches, Feed(iter(batches)), number)
         return dispatches, began
 
     def one_by_one() -> float:
-        dispatches, began = take(len(batches))
+        dispatches, began = run_first(len(batches))
         metrics.wait((dispatches.state, dispatches.outputs))
         return (time.perf_counter() - began) / len(batches)
 
     def fused() -> float | None:
         newest, began = jax.tree.map(jnp.copy, state), time.perf_counter()
-        taken = program.dispatch_group(newest, batches)
-        if taken is None:
+        result = program.dispatch_fused(newest, batches)
+        if result is None:
             return None
-        metrics.wait((taken[0], taken[1].outputs))
+        metrics.wait((result[0], result[1].outputs))
         return (time.perf_counter() - began) / len(batches)
 
-    def start() -> float:
-        dispatches, began = take(1)
+    def dispatch_one() -> float:
+        dispatches, began = run_first(1)
         seconds = time.perf_counter() - began
         metrics.wait((dispatches.state, dispatches.outputs))
         return seconds
 
     program.check_fuses()
-    start()  # Compiles.
-    to_start = min(start() for _ in range(_ROUNDS))
+    dispatch_one()  # Compiles.
+    dispatch_secs = min(dispatch_one() for _ in range(_MIN_ROUNDS))
     single = one_by_one()
-    if to_start < _WORTH_SAVING * single:
-        return Tried(single, None)
+    if dispatch_secs < _MIN_DISPATCH_SHARE * single:
+        return StepTimes(single, None)
     if fused() is None:  # Compiles.
         return None
     rounds, began = [], time.perf_counter()
-    while len(rounds) < _ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() - began < _SECS):
+    while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and time.perf_counter() - began < _SECS):
         rounds.append((one_by_one(), fused()))
     singles, groups = zip(*rounds, strict=True)
-    return Tried(min(singles), min(groups))
+    return StepTimes(min(singles), min(groups))

@@ -1,4 +1,4 @@
-"""How far a loop is, counted on the host."""
+"""The progress of a loop, counted on the host."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,27 +14,28 @@ class Progress:
 
     >>> progress = Progress(lambda: 0.0)
     >>> progress.count([8, 8])
-    >>> progress.look()
+    >>> progress.elapsed_now()
     Elapsed(steps=2, samples=16, time=0.0, loops=0)
 
     Args:
-      clock: tells the time in seconds.
+      clock: Returns the time in seconds.
+      is_shared: Whether several processes train together.
 
     Attributes:
-      stopwatch: counts what the time goes to.
-      steps: completed updates.
-      samples: examples of the batches so far.
-      loops: loops that have ended.
-      last_elapsed: the progress as of the last look, or as it was given to `resume`.
-      agreed_secs: with other processes, the seconds of training that the stopwatch of the first had counted at the
-        newest batch; None in a process that is alone.
-      secs_before: the seconds of training when the batch before the newest came.
-      batches_before: how many batches of the loop under way an earlier call, or run, has trained on.
-      began: whether the hook `begin` has returned another iterator than it was given; None before it was called.
-      is_inside: whether a loop has begun, and was not ended or broken off.
-      is_ending: whether end actions are being called, some of them perhaps not yet.
-      loops_run: loops that were run in this process.
-      longest_loop: the most batches that one of these had.
+      stopwatch: Attributes the time to categories.
+      steps: The number of completed updates.
+      samples: The number of examples in the batches so far.
+      loops: The number of ended loops.
+      last_elapsed: The progress at the last moment, or as given to `resume`.
+      agreed_secs: With several processes, the seconds of training on the stopwatch of the first process at the newest
+        batch; None with one process.
+      secs_before: The seconds of training when the batch before the newest arrived.
+      batches_before: The number of batches of the current loop that an earlier call, or run, trained on.
+      began: Whether the hook `begin` returned another iterator than it was given; None before it was called.
+      is_inside: Whether a loop has begun and neither ended nor been interrupted.
+      is_ending: Whether end actions are being called. Some may not have been called yet.
+      loops_run: The number of loops that were run in this process.
+      longest_loop: The largest number of batches in one of these.
     """
 
     def __init__(self, clock: Callable[[], float], *, is_shared: bool = False):
@@ -51,52 +52,52 @@ class Progress:
         self.is_ending: bool = False
         self.loops_run: int = 0
         self.longest_loop: int = 0
-        self._offset = 0.0  # Training time of earlier runs, less what the stopwatch had counted then.
-        self._newest_batch: tuple[int, int] | None = None  # Its updates and its examples.
+        self._offset = 0.0  # The training time of earlier runs, minus the stopwatch at the resume.
+        self._newest_batch: tuple[int, int] | None = None  # Its numbers of updates and of examples.
 
     def secs(self) -> float:
-        """Returns the seconds of training by the stopwatch; with other processes, by that of the first."""
+        """Returns the seconds of training on the stopwatch; with several processes, on that of the first."""
         return self.stopwatch.training_secs() if self.agreed_secs is None else self.agreed_secs
 
     def time(self) -> float:
-        """Returns the seconds of training, those of earlier runs included."""
+        """Returns the seconds of training, including those of earlier runs."""
         return self._offset + self.secs()
 
     def secs_at(self, time: float) -> float:
-        """Returns what `secs` is when `time` is this."""
+        """Converts a `time` to the corresponding value of `secs`."""
         return time - self._offset
 
     def is_due(self, step: int, secs: float) -> bool:
-        """Returns whether a step, or a time by the stopwatch, has come."""
+        """Returns whether a step, or a time on the stopwatch, was reached."""
         return self.steps >= step or (secs < math.inf and self.secs() >= secs)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Goes on counting from where an earlier run, in this process or another, left off."""
+        """Continues counting from the progress of an earlier run, in this process or another."""
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()
         self.last_elapsed, self._newest_batch = elapsed.without_previous(), None
         self.restart_clock()
 
     def begin_loop(self) -> None:
-        """Begins a loop, or goes on with one; until its first batch, `previous` is the last look."""
+        """Begins or continues a loop. Until its first batch, `previous` is the progress at the last moment."""
         self._newest_batch, self.is_inside = None, True
 
     def end_loop(self, number: int = 1) -> None:
-        """Counts loops that have ended; the next one has not begun."""
+        """Counts ended loops. The next one has not begun."""
         self.loops += number
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Forgets the loop under way."""
+        """Forgets the current loop."""
         self.batches_before, self.began, self.is_inside, self.is_ending = 0, None, False, False
 
     def count(self, num_examples: Sequence[int], updates: int = 1, *, trains: bool = True) -> None:
         """Counts steps.
 
         Args:
-          num_examples: for each step how many examples it had.
-          updates: how many updates each of them made.
-          trains: False for an evaluation, whose steps are none of the training; the stopwatch alone counts those.
+          num_examples: The number of examples of each step.
+          updates: The number of updates that each step made.
+          trains: False for an evaluation. Only the stopwatch and `samples` count its steps.
         """
         samples = sum(num_examples)
         self.samples += samples
@@ -107,21 +108,21 @@ class Progress:
             self._newest_batch = updates, num_examples[-1]
 
     def count_loop(self, num_batches: int) -> None:
-        """Counts a loop of so many batches among those that were run here; none without a batch."""
+        """Counts a loop as run in this process, unless it had no batch."""
         self.loops_run += num_batches > 0
         self.longest_loop = max(self.longest_loop, num_batches)
 
-    def look(self, loops: int | None = None) -> Elapsed:
-        """Returns how far the loop is now, with `previous` a batch earlier.
+    def elapsed_now(self, loops: int | None = None) -> Elapsed:
+        """Returns the progress now; its `previous` is one batch earlier.
 
         Args:
-          loops: how many loops have ended; None for as many as were counted.
+          loops: The number of ended loops; None for the number that was counted.
         """
         earlier, loops = self.last_elapsed, self.loops if loops is None else loops
         if self._newest_batch is not None:
             updates, examples = self._newest_batch
             steps, samples = self.steps - updates, self.samples - examples
-            # What passed since then in actions, say, belongs to this step.
+            # The time since then, such as that of actions, belongs to this step.
             time = earlier.time if earlier.steps == steps else self._offset + self.secs_before
             earlier = Elapsed(steps, samples, time, earlier.loops)
         return Elapsed(self.steps, self.samples, self.time(), loops, previous=earlier.without_previous())

@@ -1,4 +1,4 @@
-"""The steps of a loop: their batches are drawn, they are taken and counted, and their outputs are collected."""
+"""The stepper of a loop, which reads its batches, runs and counts its steps, and collects their outputs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from jaxloop.output_queue import Arrived, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
 from jaxloop.step import Step
 
-# Of how many steps the devices keep scalars until somebody asks for them.
-_MOST_STEPS_HELD = 1024
+# The devices hold the scalars of at most this many steps until something reads them.
+_MAX_STEPS_ON_DEVICES = 1024
 
 
 @final
@@ -25,31 +25,32 @@ class Call:
     """One call of a loop.
 
     Args:
-      state: the state to begin with.
-      consumed: what the source of the batches had counted before.
-      trains: whether the steps change the state.
-      updates: by how much a batch advances the count of steps.
+      state: The state to begin with.
+      consumed: The number of batches that the source had counted before.
+      trains: Whether the steps change the state.
+      updates: The number of updates that one batch makes.
 
     Attributes:
-      state: the state as of the last whole step; None when the call is over.
-      trains: as given, as `updates`.
-      consumed: what the source had counted when the last whole step was done.
-      program: takes the steps; None before the first.
-      queue: takes their outputs to the host; likewise.
-      num_examples: of each step of the loop, how many examples it had.
-      counted: how many of these have been counted in the progress.
-      settled: how many of these have been counted in the ledger.
-      passed: how many batches were taken since `run` was called that belong to loops before this one.
-      silent_ends: the steps at which a loop ends inside the present `run`, where nothing is due.
-      has_passed_end: whether the end of the last loop was passed, and nobody has heard of it.
-      place: where an exception comes from: the step, or words.
-      was_interrupted: whether a signal ended it amid a loop.
-      data_ended: whether the data have.
-      made_iterator: whether the iterator of the data was made in it.
-      is_failing: whether an exception is ending it.
-      failed_step: the step that raised, if one has.
-      before_step: how far the training was after the newest step, for the step's own actions.
-      examples_at_hand: how many examples the step under way has, if it is taken by `_run_one_step`.
+      state: The state as of the last completed step; None after the call.
+      trains: As given.
+      updates: As given.
+      consumed: The number of batches counted by the source as of the last completed step.
+      program: Runs the steps; None before the first step.
+      queue: Moves their outputs to the host; None before the first step.
+      num_examples: The number of examples of each step of the loop.
+      counted: How many of these have been counted in the progress.
+      settled: How many of these have been counted in the ledger.
+      passed: The number of batches since the call of `run` that belong to loops before the current one.
+      idle_ends: The steps at which a loop ends inside the current `run` and nothing is due.
+      has_passed_end: Whether the last loop ended at one of them, so that its `end` was not called.
+      place: The origin of an exception, for its note: the step, or a text.
+      was_interrupted: Whether a signal ended the call inside a loop.
+      data_ended: Whether the data ended.
+      made_iterator: Whether the call created the iterator of the data.
+      is_failing: Whether an exception is ending the call.
+      failed_step: The step that raised an exception; None if no step did.
+      before_step: The progress of the training after the newest step, for the step's own actions.
+      current_examples: The number of examples of the current step, if `_run_one_step` runs it.
     """
 
     def __init__(self, state: Any, consumed: int = 0, *, trains: bool = True, updates: int = 1):
@@ -64,56 +65,56 @@ class Call:
         self.data_ended: bool = False
         self.made_iterator: bool = False
         self.failed_step: int | None = None
-        self.silent_ends: range = range(0)
+        self.idle_ends: range = range(0)
         self.is_failing: bool = False
         self.has_passed_end: bool = False
         self.before_step: Elapsed | None = None
-        self.examples_at_hand: int = 0
+        self.current_examples: int = 0
         self.begin_loop()
 
     def begin_loop(self) -> None:
-        """Begins a loop."""
+        """Begins a loop, with no batch yet."""
         self.num_examples: list[int] = []
         self.counted: int = 0
         self.settled: int = 0
         self.passed: int = 0
 
     def begin_next_loop(self, num_batches: int) -> None:
-        """Begins a loop of which so many batches were taken already, with those of the loop before."""
+        """Begins a loop whose first `num_batches` batches were already run, after those of the previous loop."""
         passed = len(self.num_examples) - num_batches
         del self.num_examples[:passed]
         self.counted, self.settled, self.passed = self.counted - passed, self.settled - passed, self.passed + passed
 
     def left(self, num_batches: int | None) -> int:
-        """Returns how many batches are left of so many that are to be taken."""
+        """Returns how many of `num_batches` batches remain to be run."""
         return NEVER[0] if num_batches is None else num_batches - self.passed - len(self.num_examples)
 
     @property
     def uncounted(self) -> int:
-        """The number of steps that were taken and are not in the progress yet."""
+        """The number of completed steps that are not counted in the progress yet."""
         return len(self.num_examples) - self.counted
 
 
 @final
 class Stepper:
-    """Takes the steps of a loop.
+    """Runs the steps of a loop.
 
     Args:
-      loop: whose hooks `_get_next_batch`, `_run_one_step` and `update_outputs` are called.
-      step: what happens to one batch.
-      progress: counts the steps.
-      job: the processes that train together.
-      max_steps_in_flight: see `Loop`.
+      loop: The loop. Its hooks `_get_next_batch`, `_run_one_step` and `update_outputs` are called.
+      step: The step that runs each batch.
+      progress: Counts the steps.
+      job: The processes that train together.
+      max_steps_in_flight: See `Loop`.
 
     Attributes:
-      call: the call under way, or the last one.
-      ledger: the outputs of the steps.
-      source: counts the batches that are drawn.
-      guard: finds bad numbers.
-      evaluates: whether no call changes the state.
-      checks_count: whether `state.step` must be what is counted here.
-      steps_per_dispatch: how many steps are taken in one dispatch; None until that is found out.
-      readers: returns whether somebody reads the parts, and the loops, of the ledger.
+      call: The current call, or the last one.
+      ledger: The outputs of the steps.
+      source: Counts the batches that are read.
+      guard: Finds values that are not finite.
+      evaluates: Whether no call changes the state.
+      checks_count: Whether to check `state.step` against the number of steps counted here.
+      steps_per_dispatch: The number of steps per dispatch; None until "auto" has measured it.
+      readers: Returns whether any action reads the `parts`, and the `loops`, of the ledger.
     """
 
     def __init__(self, loop: Any, step: Step, progress: Progress, job: agreement.Job, max_steps_in_flight: int | None):
@@ -121,36 +122,36 @@ class Stepper:
         self._given_max_in_flight = max_steps_in_flight
         self.call: Call = Call(None, updates=step.updates_per_step)
         self.ledger: Ledger = Ledger()
-        self.source: Any = _Uncounted()
+        self.source: Any = _NoSource()
         self.guard: nonfinite.Guard = nonfinite.Guard(None)
         self.evaluates: bool = False
         self.checks_count: bool = False
         self.steps_per_dispatch: int | None = 1
         self.readers: Callable[[], tuple[bool, bool]] = lambda: (False, False)
         self._feed = Feed(iter(()))
-        self._known_step: Any = None  # The `state.step` array whose value has been counted.
-        self._max_steps: int | None = None  # What `state.step` can count to; None until the first steps were counted.
+        self._known_step: Any = None  # The `state.step` array that equals the count of the progress.
+        self._max_steps: int | None = None  # The largest `state.step`; None until the first steps were checked.
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps the host may be ahead of the devices."""
+        """The number of steps that the host may be ahead of the devices."""
         mesh, at_once = self._step.partitioner.mesh, self.steps_per_dispatch or 1
         return self._given_max_in_flight or partition.max_steps_in_flight(mesh, at_once)
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, those included that are not in the progress yet."""
+        """The number of completed updates, including those that are not counted in the progress yet."""
         return self._progress.steps + (self.call.uncounted * self.call.updates if self.call.trains else 0)
 
     def read_step_num(self, state: Any) -> int:
-        """Returns the number of completed updates of a state; of one without `step`, that of the loop."""
+        """Returns the number of completed updates of a state; for a state without `step`, that of the loop."""
         count = getattr(state, "step", None)
         if count is None or count is self._known_step:
-            return self._progress.steps  # Reading it would wait for the device.
+            return self._progress.steps  # Reading the array would synchronize with the device.
         return int(metrics.fetch(count))
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles all ahead that steps on such batches will need, see `Loop.compile`."""
+        """Compiles everything that steps on such batches will need; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         with self._step.watched(self.guard.watch):
             for number in sorted({at_once, 1}, reverse=True):
@@ -176,51 +177,51 @@ class Stepper:
         self._known_step = getattr(state, "step", None)
 
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None) -> None:
-        """Begins to draw at most so many batches from an iterator."""
+        """Prepares to read at most `num_batches` batches from an iterator; None for no limit."""
         call, feed = self.call, self._feed_of(dataset)
         feed.begin(num_batches)
         if self._job.is_shared and not feed.num_ahead:
-            self.source.mark()  # From here on batches are drawn ahead, so that some sources can't say where they are.
+            self.source.mark()  # From here on, batches are read ahead. Some sources then don't know their position.
         call.consumed, call.place = self.source.count - feed.num_ahead, "the dataset"
         if not call.trains:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Makes ready to take steps; returns the state as the step wants it.
+        """Prepares to run steps; returns the state as prepared by the step.
 
         Args:
-          state: the state.
-          observers: returns what is called with each batch of the call.
+          state: The state.
+          observers: Returns the functions to call with each batch.
         """
         state = self._step.prepare_state(state)
         if self.call.program is None:
-            own = self._run_overridden if self.calls_step else None
-            self.call.program = Program(self._step, evaluates=not self.call.trains, own=own)
+            custom_step = self._run_overridden if self.calls_step else None
+            self.call.program = Program(self._step, evaluates=not self.call.trains, custom_step=custom_step)
             self.call.program.observers = observers()
-            # An `update_outputs` of somebody's own may want to see them soon.
-            max_kept = None if checks.is_user_defined(self._loop, "update_outputs") else _MOST_STEPS_HELD
+            # An overridden `update_outputs` may need the outputs soon.
+            max_kept = None if checks.is_user_defined(self._loop, "update_outputs") else _MAX_STEPS_ON_DEVICES
             self.call.queue = OutputQueue(self.max_in_flight, max_kept, self._progress.stopwatch, self.ledger.sums)
         return state
 
     # Steps -------------------------------------------------------------------------------------------
 
-    def take(self, state: Any, step: int, secs: float, left: int) -> tuple[Any, int]:
-        """Takes some steps, and counts them.
+    def run_steps(self, state: Any, step: int, secs: float, left: int) -> tuple[Any, int]:
+        """Runs some steps and counts them.
 
         Args:
-          state: the state.
-          step: the step at which something is due.
-          secs: the time by the stopwatch at which something is due.
-          left: how many batches are left.
+          state: The state.
+          step: The step at which something is due.
+          secs: The time on the stopwatch at which something is due.
+          left: The number of remaining batches.
 
         Returns:
-          The newest state, and how many steps were taken.
+          The newest state, and the number of steps that were run.
         """
         call, stopwatch = self.call, self._progress.stopwatch
         program, queue, feed = call.program, call.queue, self._feed
         assert program is not None and queue is not None
-        clock_is_shared = self._job.is_shared and secs < math.inf  # It goes on step by step.
-        if program.own is not None or clock_is_shared:
+        clock_is_shared = self._job.is_shared and secs < math.inf  # Runs step by step.
+        if program.custom_step is not None or clock_is_shared:
             room = 1
         else:
             room = min(left, -(-(step - self._progress.steps) // call.updates))
@@ -232,19 +233,19 @@ class Stepper:
             dispatches.deadline = stopwatch.reading_at(secs)
         try:
             at_once = self.steps_per_dispatch or 1
-            was_fused = 1 < at_once <= room and program.run_group(dispatches, feed, at_once)
+            was_fused = 1 < at_once <= room and program.run_fused(dispatches, feed, at_once)
             if not was_fused and not feed.has_ended:
-                program.take(dispatches, feed, min(room, queue.room))
+                program.run_steps(dispatches, feed, min(room, queue.room))
         except BaseException as error:
-            self._end_by(error, dispatches)
+            self._count_before_error(error, dispatches)
             raise
         stopwatch.move(dispatches.secs_in_data, "data")
         self._progress.secs_before = stopwatch.training_at(dispatches.before)
         call.state, call.place = dispatches.state, self._step
         return dispatches.state, self._count()
 
-    def _end_by(self, error: BaseException, dispatches: Dispatches) -> None:
-        """Counts what was done before an exception of the dataset or of a step."""
+    def _count_before_error(self, error: BaseException, dispatches: Dispatches) -> None:
+        """Counts the steps completed before an exception of the dataset or of a step."""
         call = self.call
         call.state = dispatches.state
         self._count(undone=dispatches.is_in_step)
@@ -253,21 +254,24 @@ class Stepper:
         call.place = self._step
         if isinstance(error, Exception):
             call.failed_step = self._progress.steps + call.updates
-        if isinstance(error, StopIteration):  # To a caller that is a generator it would be the end of its data.
-            raise RuntimeError("The step raised StopIteration, as next() of an empty iterator does.") from error
+        if isinstance(error, StopIteration):  # A calling iterator would take it for the end of its data.
+            raise RuntimeError(
+                "The step raised StopIteration, which next() raises for an empty iterator. Use next(iterator, "
+                "default), or catch it."
+            ) from error
 
     def count_rescued_step(self) -> None:
-        """Counts the step whose update was done, where only what came after that has failed."""
+        """Counts a step whose update completed, if only something after the update failed."""
         if self._step.rescued_state is not None:
             self.call.state = self._step.rescued_state
-            self.call.num_examples.append(self.call.examples_at_hand)
+            self.call.num_examples.append(self.call.current_examples)
             self._count()
 
     def _count(self, *, undone: bool = False) -> int:
-        """Counts the steps whose numbers of examples have been added; returns how many those are.
+        """Counts the steps that were added to `num_examples`; returns their number.
 
         Args:
-          undone: whether another batch was drawn, whose step was not done.
+          undone: Whether another batch was read whose step did not complete.
         """
         call, progress = self.call, self._progress
         new = call.num_examples[call.counted :]
@@ -282,30 +286,30 @@ class Stepper:
 
     @property
     def calls_step(self) -> bool:
-        """Whether `_run_one_step` is called for each batch: there is more to do than to give it to the devices."""
+        """True if `_run_one_step` is called for each batch, because a step consists of more than its dispatch."""
         has_work = self._step.work_after_run(evaluates=not self.call.trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
     def _run_overridden(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
-        """Takes one step by `_run_one_step`."""
+        """Runs one step with the hook `_run_one_step`."""
         call = self.call
-        call.examples_at_hand = num_examples = self._step.count_examples(batch)
+        call.current_examples = num_examples = self._step.count_examples(batch)
         number = self._progress.batches_before + len(call.num_examples)
         state, outputs = self._loop._run_one_step(state, batch, number)
         return state, outputs, num_examples
 
     def run_one_step(self, state: Any, batch: types.Batch, per_loop_step_number: int) -> tuple[Any, types.Output]:
-        """Takes one step with all of its hooks and actions."""
+        """Runs one step with all of its hooks and actions."""
         if self.call.trains:
             elapsed = self._elapsed_after(batch) if self._step.has_schedules else None
             return self._step(state, batch, per_loop_step_number, elapsed=elapsed)
         return state, self._step.evaluate(state, batch, per_loop_step_number)
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
-        """Returns how far the training is after the step on this batch, for the step's own actions."""
+        """Returns the progress of the training after the step on this batch, for the step's own actions."""
         call, progress, before = self.call, self._progress, self.call.before_step
         if before is None or (before.steps, before.loops) != (progress.steps, progress.loops):
-            before = progress.look()
+            before = progress.elapsed_now()
         joint = self._feed.joint
         samples = self._step.count_examples(batch) if joint is None else joint.next_examples
         call.before_step = before.advance(samples=samples, time=progress.time(), steps=call.updates)
@@ -314,33 +318,34 @@ class Stepper:
     # Several steps in one dispatch --------------------------------------------------------------------
 
     def set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
-        """Has several steps taken in one dispatch, from the next call on; says why that can't be."""
+        """Sets `steps_per_dispatch` from the next call on; raises an error if the steps can't be fused."""
         name = type(self._loop).__name__
         if value == "auto":
-            # Each process would find something else.
+            # The measurements of the processes would differ.
             self.steps_per_dispatch = 1 if self._job.is_shared else None
             return
         checks.check_positive(f"{name}.steps_per_dispatch", value)
         if value > 1 and checks.is_user_defined(self._loop, "_run_one_step"):
             raise ValueError(
-                f"{name} has a _run_one_step of its own, which is called for each step: leave steps_per_dispatch at 1."
+                f"{name} overrides _run_one_step, which is called once per step. Use steps_per_dispatch=1, or don't "
+                "override it."
             )
         if value > 1:
             Program(self._step, evaluates=self.evaluates).check_fuses()
         self.steps_per_dispatch = int(value)
 
     def _find_steps_per_dispatch(self, state: Any, feed: Feed) -> None:
-        """Tries how many steps are best taken in one dispatch, on copies, with batches that are given back."""
+        """Measures the fastest number of steps per dispatch, on copies of the state, and puts the batches back."""
         with self._progress.stopwatch.counting("data"):
             batches = feed.take(STEPS_TRIED)
         try:
             evaluates = not self.call.trains
             if len(batches) == STEPS_TRIED:
                 self.steps_per_dispatch = find_steps_per_dispatch(self._step, state, batches, evaluates=evaluates)
-            elif evaluates:  # Each time it is the same data.
+            elif evaluates:  # Later evaluations read the same data.
                 self.steps_per_dispatch = 1
-        except Exception as error:  # A step that fails does so when it is its turn, with all that belongs to it.
-            logging.warning("steps_per_dispatch='auto' is 1, because to try has failed: %r", error)
+        except Exception as error:  # A step that fails will fail again when it really runs, with its usual note.
+            logging.warning("steps_per_dispatch='auto' uses 1, because the measurement failed: %r", error)
             self.steps_per_dispatch = 1
         finally:
             feed.put_back(batches)
@@ -348,17 +353,17 @@ class Stepper:
     # The data ----------------------------------------------------------------------------------------
 
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
-        """Draws from an iterator; the same one for each call with it, for no batch to be lost that was drawn ahead."""
+        """Returns the feed of an iterator, the same one for each call, so that no batch read ahead is lost."""
         if self._feed.dataset is not dataset:
-            draw = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
-            self._feed = Feed(dataset, draw, self._join if self._job.is_shared else None)
+            read = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
+            self._feed = Feed(dataset, read, self._join if self._job.is_shared else None)
         return self._feed
 
-    def _join(self, draw: Callable[[], types.Batch]) -> agreement.JointReader:
-        """Returns what draws batches together with the other processes."""
+    def _join(self, read: Callable[[], types.Batch]) -> agreement.JointReader:
+        """Returns a reader that reads batches together with the other processes."""
         return agreement.JointReader(
             repr(self._loop),
-            draw,
+            read,
             before_reading=lambda: self.source.mark(if_cheap=True),
             count=self._step.count_examples,
             requests=self._job.requests,
@@ -368,34 +373,34 @@ class Stepper:
         )
 
     def has_ended(self) -> bool:
-        """Returns whether the data have."""
+        """Returns whether the data ended."""
         return self._feed.has_ended
 
     def has_more(self, before_reading: Callable[[], None]) -> bool:
-        """Returns whether there is another batch, which is drawn ahead; what is given is called before that."""
+        """Reads a batch ahead, after calling `before_reading`; returns whether there is one."""
         self.call.place = "the dataset"
         if not self._feed.ahead:
             before_reading()
         with self._progress.stopwatch.counting("data"):
             return self._feed.has_more()
 
-    def read_from(self, source: Any) -> None:
-        """Has the next call count its batches by a source, from where that stands; None for no source."""
+    def set_source(self, source: Any) -> None:
+        """Sets the source that counts the batches of the next call, from its current count on; None for no source."""
         self.source = source
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns how many batches were drawn from a source, and not taken."""
+        """Returns the number of batches that were read from a source and not used."""
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
-        """Drops what was drawn ahead, and what it was drawn from, which is at another place since, or at its end."""
-        self._feed, self.source, self.call.consumed = Feed(iter(())), _Uncounted(), 0
+        """Drops the batches that were read ahead, and their iterator, which has moved or ended."""
+        self._feed, self.source, self.call.consumed = Feed(iter(())), _NoSource(), 0
 
     # Outputs -----------------------------------------------------------------------------------------
 
     def push(self, state: Any, num_steps: int) -> None:
-        """Sends the outputs of the newest steps to the host, and takes in those that have arrived."""
+        """Sends the outputs of the newest steps to the host, and receives those that have arrived."""
         if num_steps:
             assert self.call.queue is not None
             self._receive(self.call.queue.push(num_steps, state))
@@ -403,7 +408,7 @@ class Stepper:
         self._check_batches(self.guard.look(state, in_step=self._job.is_shared))
 
     def fetch(self, *, keep_sums: bool = False) -> None:
-        """Waits for the outputs of all steps so far, and takes them in; ends their sums, unless they go on."""
+        """Waits for the outputs of all steps so far. Ends their sums, unless `keep_sums`."""
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)
             self._receive(arrived)
@@ -411,22 +416,22 @@ class Stepper:
         self.count_weights()
 
     def _receive(self, arrived: Arrived) -> None:
-        """Takes in the outputs of steps that have reached the host."""
+        """Adds outputs that have reached the host to the ledger."""
         update = self._loop.update_outputs if checks.is_user_defined(self._loop, "update_outputs") else None
         keeps_parts, keeps_loops = self.readers()
-        self.ledger.take(arrived, update, keeps_parts=keeps_parts, keeps_loops=keeps_loops)
+        self.ledger.add(arrived, update, keeps_parts=keeps_parts, keeps_loops=keeps_loops)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the newest scalars that are there; waits for none."""
+        """Returns the newest scalars that are computed. It does not block."""
         return (self.call.queue and self.call.queue.newest_scalars()) or metrics.newest_scalars(self.ledger.loop)
 
     def count_weights(self) -> None:
-        """Counts the newest steps in the ledger, and how many examples their values stand for."""
+        """Counts the newest steps in the ledger, with the numbers of examples behind their values."""
         call = self.call
         self._check_batches(self.guard.read(call.state))
         if new := self.guard.newly_skipped():
             logging.warning(
-                "%r left out %d step%s whose numbers were not finite, the first of them step %d: %s.",
+                "%r skipped %d step%s with values that are not finite, the first of them step %d: %s.",
                 self._loop,
                 len(new),
                 "s" if len(new) > 1 else "",
@@ -436,7 +441,7 @@ class Stepper:
         self.ledger.count(self.guard.weights(call.num_examples)[call.settled :])
         call.settled = len(call.num_examples)
 
-    # What is wrong with a state ------------------------------------------------------------------------
+    # Checks of the state -------------------------------------------------------------------------------
 
     def _check_batches(self, bad: nonfinite.Found | None) -> None:
         if bad is not None and self.guard.bad is None:
@@ -450,15 +455,15 @@ class Stepper:
         return self._progress.steps - (len(self.call.num_examples) - 1 - index) * self.call.updates
 
     def _check_count(self, state: Any) -> None:
-        """Raises where `state.step` is not what the loop has counted; reads it after the first steps alone."""
+        """Raises an error if `state.step` differs from the loop's count. It only reads it after the first steps."""
         if not self.checks_count or not self.call.trains or not hasattr(state, "step"):
             return
         step_num, batches = self._progress.steps, len(self.call.num_examples)
         most_steps = self._max_steps or np.iinfo(getattr(state.step, "dtype", np.int64)).max
         if step_num > most_steps:
             raise ValueError(
-                f"state.step, {checks.describe(state.step)}, counts to {most_steps}, and should be {step_num} by now. "
-                "Begin with a smaller state.step."
+                f"state.step ({checks.describe(state.step)}) can't count beyond {most_steps}, but step {step_num} was "
+                "reached. Begin with a smaller state.step."
             )
         if self._max_steps is not None:
             return
@@ -472,7 +477,7 @@ class Stepper:
         self._max_steps = int(most_steps) if batches else None
 
     def rescue_outputs(self, error: BaseException) -> None:
-        """Takes in the outputs of the steps before an exception that ends a loop inside."""
+        """Receives the outputs of the steps before an exception that ends a loop."""
         if error is self.guard.bad or not self.call.trains:
             return
         self.call.is_failing = True
@@ -484,20 +489,20 @@ class Stepper:
             error.add_note(f"before that: {self.guard.bad}")
 
     def not_rescued_reason(self) -> str | None:
-        """Says why no run may resume from the state as of the last whole step; None if one may."""
+        """Returns the reason why the state after the last completed step can't be used; None if it can."""
         if self.guard.bad is not None:
-            return "its numbers are bad"
+            return "it has values that are not finite"
         if not checks.is_alive(self.call.state):
-            return "the step that failed had taken it over"
+            return "it was donated to the step that failed"
         try:
             self._check_count(self.call.state)
-        except Exception as error:  # Also what the devices raise when the count is read.
+        except Exception as error:  # Includes errors of the devices, raised when the count is read.
             return str(error)
         return None
 
 
-class _Uncounted:
-    """In the place of a source, for a loop on its own."""
+class _NoSource:
+    """The source of a standalone loop, which counts nothing."""
 
     count = 0
 

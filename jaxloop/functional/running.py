@@ -384,7 +384,7 @@ class _Plan:
         dispatches = Dispatches(program.step.prepare_state(loop_state.state), [], [], clock, interruptible)
         checks.mark_donated(loop_state.state, "jf.loop")
         try:
-            program.take(dispatches, feed, room)
+            program.run_steps(dispatches, feed, room)
         except BaseException as raised:
             error = raised
         counting.stopwatch.move(dispatches.secs_in_data, "data")
