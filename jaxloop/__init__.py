@@ -19,6 +19,7 @@ Steps and train loops donate the state that they are given: use the one that the
 optimizer updates, and is the only counter.
 """
 
+from jaxloop.accounts import Goodput, goodput
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions import (
     Action,
@@ -75,6 +76,7 @@ __all__ = [
     "EvalSpec",
     "ExplicitPartitioner",
     "FSDPPartitioner",
+    "Goodput",
     "History",
     "LearningRateAction",
     "Loop",
@@ -107,6 +109,7 @@ __all__ = [
     "first",
     "fit",
     "from_index",
+    "goodput",
     "last",
     "lr_schedule",
     "never",

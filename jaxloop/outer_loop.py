@@ -2,14 +2,26 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, checks, distributed, failures, files, lock, metrics, preflight, types
+from jaxloop import (
+    agreement,
+    checkpoint,
+    checks,
+    distributed,
+    failures,
+    files,
+    lock,
+    metrics,
+    preflight,
+    run_log,
+    types,
+)
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.engine.moments import Run
@@ -64,6 +76,9 @@ class OuterLoop:
         train loop and a `checkpoint_spec`, and otherwise for no file.
       log_interval: When to add a row with the train metrics since the last one to the history, as an action's interval:
         an int counts train loops.
+      notes: Strings, numbers and booleans by name that tell this run from others, such as `{"lr": 3e-3, "seed": 0}`.
+        They are written to the run log, for `python -m jaxloop compare`. The commit of the program's Git repository is
+        added as "commit" if there is one.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -78,6 +93,7 @@ class OuterLoop:
         *,
         workdir: epath.PathLike | None = None,
         log_interval: int | Schedule = 1,
+        notes: Mapping[str, Any] | None = None,
     ):
         if isinstance(eval_loops, ActionLoop):
             raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
@@ -107,7 +123,7 @@ class OuterLoop:
         if len({id(loop) for loop in self._loops}) < len(self._loops):
             raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
-        self._workdir = workdir
+        self._workdir, self._notes = workdir, run_log.checked_notes(notes)
         self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
         self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
         history_file = None if workdir is None else epath.Path(workdir) / file
@@ -193,8 +209,11 @@ class OuterLoop:
         first_loop, spent_before = self._loops[0], self._loops[0].spent
         with requests, self._locked() as locks:  # After SIGTERM, closing `requests` exits the process.
             training = None
+            is_logged = self._train_loop is not None and self._job.is_first
+            log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - spent_before)
             try:
-                evaluations, training = self._join_loops(spec)
+                log.start(total_steps=spec.total_steps, notes=self._notes)
+                evaluations, training = self._join_loops(spec, log)
                 with first_loop.engine.progress.stopwatch.counting("dispatch"):
                     if training is None:
                         outputs = self._evaluate(state, evaluations)
@@ -210,6 +229,7 @@ class OuterLoop:
                     training.rescue(self._rescued_state, step_num, error)
                 self._close_actions(raise_errors=False)
                 self._record_failure(error)
+                log.end(first_loop.step_num, f"error: {type(error).__name__}: {error}")
                 if self._job.is_shared and isinstance(error, SystemExit):
                     distributed.exit_without_waiting(error)
                 raise
@@ -219,6 +239,10 @@ class OuterLoop:
                     self._passes = training.run.passes
             self._close_actions(raise_errors=True)
             self._spent = first_loop.spent - spent_before
+            log.end(
+                first_loop.step_num,
+                requests.signal_name or ("stopped" if first_loop.engine.moments.stop_requested else "finished"),
+            )
             logging.info("%s", self._spent)
             if training is not None:
                 _warn_of_nan(outputs, self._history, first_loop.step_num)
@@ -306,8 +330,8 @@ class OuterLoop:
                 held.enter_context(each)
             yield locks
 
-    def _join_loops(self, spec: RunSpec) -> tuple[Evaluations, Training | None]:
-        """Joins the loops into one run, whose actions this object closes.
+    def _join_loops(self, spec: RunSpec, log: run_log.RunLog) -> tuple[Evaluations, Training | None]:
+        """Joins the loops into one run, whose actions this object closes, and which this log describes.
 
         Returns:
           The evaluations of the call, and its training; None if nothing is trained.
@@ -326,7 +350,7 @@ class OuterLoop:
             keys = train_loop.step.base_prng
             whole = WholeRun(train_loop.engine, parts, sources, self._history, keys, self._job, self._passes)
             training = Training(
-                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers
+                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers, log
             )
             run.snapshot, run.can_resume = whole.snapshot, bool(self._savers)
             run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
@@ -334,7 +358,7 @@ class OuterLoop:
             loop.engine.moments.detach_all()
             loop.engine.moments.run = dataclasses.replace(run)
         if train_loop is not None:
-            train_loop.engine.moments.attach(_Recorder(self._history, "train", self._log_interval))
+            train_loop.engine.moments.attach(_Recorder(self._history, "train", self._log_interval, log))
         for each in evaluations.items:
             each.loop.engine.moments.attach(_Recorder(self._history, each.spec.name, 1))
         return evaluations, training
@@ -469,9 +493,9 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
 class _Recorder(Action):
     """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step."""
 
-    def __init__(self, history: History, name: str, interval: int | Schedule):
+    def __init__(self, history: History, name: str, interval: int | Schedule, log: run_log.RunLog | None = None):
         super().__init__(interval)
-        self._history, self._name = history, name
+        self._history, self._name, self._log = history, name, log
 
     def __call__(self, state, outputs, *, elapsed, **kwargs):
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
@@ -479,6 +503,8 @@ class _Recorder(Action):
         measured = metrics.summarize(outputs)
         if measured:
             self._history.commit(elapsed, {self._name: measured})
+        if self._log is not None:
+            self._log.log(elapsed.steps)
 
 
 def _all_actions(loops: Sequence[ActionLoop]) -> list[Action]:

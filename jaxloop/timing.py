@@ -14,8 +14,9 @@ _NAMES = {
     "actions": "in actions",
     "evals": "in evaluations",
     "checkpoints": "in checkpoints",
+    "restores": "restoring checkpoints",
 }
-_NOT_TRAINING = ("evals", "checkpoints")
+_NOT_TRAINING = ("evals", "checkpoints", "restores")
 
 
 @final
@@ -31,6 +32,7 @@ class Spent:
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
       checkpoints: Seconds for which saves blocked the loop.
+      restores: Seconds spent restoring a checkpoint to resume from.
       steps: Steps that ran.
       samples: Examples in these steps.
 
@@ -46,6 +48,7 @@ class Spent:
     actions: float = 0.0
     evals: float = 0.0
     checkpoints: float = 0.0
+    restores: float = 0.0
     steps: int = 0
     samples: int = 0
 
@@ -56,7 +59,7 @@ class Spent:
 
     @property
     def training(self) -> float:
-        """Seconds of training: all except those in evaluations and checkpoints."""
+        """Seconds of training: all except those in evaluations, checkpoints and restores."""
         return self.data + self.device + self.compiling + self.dispatch + self.actions
 
     @property

@@ -191,7 +191,7 @@ class MetricWithMetadata:
     type: MetricType = MetricType.SCALAR
     metadata: Mapping[str, Hashable] | None = None
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[MetricType, Any]]:
         metadata = None if self.metadata is None else tuple(sorted(self.metadata.items()))
         return (self.value,), (self.type, metadata)
 
