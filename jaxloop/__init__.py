@@ -56,6 +56,7 @@ from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import Batch, BatchSpec, MetricType, MetricWithMetadata, Output, PRNGType, State, TrainState
+from jaxloop.watchdog import Watchdog
 
 __version__ = "0.1.0"
 
@@ -100,6 +101,7 @@ __all__ = [
     "SummaryAction",
     "TrainLoop",
     "TrainState",
+    "Watchdog",
     "after",
     "always",
     "at",

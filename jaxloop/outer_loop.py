@@ -39,6 +39,7 @@ from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
 from jaxloop.types import State as State
+from jaxloop.watchdog import Watchdog
 from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
@@ -79,6 +80,7 @@ class OuterLoop:
       notes: Strings, numbers and booleans by name that tell this run from others, such as `{"lr": 3e-3, "seed": 0}`.
         They are written to the run log, for `python -m jaxloop compare`. The commit of the program's Git repository is
         added as "commit" if there is one.
+      watchdog: Ends a run that hangs; None to let it hang.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -94,6 +96,7 @@ class OuterLoop:
         workdir: epath.PathLike | None = None,
         log_interval: int | Schedule = 1,
         notes: Mapping[str, Any] | None = None,
+        watchdog: Watchdog | None = None,
     ):
         if isinstance(eval_loops, ActionLoop):
             raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
@@ -123,6 +126,9 @@ class OuterLoop:
         if len({id(loop) for loop in self._loops}) < len(self._loops):
             raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
+        if watchdog is not None and not isinstance(watchdog, Watchdog):
+            raise TypeError(f"watchdog must be a Watchdog such as Watchdog(step_secs=600), got {watchdog!r}.")
+        self._watchdog = watchdog
         self._workdir, self._notes = workdir, run_log.checked_notes(notes)
         self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
         self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
@@ -207,10 +213,11 @@ class OuterLoop:
         self._rescued_state, requests = None, self._job.requests
         _begin_counting(self._loops)
         first_loop, spent_before = self._loops[0], self._loops[0].spent
-        with requests, self._locked() as locks:  # After SIGTERM, closing `requests` exits the process.
+        is_logged = self._train_loop is not None and self._job.is_first
+        log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - spent_before)
+        # After SIGTERM, closing `requests` exits the process.
+        with requests, self._locked() as locks, self._watched(log):
             training = None
-            is_logged = self._train_loop is not None and self._job.is_first
-            log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - spent_before)
             try:
                 log.start(total_steps=spec.total_steps, notes=self._notes)
                 evaluations, training = self._join_loops(spec, log)
@@ -329,6 +336,14 @@ class OuterLoop:
             for each in locks:
                 held.enter_context(each)
             yield locks
+
+    def _watched(self, log: run_log.RunLog) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the watchdog, if there is one, watches this thread."""
+        if self._watchdog is None:
+            return contextlib.nullcontext()
+        first, evals = self._loops[0].engine, [loop.engine for loop in self._eval_loops]
+        end = lambda reason: log.end(first.stepper.step_num, reason)
+        return self._watchdog.watching(first, evals, self._directory_of_failures, end)
 
     def _join_loops(self, spec: RunSpec, log: run_log.RunLog) -> tuple[Evaluations, Training | None]:
         """Joins the loops into one run, whose actions this object closes, and which this log describes.

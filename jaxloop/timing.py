@@ -120,6 +120,11 @@ class Stopwatch:
         self.training: float = 0.0
         """`spent().training` as of the last switch."""
 
+    @property
+    def kind(self) -> str | None:
+        """The kind of work that the time is attributed to now."""
+        return self._kind
+
     def switch(self, kind: str | None) -> str | None:
         """Attributes the time from now on to another kind, or to none with None; returns the previous kind."""
         now = self.clock()

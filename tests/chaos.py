@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import copies, directories, launching, leaving, pipelines, stubborn, summaries, whole_run
+from programs import copies, directories, hanging, launching, leaving, pipelines, stubborn, summaries, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -1005,6 +1005,15 @@ def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
         yield 1, problems
 
 
+def hangs(arena: Arena, count: int, seed: int) -> Broken:
+    """Has each place of a run hang, alone and in one of four processes; a fifth of the runs does not hang."""
+    rng, places = random.Random(seed), [*hanging.PLACES, "none"]
+    for number in range(count):
+        place, processes = places[number % len(places)], 1 if number // len(places) % 2 == 0 else 4
+        process = 0 if place == "save" else rng.randrange(processes)  # The first one seals a checkpoint.
+        yield 1, hanging.problems_of(arena.new_directory("hang"), place, processes=processes, process=process)
+
+
 def long_run(arena: Arena, count: int, seed: int) -> Broken:
     """Takes many steps, and looks what is left of them."""
     child = arena.server.start(arena.new_directory("long"), "long", steps=count)
@@ -1042,6 +1051,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
     "goodput": (goodput, 20),
+    "hangs": (hangs, 42),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),

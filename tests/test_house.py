@@ -27,9 +27,9 @@ actions.profile_action actions.progress_action actions.summary_action actions.ev
 actions.action_list actions compiled step feed engine.program loss_step function_step counting engine.progress
 engine.agenda engine.stepper engine.moments engine.engine loop stat_loop action_loop train_loop eval_loop specs
 forecast whole_run evaluations training preflight.report preflight.experiment preflight.step preflight.data
-preflight.checkpoints preflight.actions preflight failures outer_loop functional.log_entries functional.loop_state
-functional.tools functional.callbacks functional.running functional fitting testing examples launch
-comparison status __main__
+preflight.checkpoints preflight.actions preflight failures watchdog outer_loop functional.log_entries
+functional.loop_state functional.tools functional.callbacks functional.running functional fitting testing examples
+launch comparison status __main__
 """.split()
 
 
