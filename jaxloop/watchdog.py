@@ -248,24 +248,23 @@ def place_of(frame: FrameType | None, step: int) -> str:
       frame: The innermost frame; None if the thread has ended.
       step: The number of begun train steps.
     """
-    place, count, evaluation = "between two steps", step, ""
-    is_known = False
+    place, is_known, count, ahead, evaluation = "between two steps", False, step, 0, ""
     while frame is not None:
         code, names = frame.f_code, frame.f_locals
-        if code is Evaluation.run.__code__:
-            evaluation = f" of the evaluation {names['self'].spec.name!r}"
-            count = len(names["self"].loop.num_examples)
         owner: Any = names.get("self")
-        if code.co_name in _HOOKS and isinstance(names.get("self"), Action):
+        if code is Evaluation.run.__code__:
+            evaluation, count = f" of the evaluation {owner.spec.name!r}", len(owner.loop.num_examples)
+        elif code is agreement.JointReader.__call__.__code__:
+            ahead += owner.held
+        elif code is agreement.JointReader._send.__code__:  # It has not told the others of these.
+            ahead += len(names.get("batches", ()))
+        if code.co_name in _HOOKS and isinstance(owner, Action):
             place, is_known = f"in {type(owner).__name__}", True
-        if code is agreement.JointReader.__call__.__code__:
-            count += owner.held
-        elif code is agreement.JointReader._send.__code__:  # These are not told of yet.
-            count += len(names.get("batches", ()))
-        if not is_known and (found := _what(code, names)):
+        elif not is_known and (found := _what(code, names)):
             place, is_known = found, True
         frame = frame.f_back
-    return place.format(next=f"{count + 1:,}{evaluation}", newest=f"{count:,}{evaluation}")
+    numbers = {"batch": count + ahead + 1, "next": count + 1, "newest": count}
+    return place.format(**{name: f"{number:,}{evaluation}" for name, number in numbers.items()})
 
 
 def _what(code: CodeType, names: Any) -> str | None:
@@ -277,9 +276,9 @@ def _what(code: CodeType, names: Any) -> str | None:
     if code in _WAITING:
         return "waiting for step {newest}"
     if code is Program.take.__code__:
-        return "running step {next}" if names.get("is_in_step") else "reading batch {next}"
+        return "running step {next}" if names.get("is_in_step") else "reading batch {batch}"
     if code in _READING:
-        return "reading batch {next}"
+        return "reading batch {batch}"
     if code is Training._resume.__code__:
         return "restoring a checkpoint"
     return None
