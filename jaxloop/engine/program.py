@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Dispatches:
       outputs: receives the outputs of each step, or those of one dispatch as a `Block`.
       num_examples: receives the number of examples of each step.
       clock: tells the time in seconds.
+      step_num: the number of updates before them.
       interrupt: ends the dispatches when a signal has come; None to heed none.
       deadline: ends it when the clock shows this; at most a step too late.
       before: when the batch before the newest came, by the clock.
@@ -48,6 +50,7 @@ class Dispatches:
     outputs: list[Any]
     num_examples: list[int]
     clock: Callable[[], float]
+    step_num: int = 0
     interrupt: Interruptible | None = None
     deadline: float = math.inf
     before: float = 0.0
@@ -100,6 +103,8 @@ class Program:
         take_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
         if self.own is not None:
             take_one, enter, leave = self.own, _identity, _identity
+        if jax.profiler.TraceAnnotation.is_enabled():
+            take_one, draw = self._marked(take_one, dispatches.step_num), _named("jaxloop: waiting for data", draw)
         before = came = clock()
         in_data, is_in_step, carry = 0.0, False, enter(dispatches.state)
         try:
@@ -124,6 +129,21 @@ class Program:
         finally:
             dispatches.state, dispatches.before, dispatches.secs_in_data = leave(carry), before, in_data
             dispatches.is_in_step = is_in_step
+
+    def _marked(self, take_one: Callable[..., Any], step_num: int) -> Callable[..., Any]:
+        """Returns a function that marks each step in the profile being recorded, for tools that group by step."""
+        updates = 1 if self._evaluates else self.step.updates_per_step
+        numbers = itertools.count(step_num + updates, updates)
+
+        def marked(carry: Any, batch: types.Batch) -> Any:
+            with jax.profiler.StepTraceAnnotation(self._marker, step_num=next(numbers)):
+                return take_one(carry, batch)
+
+        return marked
+
+    @property
+    def _marker(self) -> str:
+        return "eval" if self._evaluates else "train"
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Takes one step."""
@@ -169,7 +189,8 @@ class Program:
         if len(batches) == size:
             dispatches.is_in_step = True
             try:
-                taken = self.dispatch_group(dispatches.state, batches)
+                with jax.profiler.StepTraceAnnotation(self._marker, step_num=dispatches.step_num + size):
+                    taken = self.dispatch_group(dispatches.state, batches)
             except BaseException as error:
                 is_final = isinstance(error, FusingError) or not checks.is_alive(dispatches.state)
                 if is_final or not isinstance(error, Exception):
@@ -234,6 +255,16 @@ class Program:
 
 def _identity(state: Any) -> Any:
     return state
+
+
+def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a function that shows under a name in the profile that is being recorded."""
+
+    def named() -> Any:
+        with jax.profiler.TraceAnnotation(name):
+            return function()
+
+    return named
 
 
 # Trying ---------------------------------------------------------------------------------------------------
