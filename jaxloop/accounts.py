@@ -79,6 +79,11 @@ class Goodput:
         return sum(getattr(self, part) for part in _PARTS)
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part, by the name that the table shows."""
+        return {name: getattr(self, part) for part, (name, _) in _PARTS.items()}
+
+    @property
     def advice(self) -> str:
         """A sentence that says what would help most; empty if 95% of the time was productive."""
         part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)

@@ -6,8 +6,10 @@ import json
 import math
 import mmap
 import os
+import platform
 import re
 import secrets
+import shlex
 import socket
 import struct
 import subprocess
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+import jax
 import numpy as np
 from absl import logging
 from etils import epath
@@ -82,7 +85,7 @@ class RunLog:
             now = self._clock()
             process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
             notes = _commit() | described.pop("notes", {})
-            self._write("start", now, **process, **described, notes=notes)
+            self._write("start", now, **process, **described, notes=notes, environment=_environment())
 
     def begin(self, step: int) -> None:
         """Writes the line of the step at which the run begins, or from which it resumes."""
@@ -306,6 +309,17 @@ def _commit() -> dict[str, str]:
         found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
         return {"commit": found.stdout.strip()}
     return {}
+
+
+def _environment() -> dict[str, str]:
+    devices = jax.devices()
+    return {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processes": str(jax.process_count()),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "command": shlex.join(sys.orig_argv)[:200],
+    }
 
 
 # The pulse -----------------------------------------------------------------------------------------------

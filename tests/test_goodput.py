@@ -264,3 +264,37 @@ def test_notes_that_cannot_be_kept_are_refused(notes):
     step, _, _ = examples.tiny_regression()
     with pytest.raises((TypeError, ValueError), match=r"OuterLoop\.notes"):
         jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
+
+
+# A report -------------------------------------------------------------------------------------------------
+
+HOSTILE = "--></svg><script>alert(1)</script>&"
+
+
+def test_a_report_shows_the_curves_the_time_and_the_starts_of_a_run(tmp_path, capsys):
+    train(tmp_path / "run")
+    page = tmp_path / "report.html"
+    assert printed(capsys, "report", tmp_path / "run", "-o", page) == ""
+    text = page.read_text()
+    for part in ("finished", "20 of 20", "<svg", "productive steps", "from step", "seed", "command"):
+        assert part in text, part
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
+
+
+def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
+    write(
+        tmp_path,
+        start(0.0, notes={HOSTILE: HOSTILE}, environment=[1]),
+        line("begin", 1.0, 0),
+        line("end", 9.0, 9, reason=HOSTILE),
+    )
+    history(tmp_path, 0.5, 0.7, name=HOSTILE)
+    text = printed(capsys, "report", tmp_path)
+    assert "&lt;script&gt;" in text and "<script" not in text
+
+
+def test_a_report_of_several_runs_does_not_go_to_one_file(tmp_path, capsys):
+    train(tmp_path)
+    assert "takes one run" in printed(capsys, "report", tmp_path, tmp_path, "-o", tmp_path / "page.html")

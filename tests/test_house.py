@@ -29,7 +29,7 @@ engine.agenda engine.stepper engine.moments engine.engine loop stat_loop action_
 forecast whole_run evaluations training preflight.report preflight.experiment preflight.step preflight.data
 preflight.checkpoints preflight.actions preflight failures watchdog outer_loop functional.log_entries
 functional.loop_state functional.tools functional.callbacks functional.running functional fitting testing examples
-launch comparison status __main__
+launch comparison status html_report __main__
 """.split()
 
 
