@@ -81,7 +81,8 @@ class RunLog:
             if earlier and earlier[-1].pulse is not None:
                 then, step = earlier[-1].pulse
                 self._write("killed", then, run=earlier[-1].run, step=step)
-                os.unlink(_pulse_path(earlier[-1].run))
+                with contextlib.suppress(OSError):
+                    os.unlink(_pulse_path(earlier[-1].run))
             now = self._clock()
             process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
             notes = _commit() | described.pop("notes", {})
