@@ -13,7 +13,7 @@ from etils import epath
 
 from jaxloop import accounts, files, run_log
 from jaxloop.actions.monitor import Monitor
-from jaxloop.outer_loop import HISTORY_FILE
+from jaxloop.history import HISTORY_FILE
 from jaxloop.text import printable
 from jaxloop.timing import duration
 

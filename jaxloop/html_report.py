@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from etils import epath
 
 from jaxloop import accounts, files, run_log
-from jaxloop.history import History
-from jaxloop.outer_loop import HISTORY_FILE
+from jaxloop.history import HISTORY_FILE, History
 from jaxloop.status import status
 from jaxloop.text import printable
 from jaxloop.timing import duration

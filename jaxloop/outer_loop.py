@@ -26,6 +26,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.engine.moments import Run
 from jaxloop.evaluations import Evaluation, Evaluations
+from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
@@ -44,9 +45,6 @@ from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
 """The name of the output that ends the experiment: a train or eval loop sets `outputs[STOP_LOOP] = True`."""
-
-HISTORY_FILE = "history.jsonl"
-"""The name of the file in the work directory that contains one row of the history per line."""
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any, final
 from etils import epath
 
 from jaxloop import checkpoint, files, run_log
-from jaxloop.outer_loop import HISTORY_FILE
+from jaxloop.history import HISTORY_FILE
 from jaxloop.text import printable
 from jaxloop.timing import duration
 
