@@ -63,7 +63,7 @@ class Watchdog:
     eval_secs: float = 3600.0
     checkpoint_secs: float = 3600.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
