@@ -1,4 +1,4 @@
-"""Datasets of any kind, read as iterators of NumPy batches that know their position."""
+"""Datasets of any kind, converted to iterators over NumPy batches that know their position."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -55,7 +55,7 @@ def _numpy_leaf(leaf: Any) -> Any:
 
 
 def batches(data: Any) -> PositionedIterator:
-    """Returns an iterator over one epoch of a dataset, in NumPy batches.
+    """Returns an iterator over one epoch of a dataset, with batches of NumPy arrays.
 
     Args:
       data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
@@ -63,7 +63,7 @@ def batches(data: Any) -> PositionedIterator:
         these. A batch is a pytree of arrays or tensors.
 
     Returns:
-      An iterator that knows its position in the dataset.
+      An iterator that knows its position in the dataset, so that a checkpoint can store it.
 
     >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
     [1, 2]
@@ -86,7 +86,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """A dataset whose every iteration is one epoch, read by `batches`.
+    """A dataset that can be iterated over several times. Each iteration is one epoch, read by `batches`.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
@@ -107,7 +107,7 @@ class Passes:
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch is known to be endless."""
+        """True if an epoch is known to be endless."""
         return is_endless(self._data)
 
     def first(self) -> types.Batch:
@@ -156,17 +156,17 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 
 
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
-    """Reads up to `size` batches ahead of their use, in one thread on the host.
+    """Reads up to `size` batches ahead, in one background thread.
 
-    It helps if a batch takes long to make because that waits for files or the network, or runs in NumPy or other code
-    that releases the GIL. You don't need it to overlap the making of a batch with the computation on the device: steps
-    are dispatched asynchronously anyway. Nor for Grain, tf.data and torch `DataLoader`s, which prefetch themselves. It
-    costs some microseconds per batch.
+    It helps if making a batch takes long because it waits for files or the network, or runs NumPy or other code that
+    releases the GIL. It costs a few microseconds per batch. You don't need it in order to make a batch while the device
+    computes, because steps are dispatched asynchronously. You don't need it for Grain, tf.data and torch `DataLoader`s
+    either, which prefetch themselves.
 
-    An error in the dataset is raised when its batch would be returned. The thread ends with the dataset, with an error,
-    with the iterator's `close`, or when the iterator is garbage-collected. Positions are those of the returned batches.
-    For tf.data, a position counts batches since an earlier saved state and reads these again, so use tf.data's own
-    `.prefetch` instead.
+    An error in the dataset is raised in place of the batch that it prevented. The thread ends at the end of the
+    dataset, at an error, when the iterator is closed with `close`, or when it is garbage-collected. A checkpoint stores
+    the position after the last returned batch. For tf.data, that position is an earlier saved state and a number of
+    batches to read again, so use tf.data's own `.prefetch` instead.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
@@ -176,7 +176,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
       size: The number of batches to read ahead; 0 for no thread.
 
     Returns:
-      An iterable; for an iterator, an iterator.
+      An iterable; if `data` is an iterator, an iterator.
     """
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"prefetch takes a number of batches as its size (0 for none), got {size!r}.")
@@ -186,7 +186,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
 
 def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
-    """Returns a dataset whose batch number `i` is `make_batch(i)`. It can seek to any position at once.
+    """Returns a dataset whose batch number `i` is `make_batch(i)`. A resumed run finds its position immediately.
 
     >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
     >>> len(list(from_index(draw, num_batches=4)))
@@ -209,15 +209,16 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 
 
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
-    """Returns the part of a dataset that this process reads in a job of several; in one process, the whole dataset.
+    """Returns the part of a dataset that this process reads in a job of several processes.
 
-    The parts don't overlap, and together they are the whole dataset. In each step, the batches of all processes
-    together contain the same examples for any number of processes, as long as their total size is the same. So a run
-    can resume with another number of processes.
+    In a job of one process, that is the whole dataset. The parts don't overlap, and together they are the whole
+    dataset. In each step, the batches of all processes together contain the same examples for any number of processes,
+    if their total size is the same. So a run can resume with another number of processes.
 
-    - From examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes takes every n-th. Shard first
-      (before you shuffle with tf.data), then batch by the rows of one process.
-    - From batches (the result of `from_index`, a list or a tuple), each process takes its rows of every batch.
+    - Of a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
+      example. Shard first (with tf.data, before you shuffle), then batch by the number of rows per process.
+    - Of a dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every
+      batch.
 
     >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
     >>> shard_for_process(batches, process_index=1, process_count=2)
@@ -229,8 +230,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
       process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: The dataset is of another kind; the message names the remedy.
-      ValueError: The examples were already batched, or the rows of a batch don't divide.
+      TypeError: The dataset is of another kind. The message contains the remedy.
+      ValueError: A dataset of examples is already batched, or the rows of a batch don't divide over the processes.
     """
     place = jax.process_index() if process_index is None else process_index
     count = jax.process_count() if process_count is None else process_count

@@ -1,4 +1,4 @@
-"""`fit`, which trains in one call, and a learning-rate schedule."""
+"""`fit`, which trains a model in one call, and a learning-rate schedule."""
 
 import contextlib
 import functools
@@ -117,50 +117,50 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     ...     return weight - 0.1 * slope, {"slope": slope}
     >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
 
-    An epoch is one pass over the training dataset, whose length need not be known. Each epoch is one train loop and
-    ends with a row of the history; `train_total_steps` adds about a hundred rows to these.
+    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one train loop, and adds
+    a row to the history at its end. With `train_total_steps`, the history has about a hundred rows in addition.
 
-    A work directory receives TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
+    With a work directory, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
     `optax.inject_hyperparams` stores it), `history.jsonl`, and `checkpoints` with the newest and the best checkpoint.
-    The same call resumes there after any interruption. Without a work directory, no file is written.
+    After an interruption, the same call resumes from there. Without a work directory, `fit` writes no files.
 
     Args:
       model: Any model that `LossStep` takes; with `train_step`, a state.
-      train_dataset: Anything that `jaxloop.data.batches` takes, such as lists, generators, `tf.data` or DataLoaders, of
-        batches that are tuples `(inputs, targets)` or dicts.
-      eval_dataset: Likewise. Each evaluation reads it from its start, and its means are exact even if the last batch is
-        short.
-      loss: A function of `(outputs, batch)`, see `LossStep`.
+      train_dataset: Anything that `jaxloop.data.batches` takes, such as a list, a generator, a
+        `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
+      eval_dataset: The dataset to evaluate on, of the same kinds. Each evaluation reads it from its start. Its means
+        are exact even if the last batch is short.
+      loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
-      metrics: Functions of `(outputs, batch)` by name, see `LossStep`.
-      inputs: The part of a batch that the model receives, see `LossStep`.
+      metrics: Functions of `(outputs, batch)` by name; see `LossStep`.
+      inputs: The part of a batch that the model receives; see `LossStep`.
       train_step: Replaces `loss` and `optimizer`: a pure function `(state, batch) -> (state, outputs)`, which is
         compiled for the devices. The state is any pytree.
-      eval_step: A pure function `(state, batch) -> outputs`.
+      eval_step: A pure function `(state, batch) -> outputs`, for evaluations with a `train_step`.
       train_epochs: The number of epochs. Give this or `train_total_steps`.
-      train_total_steps: The number of updates. The dataset is repeated as often as needed.
+      train_total_steps: The number of updates. The dataset is repeated as often as necessary.
       eval_interval: When to evaluate: an int counts epochs, and a schedule such as `every(steps=500)` is exact to the
-        step. The end of the run is always evaluated. None for every epoch.
+        step. There is always an evaluation at the end of the run. None for every epoch.
       workdir: The work directory; None for no files.
-      log_name: The name of the run's own directory within the work directory.
+      log_name: The name of a subdirectory of the work directory, for this run.
       hparams: Hyperparameters to write to the events and the log: numbers, strings and bools.
       monitor: The metric that decides which checkpoint is the best one, such as "eval/accuracy". The default is
         "eval/loss" if there is a `loss` and an `eval_dataset`.
-      partitioner: Where the state and the batches live; None for one device. "auto" uses all devices: it copies the
-        state to each one if it fits there, and otherwise splits it (`FSDPPartitioner`). The log reports the choice.
-      progress: "auto", "tqdm" or "plain", see `ProgressAction`; None to show nothing.
+      partitioner: Decides where the state and the batches live; None for one device. "auto" uses all devices: it
+        replicates the state if it fits on each device, and otherwise shards it (`FSDPPartitioner`). It logs the choice.
+      progress: "auto", "tqdm" or "plain" (see `ProgressAction`); None to show nothing.
       seed: The seed of the parameters and of dropout.
       steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
       actions: Further end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
-      dry_run: Trains nothing, allocates no memory for the state, and returns the report of `OuterLoop.check`: the plan
-        of the run and every problem it finds.
+      dry_run: If True, `fit` trains nothing, allocates no memory for the state, and returns the report of
+        `OuterLoop.check`: the plan of the run and every problem it finds.
 
     Returns:
       `(state, history)`; for a dry run, the report.
 
     Raises:
-      ValueError: Both or neither of `train_epochs` and `train_total_steps` are given, the dataset is an iterator and
-        there is more than one epoch, or some arguments exclude each other.
+      ValueError: Both or neither of `train_epochs` and `train_total_steps` are given, the dataset is an iterator but
+        there is more than one epoch, or other arguments exclude each other.
     """
     if dry_run and data.is_one_pass(train_dataset):
         raise ValueError(
@@ -173,18 +173,18 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     passes, eval_passes, num_passes = _data(train_dataset, eval_dataset, train_epochs, train_total_steps)
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics takes functions by name, {{'accuracy': function}}, got {metrics!r}.")
+        raise TypeError(f"metrics must be a dict of functions, {{'accuracy': function}}, got {metrics!r}.")
     progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if train_step is None:
         _check_loss(model, loss, optimizer, eval_step)
         options = {"loss": loss, "metrics": metrics, "inputs": inputs}
-        step, step_for_eval = _steps_by_loss(model, optimizer, partitioner, seed, passes.first(), options)
+        step, step_for_eval = _steps_of_loss(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
         state = make_state(step.input_spec(passes.first()))
         monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
     else:
-        _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_dataset)
-        step, step_for_eval = _own_steps(train_step, eval_step, model, partitioner, passes.first())
+        _check_step_functions(loss, optimizer, metrics, inputs, eval_step, eval_dataset)
+        step, step_for_eval = _steps_of_functions(train_step, eval_step, model, partitioner, passes.first())
         state = model
 
     log_points, saves = every(loops=1) | last(), every(loops=1) | last()
@@ -206,7 +206,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
             writer = files.enter_context(contextlib.closing(default_writer(workdir)))
             if hparams and not dry_run:
                 writer.write_hparams(dict(hparams))
-            saves = saves if monitor is None else saves | eval_schedule  # The best must have been saved.
+            saves = saves if monitor is None else saves | eval_schedule  # Save at evaluations, to keep the best.
             train_actions += _summaries(writer, log_points, state)
             train_actions.append(CheckpointAction(workdir / "checkpoints", saves, keep=1, best=monitor))
             eval_actions.append(SummaryAction(writer, prefix="eval/"))
@@ -226,7 +226,7 @@ def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> S
     if not isinstance(eval_interval, Schedule):
         checks.check_positive("eval_interval", eval_interval, optional=True)
     if eval_interval is not None and eval_dataset is None:
-        raise ValueError(f"fit got eval_interval={eval_interval!r} without eval_dataset: give both, or neither.")
+        raise ValueError(f"fit got eval_interval={eval_interval!r} without eval_dataset. Give both, or neither.")
     if isinstance(eval_interval, Schedule):
         return eval_interval | last()
     return every(loops=eval_interval or 1) | last()
@@ -235,7 +235,7 @@ def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> S
 def _data(
     train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
 ) -> tuple[data.Passes, data.Passes, int | None]:
-    """Returns both datasets as epochs, and the largest number of epochs; None if the training data is an iterator."""
+    """Returns both datasets as epochs, and the largest number of epochs; None if the training data are an iterator."""
     checks.check_positive("train_epochs", train_epochs, optional=True)
     checks.check_positive("train_total_steps", train_total_steps, optional=True)
     if (train_epochs is None) == (train_total_steps is None):
@@ -259,7 +259,7 @@ def _data(
     return data.Passes(train_dataset), data.Passes(eval_dataset), train_epochs or as_often_as_needed
 
 
-def _steps_by_loss(
+def _steps_of_loss(
     model: Any,
     optimizer: Any,
     partitioner: partition.Partitioner | Literal["auto"],
@@ -279,8 +279,8 @@ def _steps_by_loss(
 def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
     if hasattr(model, "apply_gradients"):
         raise TypeError(
-            f"fit trains a model by a loss, and got a state in its place, {checks.describe(model)}. Give the model "
-            "itself, with loss=... and optimizer=...; or, to train your state, a train_step: "
+            f"fit without a train_step needs a model, got a state, {checks.describe(model)}. Give the model, with "
+            "loss=... and optimizer=...; or, to train your state, a train_step: "
             "fit(state, data, train_step=function)."
         )
     if loss is None or optimizer is None or eval_step is not None:
@@ -290,26 +290,26 @@ def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
         )
 
 
-def _check_own_steps(loss, optimizer, metrics, inputs, eval_step, eval_dataset) -> None:
+def _check_step_functions(loss, optimizer, metrics, inputs, eval_step, eval_dataset) -> None:
     options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
     for name, value in options.items():
         if value is not None:
             raise ValueError(
-                f"fit got a train_step and {name}, which is for training by a loss: leave one of them out."
+                f"fit got a train_step and {name}, which is for training with a loss. Leave one of them out."
             )
     if (eval_step is None) != (eval_dataset is None):
         got, missing = ("eval_dataset", "eval_step") if eval_step is None else ("eval_step", "eval_dataset")
-        raise ValueError(f"fit got a train_step and {got} without {missing}: give both, or neither.")
+        raise ValueError(f"fit got a train_step and {got} without {missing}. Give both, or neither.")
 
 
-def _own_steps(
+def _steps_of_functions(
     train_step: Any,
     eval_step: Any,
     state: Any,
     partitioner: partition.Partitioner | Literal["auto"],
     first_batch: types.Batch,
 ) -> tuple[FunctionStep, FunctionStep]:
-    """Returns the train step and the eval step made of the user's functions."""
+    """Returns the train step and the eval step for the user's functions."""
     if partitioner == "auto":
         partitioner = partition.choose(state, checks.num_examples(first_batch))
     step_for_eval = FunctionStep(functools.partial(_evaluate, eval_step), partitioner)
@@ -333,7 +333,7 @@ def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps
         return train_total_steps
     try:
         return train_epochs * len(train_dataset) or None
-    except TypeError:  # That of a tf.data pipeline is not always known.
+    except TypeError:  # A tf.data pipeline may have an unknown length.
         return None
 
 
@@ -346,14 +346,14 @@ def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_
     - for `w <= t <= T`: `base_lr * (0.01 + 0.99 (1 + cos(pi (t - w) / (T - w))) / 2)`;
     - after `T`: `base_lr / 100`.
 
-    The cosine is that of Loshchilov and Hutter, https://arxiv.org/abs/1608.03983; the warm-up that of Goyal et al.,
+    The cosine decay is from Loshchilov and Hutter, https://arxiv.org/abs/1608.03983; the warm-up is from Goyal et al.,
     https://arxiv.org/abs/1706.02677.
 
     Args:
-      base_lr: The peak, reached when the warm-up ends.
-      steps_per_epoch: Optimizer updates per epoch.
-      epochs: Epochs of the training.
-      warmup_epochs: Epochs of the warm-up; 0 for none.
+      base_lr: The peak, reached at the end of the warm-up.
+      steps_per_epoch: The number of optimizer updates per epoch.
+      epochs: The number of epochs of the training.
+      warmup_epochs: The number of epochs of the warm-up; 0 for none.
 
     Returns:
       An Optax schedule to pass as a learning rate: `optax.adam(lr_schedule(1e-3, 100))`.

@@ -1,6 +1,6 @@
-"""The plan of a run: where its loops end and what is called when, by the engine's own schedules, before a step runs.
+"""Predicts the plan of a run with the engine's schedules: where loops end, and when actions and evaluations are called.
 
-What nobody can know in advance stays open: the time, data without a length, what a user's function will say.
+It can't predict the time, the length of some datasets, and the results of user functions.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jaxloop.engine.agenda import Slot
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 
-# A run that has more moments is foreseen up to there; the second is for one whose end nobody knows.
+# The largest number of moments to predict, and the largest number if the end of the run is unknown.
 _MOST_MOMENTS, _MOST_IF_OPEN = 20_000, 2_000
 
 At = Literal["begin", "end", "step"]
-"""Where something is called: where loops begin; inside loops and at their ends; or as part of a step."""
+"""The place of a call: at the beginning of a loop; inside a loop or at its end; or as part of a step."""
 
 Moments = Iterator[tuple[Elapsed, int | None]]
 """Moments of a run, each with the number of the loop that ends there; None inside a loop."""
@@ -29,7 +29,7 @@ Moments = Iterator[tuple[Elapsed, int | None]]
 @final
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """When something will be called.
+    """The predicted calls of an action or an evaluation.
 
     >>> at_steps = lambda *steps: [Elapsed(step) for step in steps]
     >>> print(Calls(at_steps(100, 200, 300, 400)))
@@ -40,11 +40,11 @@ class Calls:
     never
 
     Attributes:
-      moments: how far the run is when it is called.
-      is_all: whether it is called at no others.
-      at_end: whether it is called at the end of the run, too, where nobody knows at which step that is.
-      by_clock: whether it may be called at other steps, for the time that has passed.
-      at_most: whether it may be called at some of the moments only, as a function of the user will say.
+      moments: The progress of the run at each call.
+      is_all: False if there may be calls at further steps.
+      at_end: Whether there is also a call at the end of the run, whose step is unknown.
+      by_clock: Whether there may be calls at other steps, because of a schedule of time.
+      at_most: Whether a user function may skip some of the calls.
     """
 
     moments: Sequence[Elapsed] = ()
@@ -55,16 +55,16 @@ class Calls:
 
     @property
     def steps(self) -> Sequence[int]:
-        """After which steps it is called."""
+        """The steps after which the calls happen."""
         return [now.steps for now in self.moments]
 
     @property
     def is_never(self) -> bool:
-        """Whether it is certain that it will not be called."""
+        """True if there will certainly be no call."""
         return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Whether the two may come at the same step."""
+        """Returns True if both may be called at the same step."""
         is_open = [calls.by_clock or not calls.is_all for calls in (self, other)]
         return any(is_open) or (self.at_end and other.at_end) or not set(self.steps).isdisjoint(other.steps)
 
@@ -86,15 +86,15 @@ class Calls:
 @final
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """Where a run begins.
+    """The point at which a run begins or resumes.
 
     Attributes:
-      elapsed: how far it is.
-      passes: how many passes over its data have ended.
-      batches: how many batches of this pass are used.
-      has_stopped: whether it was asked to stop there.
-      last_beginning: how far it was when its last loop began; None for where it begins now.
-      evaluations: by name, how often each has run, and how far the run was then.
+      elapsed: The progress of the run.
+      passes: The number of completed epochs.
+      batches: The number of batches used in this epoch.
+      has_stopped: Whether the run was asked to stop there.
+      last_beginning: The progress at which the last loop began; None if the run begins there now.
+      evaluations: For each evaluation by name, the number of times that it ran, and the progress of the run then.
     """
 
     elapsed: Elapsed = dataclasses.field(default_factory=Elapsed)
@@ -108,7 +108,7 @@ class Begin:
 @final
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """How far a run goes, and what is called where on its way.
+    """The predicted course of a run: its end, its loops, and the calls in it.
 
     >>> from jaxloop.schedules import at, last
     >>> course = Course(RunSpec(total_steps=1000, loop_steps=400))
@@ -120,12 +120,12 @@ class Course:
     4 times, at steps 300, 600, ..., 1,000; never
 
     Attributes:
-      spec: how long it is to train.
-      begin: where it begins.
-      batches_in_pass: how many batches a pass over the data has; None if nobody knows.
-      rows: examples in a batch.
-      updates_per_step: how many steps a batch counts for, see `Step.updates_per_step`.
-      stopped_at: the step at which its `stop` ends it; None if that is not foreseen.
+      spec: The arguments of the run, which include its length.
+      begin: The point at which it begins.
+      batches_in_pass: The number of batches in an epoch; None if it is unknown.
+      rows: The number of examples in a batch.
+      updates_per_step: The number of updates that a batch makes; see `Step.updates_per_step`.
+      stopped_at: The step at which the schedule `stop` ends the run; None if it can't be predicted.
     """
 
     spec: RunSpec
@@ -137,18 +137,18 @@ class Course:
 
     @property
     def start(self) -> Elapsed:
-        """How far the run is when it begins."""
+        """The progress of the run when it begins."""
         return self.begin.elapsed
 
     def end_of_pass(self, number: int) -> int | None:
-        """The step at which a pass over the data ends, counted from the one under way; None if nobody knows."""
+        """Returns the step at which an epoch ends, with 1 for the current epoch; None if it is unknown."""
         if self.batches_in_pass is None:
             return None
         return self.start.steps + (number * self.batches_in_pass - self.begin.batches) * self.updates_per_step
 
     @functools.cached_property
     def end(self) -> int | None:
-        """The step at which the run ends, if its data last for `total_steps`; None if nobody knows."""
+        """The step at which the run ends, if the data suffice for `total_steps`; None if it is unknown."""
         epochs, total_steps = self.spec.epochs, self.spec.total_steps
         data_end = self.end_of_pass(1 if epochs is None else max(epochs - self.begin.passes, 0))
         ends = [self.stopped_at, total_steps, data_end if epochs is not None or total_steps is None else None]
@@ -156,17 +156,17 @@ class Course:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to run."""
+        """True if no step is left to run."""
         return self.end is not None and self.start.steps >= self.end
 
     @functools.cached_property
     def loops(self) -> Calls:
-        """When its loops end."""
+        """The ends of the loops."""
         return self.calls(1)
 
     @functools.cached_property
     def batches_of_longest_loop(self) -> int | None:
-        """How many batches the longest of its loops has; None if nobody knows."""
+        """The number of batches in the longest loop; None if it is unknown."""
         ends = [self.start.steps, *self.loops.steps]
         sizes = [(later - earlier) // self.updates_per_step for earlier, later in itertools.pairwise(ends)]
         return max(sizes, default=None)
@@ -176,47 +176,47 @@ class Course:
         return f"the run goes {begin}to {'the end of its data' if self.end is None else f'step {self.end:,}'}"
 
     def ended_by(self, stop: Schedule) -> "Course":
-        """Returns the course of a run that this schedule ends, as far as that is foreseen."""
+        """Returns the course of a run that this schedule ends, as far as that can be predicted."""
         stop = stop.as_stop()
         moments = itertools.islice(self._moments(stop), _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN)
-        asked = itertools.chain([self.start], (now for now, _ in moments))
-        ends = (now.steps for now in asked if stop.stops(now.previous or now, now))
+        tested = itertools.chain([self.start], (now for now, _ in moments))
+        ends = (now.steps for now in tested if stop.stops(now.previous or now, now))
         return dataclasses.replace(self, stopped_at=next(ends, None))
 
     def calls(self, interval: int | Schedule, at: At = "end") -> Calls:
-        """Returns when something with an interval will be called: an action, or an evaluation.
+        """Returns the calls of an action or an evaluation with this interval.
 
         Args:
-          interval: as that of an action.
-          at: "end" for what is called inside loops and at their ends, "begin" for what is called where loops begin,
-            "step" for what is called as part of a step, which knows neither of the end of a loop nor of the run.
+          interval: The interval, as for an action.
+          at: "end" for calls inside loops and at their ends; "begin" for calls at the beginning of loops; "step" for
+            the actions of a step, which don't know the end of a loop or of the run.
         """
         moments = self._moments(interval)
         if at == "begin":
             moments = self._beginnings()
-        elif at == "step" and not isinstance(interval, Schedule):  # It counts the steps of each loop.
+        elif at == "step" and not isinstance(interval, Schedule):  # An int counts the steps of each loop.
             longest = self.batches_of_longest_loop
             return Calls(is_all=longest is not None and longest < interval)
         elif at == "step":
             in_step = lambda now: dataclasses.replace(now, loops=now.previous.loops, is_last=False)
             moments = ((in_step(now), None) for now, _ in moments if now.steps > self.start.steps)
         at_end = at == "end" and self.end is None and _may_fire_at_end(self, interval)
-        return self._rehearsed(interval, moments, Calls(at_end=at_end))
+        return self._simulated(interval, moments, Calls(at_end=at_end))
 
     def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
-        """Returns when an action of an evaluation will be called.
+        """Returns the calls of an action of an evaluation.
 
         Args:
-          interval: that of the action; an int counts evaluations.
-          evaluated: when the evaluation comes.
-          name: what the evaluation is called.
+          interval: The interval of the action. An int counts evaluations.
+          evaluated: The calls of the evaluation.
+          name: The name of the evaluation.
         """
         if isinstance(interval, Schedule) and evaluated.at_end:
             evaluated = dataclasses.replace(evaluated, is_all=False, at_end=_may_fire_at_end(self, interval))
-        return self._rehearsed(interval, _ends_of_evaluation(self, evaluated.moments, name), evaluated)
+        return self._simulated(interval, _ends_of_evaluation(self, evaluated.moments, name), evaluated)
 
-    def _rehearsed(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
-        """Returns when the engine calls something that it asks at some moments, besides what is known of that."""
+    def _simulated(self, interval: int | Schedule, moments: Moments, known: Calls) -> Calls:
+        """Returns `known` with the moments at which the engine would call an action with this interval."""
         slot, called = Slot(ActionList([_Probe(interval)], unit="loops"), 0), []
         for now, loop in itertools.islice(moments, _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN):
             if slot.is_due(now, loop):
@@ -230,7 +230,7 @@ class Course:
     # The moments of the run ------------------------------------------------------------------------------
 
     def _moments(self, interval: int | Schedule) -> Moments:
-        """Yields the moments at which the engine asks something with an interval, while the clock stands still."""
+        """Yields the moments at which the engine checks an interval, assuming that no time passes."""
         now, updates, spec = dataclasses.replace(self.start, previous=self.start), self.updates_per_step, self.spec
         if self.is_over:
             return
@@ -243,15 +243,15 @@ class Course:
                 return
             step = now.steps + math.ceil((step - now.steps) / updates) * updates
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
-            # The run does not know of its last step if its data end just where a loop of `loop_steps` does.
+            # A run doesn't recognize its last step if its data end together with a loop of `loop_steps`.
             is_stop_given = step == self.stopped_at or step == spec.total_steps
             is_last = step == self.end and (is_stop_given or not spec.loop_steps or step % spec.loop_steps != 0)
             now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
             yield now, now.loops if ends_loop else None
-        yield dataclasses.replace(now, is_last=True), None  # Where that is known only now.
+        yield dataclasses.replace(now, is_last=True), None  # The run may recognize its last step only after it.
 
     def _beginnings(self) -> Moments:
-        """Yields the moments at which loops begin, with their numbers."""
+        """Yields the moments at which loops begin, with the numbers of the loops."""
         last = self.begin.last_beginning or self.start
         for now, loop in itertools.chain([(self.start, self.start.loops)], self._moments(never())):
             if loop is not None and not now.is_last and not self.is_over:
@@ -273,7 +273,7 @@ class Course:
 
 
 class _Probe(Action):
-    """Stands for what has an interval."""
+    """An action that does nothing, to simulate the calls of an interval."""
 
     def __call__(self, state, outputs, **kwargs) -> None: ...
 
@@ -283,7 +283,7 @@ def _as_schedule(interval: int | Schedule) -> Schedule:
 
 
 def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -> Moments:
-    """Yields the ends of an evaluation, with their numbers; and the end of the run, of which the newest one hears."""
+    """Yields the ends of an evaluation with their numbers, and the end of the run, which the last one also receives."""
     number_before, last = course.begin.evaluations.get(name, (0, course.start))
     for number, now in enumerate(moments, start=number_before + 1):
         last = dataclasses.replace(now, previous=last.without_previous())
@@ -293,10 +293,10 @@ def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -
 
 
 def _may_fire_at_end(course: Course, interval: int | Schedule) -> bool:
-    """Whether something is called at the end of a run that nobody knows."""
+    """Returns True if an interval may fire at the end of a run, if that end is unknown."""
     schedule, far = _as_schedule(interval), 2**40
     before = Elapsed(far, far, math.inf, far)
-    # Of a single loop the number is known.
+    # The number of the loop is known if there is only one.
     is_single = course.spec.loop_steps is None and course.spec.epochs in (None, 1)
     loop = course.start.loops + 1 if is_single else schedule.next_loop(before) or far
     before = dataclasses.replace(before, loops=loop - 1)

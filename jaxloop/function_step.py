@@ -1,4 +1,4 @@
-"""Steps made of functions: what these take, what they return, and how they are compiled."""
+"""Steps made of pure functions: `FunctionStep`, and `CompiledFunction` for `jaxloop.functional`."""
 
 import functools
 import inspect
@@ -14,18 +14,19 @@ from jaxloop import checks, data, metrics, models, partition, structures, types
 from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
 
-# More values of statics than this are probably meant to be broadcasts.
+# With more values of statics than this, they should probably be broadcasts.
 _MANY_STATICS = 16
 
 
 class FunctionStep(NumpyStep):
-    """Runs `fn(state, batch) -> (state, outputs)`, where the state is yours: any pytree.
+    """A `Step` whose `run` is your function `fn(state, batch) -> (state, outputs)`. The state is any pytree.
 
-    Without an int32 `step` in the state, a loop counts the steps itself.
+    If the state has no int32 `step`, the loop counts the steps.
 
     Hooks:
-      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
-      begin, end, num_examples: see `Step`. `run` is the function.
+      preprocess_batch: As in `Step`. An override must call `super().preprocess_batch` first, which converts tensors to
+        NumPy arrays.
+      begin, end, num_examples: As in `Step`.
 
     >>> step = FunctionStep(lambda state, batch: (state + batch["x"].sum(), {"sum": state}))
     >>> state, outputs = step(np.float32(1), {"x": np.ones(3, np.float32)})
@@ -33,9 +34,9 @@ class FunctionStep(NumpyStep):
     (4.0, 1.0)
 
     Args:
-      fn: pure; compiled for the devices, and given the state to take over (donate).
-      partitioner: where the state and the batches live.
-      train: see `Step`.
+      fn: A pure function, which is compiled for the devices. It donates the state.
+      partitioner: Decides where the state and the batches live.
+      train: Whether this step trains.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class FunctionStep(NumpyStep):
     ):
         if not callable(fn):
             raise TypeError(f"{type(self).__name__} takes a function fn(state, batch) -> (state, outputs), got {fn!r}.")
-        no_model = models.AdaptedModel("a function brings no model", models.ParamsApply())
-        # Neither is used. What updates the parameters is in the function, or in the state.
+        # The key, the model and the optimizer are unused: the function updates the state.
+        no_model = models.AdaptedModel("a function has no model", models.ParamsApply())
         super().__init__(np.zeros(2, np.uint32), no_model, optax.identity(), partitioner, train)  # pyright: ignore
         self._fn = fn
 
@@ -59,11 +60,11 @@ class FunctionStep(NumpyStep):
         return self._fn(state, batch)
 
     def initialize_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A function has no model to initialise."""
-        raise TypeError(f"{self!r} has no model: make the state yourself, by TrainState.create(...) for example.")
+        """Raises a `TypeError`, because a function has no model."""
+        raise TypeError(f"{self!r} has no model. Make the state yourself, for example with TrainState.create(...).")
 
     def compute_num_params(self, state: Any) -> int:
-        """The number of parameters in `state.params`, or in all leaves of a state without."""
+        """Returns the number of parameters in `state.params`, or in all leaves if the state has no `params`."""
         return sum(np.size(leaf) for leaf in jax.tree.leaves(getattr(state, "params", state)))
 
 
@@ -71,12 +72,12 @@ class FunctionStep(NumpyStep):
 
 
 class CompiledFunction:
-    """A pure function of `(state, batch)`, or `(state, batch, broadcasts, statics)`, compiled, and sharded.
+    """Compiles a pure function of `(state, batch)` or `(state, batch, broadcasts, statics)` for all devices.
 
-    It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, see `outputs_logs_and_state`.
+    The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`; see `outputs_logs_and_state`.
 
     Hooks:
-      call: for each call, with all arguments.
+      call: Runs at each call, with all arguments.
 
     >>> @CompiledFunction
     ... def add(state, batch, broadcasts):
@@ -86,10 +87,10 @@ class CompiledFunction:
     (1.0, 7.0)
 
     Args:
-      fn: the function.
-      partitioner: where the state and the batches live; None for one device.
-      train: whether the state is a `TrainState`, to be updated by the gradient of the sum of the logged losses.
-      donate: whether the state is taken over, so that its memory serves for the new one.
+      fn: The function.
+      partitioner: Decides where the state and the batches live; None for one device.
+      train: Whether to update the state, a `TrainState`, with the gradient of the sum of the logged losses.
+      donate: Whether to donate the state, so that the new state reuses its memory.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class CompiledFunction:
         needed, self._most_arguments = positional_arguments(fn)
         if self._most_arguments < 2 or len(needed) > 4:
             raise TypeError(
-                f"{name_of(fn)} must take (state, batch), and may take (state, batch, broadcasts, statics), got "
+                f"{name_of(fn)} must take (state, batch) or (state, batch, broadcasts, statics), got "
                 f"({', '.join(needed)})."
             )
         self._least_arguments = len(needed)
@@ -115,28 +116,28 @@ class CompiledFunction:
         self._steps: dict[Hashable, _NamedStep] = {}
         self._is_on_cpu_mesh = partition.is_cpu_mesh(partitioner.mesh)
         self._num_calls = 0
-        self._returns_logs_alone = False
+        self._returns_only_logs = False
 
     def __repr__(self) -> str:
         return f"{'train_step' if self._train else 'step'}({name_of(self._fn)})"
 
     def __call__(self, state: Any, batch: types.Batch, broadcasts: Any = None, statics: Hashable = None) -> Any:
-        """Returns `(logs, state)`, or `(outputs, logs, state)` where the function returns outputs.
+        """Returns `(logs, state)`, or `(outputs, logs, state)` if the function returns outputs.
 
         Args:
-          state: the state.
-          batch: a host batch, split over the devices.
-          broadcasts: any pytree, the same on all devices.
-          statics: a hashable value; each one compiles anew.
+          state: The state.
+          batch: A host batch, which is sharded over the devices.
+          broadcasts: Any pytree, which is replicated on all devices.
+          statics: A hashable value. Each new value compiles the function again.
         """
         outputs, logs, state = self.call(state, batch, broadcasts, statics)
         return (logs, state) if outputs is None else (outputs, logs, state)
 
     def call(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
-        """As a call, and always returns `(outputs, logs, state)`."""
+        """Like a call of the object, but always returns `(outputs, logs, state)`."""
         for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
             if value is not None and self._most_arguments < place:
-                raise TypeError(f"{self!r} was given {name}, and its function takes no argument {place}. Add it there.")
+                raise TypeError(f"{self!r} got {name}, but its function takes no argument {place}. Add {name} to it.")
         step, given = self._step_for(statics, broadcasts), batch if broadcasts is None else (batch, broadcasts)
         found: Any
         if self._donate:
@@ -145,30 +146,33 @@ class CompiledFunction:
         else:
             found = step.evaluate(state, given)
         self._num_calls += 1
-        self._returns_logs_alone = found["outputs"] is None and "updates" not in (found["logs"] or {})
+        self._returns_only_logs = found["outputs"] is None and "updates" not in (found["logs"] or {})
         if self._is_on_cpu_mesh and 2 * self._num_calls % partition.max_steps_in_flight(self._partitioner.mesh) == 0:
             metrics.wait((state, found))
         return found["outputs"], found["logs"], found.get("state", state)
 
     def program(self) -> Program | None:
-        """Returns what takes steps of it in a row, without broadcasts; None before the first call, and for others."""
+        """Returns a program that runs consecutive steps, without broadcasts.
+
+        None before the first call, and for functions that can't run this way.
+        """
         step = self._steps.get((type(None), None, True)) if self._donate else None
-        return None if step is None or self._is_on_cpu_mesh or not self._returns_logs_alone else Program(step)
+        return None if step is None or self._is_on_cpu_mesh or not self._returns_only_logs else Program(step)
 
     def _step_for(self, statics: Hashable, broadcasts: Any) -> "_NamedStep":
         try:
-            key = (type(statics), statics, broadcasts is None)  # For True is 1.
+            key = (type(statics), statics, broadcasts is None)  # With the type, because True == 1.
             known = self._steps.get(key)
         except TypeError:
             raise TypeError(
-                f"{self!r} takes statics that can be hashed, a tuple or a frozen dataclass say, got {statics!r}. Give "
-                "arrays as broadcasts."
+                f"{self!r} needs hashable statics, such as a tuple or a frozen dataclass, got {statics!r}. Give arrays "
+                "as broadcasts."
             ) from None
         if known is not None:
             return known
         if len(self._steps) == _MANY_STATICS:
             logging.warning(
-                "%r compiles for each value of statics anew, and has had %d of them. Give what changes from step to "
+                "%r compiles once for each value of statics, and got %d of them. Give values that change from step to "
                 "step as broadcasts.",
                 self,
                 _MANY_STATICS,
@@ -192,25 +196,28 @@ class CompiledFunction:
         checks.check_same_state(state, new_state, repr(self))
         if self._donate:
             return new_state, found
-        if self._partitioner.mesh is not None:  # Else the compiler would lay it out as it likes.
+        if self._partitioner.mesh is not None:  # Otherwise, the compiler would choose the sharding.
             new_state = jax.lax.with_sharding_constraint(new_state, self._partitioner.sharding)
         return state, {**found, "state": new_state}
 
     def _update_by_gradient(self, call: Callable[[Any], tuple[Any, Any, Any]], state: Any) -> tuple[Any, Any, Any]:
         if not hasattr(state, "params") or not hasattr(state, "apply_gradients"):
             raise TypeError(
-                f"{self!r} takes a TrainState, with params and apply_gradients, got {checks.describe(state)}. For "
-                "another state, take the gradient yourself, in a jf.step."
+                f"{self!r} needs a TrainState, with params and apply_gradients, got {checks.describe(state)}. For "
+                "another state, compute the gradient yourself, in a jf.step."
             )
 
         def sum_of_losses(params: Any) -> tuple[Any, Any]:
             outputs, logs, new_state = call(state.replace(params=params))
             losses = checks.leaves_by_path((logs or {}).get("losses", {}))
             if not losses:
-                raise ValueError(f"{self!r} logged no loss to take the gradient of: logs.add_loss('loss', loss).")
+                raise ValueError(f"{self!r} logged no loss to differentiate. Call logs.add_loss('loss', loss).")
             for name, loss in losses.items():
                 if np.shape(loss):
-                    raise ValueError(f"{self!r} logged the loss {name!r}, {checks.describe(loss)}: take its mean.")
+                    raise ValueError(
+                        f"{self!r} logged the loss {name!r}, {checks.describe(loss)}, which is not a scalar. Take its "
+                        "mean."
+                    )
             return sum(losses.values()), (outputs, logs, new_state)
 
         grads, (outputs, logs, new_state) = jax.grad(sum_of_losses, has_aux=True)(state.params)
@@ -240,7 +247,7 @@ class _NamedStep(FunctionStep):
 
 
 class _PairStep(_NamedStep):
-    """Its batch is a pair: the batch itself, which is split over the devices, and what all of them get."""
+    """A step whose batch is a pair: the batch, which is sharded, and the broadcasts, which are replicated."""
 
     def preprocess_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
@@ -258,7 +265,7 @@ class _PairStep(_NamedStep):
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:
-    """Takes by way of the host what `device_put` has bound to other devices than those of the mesh."""
+    """Copies leaves that are committed to devices other than those of the mesh to the host."""
     if mesh is None:
         return broadcasts
     devices = set(mesh.devices.flat)
@@ -267,33 +274,33 @@ def _unbound(broadcasts: Any, mesh: Any) -> Any:
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
-    """Puts what the forward pass changed in the state."""
+    """Stores the variables that the forward pass changed in the state."""
     if not updates:
         return state
-    if not hasattr(state, "update_variables"):  # A TrainState of Flax, with fields of its own.
+    if not hasattr(state, "update_variables"):  # Flax's TrainState, with custom fields.
         return state.replace(**updates)
     if types.is_nnx(state.params, "State"):
         return functools.reduce(lambda state, variables: state.update_variables(variables), updates.values(), state)
     return state.update_variables(updates)
 
 
-# What functions take and return ----------------------------------------------------------------------
+# Signatures and results of functions -----------------------------------------------------------------
 
 
 def name_of(function: Any) -> str:
-    """What to call a function, or what stands for one."""
+    """Returns the name of a function or another callable, for messages."""
     of = function.func if isinstance(function, functools.partial) else function
     return getattr(of, "__name__", None) or repr(of)
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """The names of the arguments that a function needs, and how many it takes, both by position.
+    """Returns the names of the required positional arguments of a function, and the largest number that it accepts.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)
 
     Raises:
-      TypeError: it needs others by name, or nobody can say what it takes.
+      TypeError: It has required keyword-only arguments, or its signature can't be read.
     """
     name = name_of(function)
     try:
@@ -303,7 +310,10 @@ def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
     needed = [each for each in parameters if each.default is each.empty]
     by_name = [each.name for each in needed if each.kind is each.KEYWORD_ONLY]
     if by_name:
-        raise TypeError(f"{name} needs {', '.join(by_name)} by name, and gets its arguments by position. Bind it.")
+        raise TypeError(
+            f"{name} needs {', '.join(by_name)} by name, but is called with positional arguments. Bind it with "
+            "functools.partial."
+        )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [each.name for each in needed if each.kind in kinds]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -313,21 +323,21 @@ def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
 
 
 def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any, Any]:
-    """What a function returned, as `(outputs, logs, state)`, with None for what it leaves alone.
+    """Converts the result of a function to `(outputs, logs, state)`, with None for what it didn't return.
 
     >>> outputs_logs_and_state(({"loss": 0.5}, 7.0), "train_step", state=6.0)
     (None, {'loss': 0.5}, 7.0)
 
     Args:
-      result: None, logs, `(logs, state)`, `(outputs, logs, state)`, or a state that is neither tuple nor dictionary.
-      name: that of the function.
-      state: the state that it was given; None where there was none.
+      result: None, logs, `(logs, state)`, `(outputs, logs, state)`, or a state that is neither a tuple nor a dict.
+      name: The name of the function, for the error.
+      state: The state that the function received; None if there was none.
 
     Raises:
-      TypeError: it is none of these.
+      TypeError: The result is none of these.
     """
     if type(result) is tuple and len(result) == 2 and isinstance(result[0], dict) and not isinstance(state, tuple):
-        return None, *result  # As most do.
+        return None, *result  # The common case, first for speed.
     if isinstance(result, Mapping):
         if isinstance(state, Mapping) and state and result.keys() == state.keys():
             raise TypeError(_wrong_result(name, "a dictionary with the keys of the state"))
@@ -339,22 +349,22 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
             raise TypeError(_wrong_result(name, got))
         outputs, logs, new_state = result if len(result) == 3 else (None, *result)
         if logs is not None and not isinstance(logs, Mapping):
-            raise TypeError(_wrong_result(name, f"logs that are no dictionary, {checks.describe(logs)}"))
+            raise TypeError(_wrong_result(name, f"logs that are not a dictionary, {checks.describe(logs)}"))
         return outputs, logs, new_state
     if not (result is None or state is None or _may_replace(result, state)):
-        got = f"{checks.describe(result)} alone, while the state is {checks.describe(state)}"
+        got = f"only {checks.describe(result)}, while the state is {checks.describe(state)}"
         raise TypeError(_wrong_result(name, got))
     return None, None, result
 
 
 def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
-    """Whether a tuple is a new state, and not `(logs, state)` or `(outputs, logs, state)`."""
+    """Returns True if a tuple is a new state, instead of `(logs, state)` or `(outputs, logs, state)`."""
     may_be = isinstance(state, tuple) and len(state) == len(result) and isinstance(result[0], Mapping)
     return may_be and structures.are_alike(state, result)
 
 
 def _may_replace(result: Any, state: Any) -> bool:
-    """Whether a value returned alone looks like a new state, rather than a slip."""
+    """Returns True if a single returned value looks like a new state, instead of a mistake."""
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if isinstance(result, arrays) and isinstance(state, arrays):
         return np.shape(result) == np.shape(state)
@@ -363,7 +373,7 @@ def _may_replace(result: Any, state: Any) -> bool:
 
 def _wrong_result(name: str, got: str) -> str:
     return (
-        f"{name} must return None, logs, (logs, state) or (outputs, logs, state), with None for what it leaves alone, "
-        f"got {got}. Write {{'name': value}} for values to log, and (None, state) for a state that is a tuple or a "
-        "dictionary."
+        f"{name} must return None, logs, (logs, state) or (outputs, logs, state), with None for anything that it "
+        f"doesn't return, got {got}. Write {{'name': value}} for values to log, and (None, state) for a state that is "
+        "a tuple or a dictionary."
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first signal ends the run after the step in flight, the second one ends it in any case."""
+"""Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately."""
 
 import contextlib
 import ctypes
@@ -15,41 +15,42 @@ from typing import Any, final
 
 from absl import logging
 
-# Ctrl-C so soon after one that an earlier run has taken means the program that repeats the run.
+# If Ctrl-C comes this soon after one that ended an earlier run, it is meant for the program that repeats the run.
 _SECOND_WITHIN_SECS = 2.0
-# SIGTERM so soon after SIGTERM is the same one: systemd sends it to a launcher and to its child, to which the launcher
-# passes it on.
+# If SIGTERM comes this soon after SIGTERM, it is the same one: systemd sends it to a launcher and to its child, and the
+# launcher forwards it to the child.
 _SAME_WITHIN_SECS = 0.1
-# What Python does at each signal where the program has said nothing about it: only then it is ours.
+# Python's default handlers. jaxloop handles a signal only if the program has not replaced its default handler.
 _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
-    (signal.SIGINT, signal.default_int_handler),  # The first: from then on nothing is raised before all are installed.
+    (signal.SIGINT, signal.default_int_handler),  # First, so that nothing is raised before all are installed.
     (signal.SIGTERM, signal.SIG_DFL),
 )
 _EXIT_CODE = 128 + signal.SIGTERM
-# How long the second signal leaves for cleanup, and how long a job of several processes has to agree on the first one.
+# The time for cleanup after the second signal, and the time in which a job must agree on the first one.
 _CLEANUP_SECS = 5.0
 _AGREEMENT_SECS = 15.0
-_CLOSED = 0  # Sent to the thread that watches; no signal has this number.
+_CLOSED = 0  # Sent to the watching thread. No signal has this number.
 
 
 @final
 class Interruptible:
-    """While it is open, Ctrl-C and SIGTERM (preemption) set `requested` instead of breaking off a step.
+    """A context in which Ctrl-C and SIGTERM (preemption) set `requested` instead of interrupting a step.
 
-    The outermost one, when it is closed after SIGTERM, exits with 143: what the run has to save and to close belongs
-    inside. After Ctrl-C it just goes on. An exception on its way goes on too, after SIGTERM with a note.
+    First signal: when the outermost context closes after SIGTERM, it exits the process with code 143, so everything
+    that must be saved and closed belongs inside. After Ctrl-C, the program continues. Exceptions propagate; after
+    SIGTERM, with a note.
 
-    The second signal ends the run: Ctrl-C, also soon after one that an earlier run took, raises `KeyboardInterrupt`;
-    SIGTERM, or one of each, ends the process as if nobody had handled it, without any `finally`, and kills what
-    `multiprocessing` has started. Python handles a signal between two of its instructions, and a program may
-    swallow `KeyboardInterrupt`, so a thread watches: if the run has not ended 5 s after the second signal, or at the
-    third, it exits with 128 + the signal's number. In an interactive session nothing but `KeyboardInterrupt` happens.
+    Second signal: Ctrl-C raises `KeyboardInterrupt`, also shortly after a Ctrl-C that ended an earlier run. If one of
+    the two signals is SIGTERM, the second one ends the process by its default action: no `finally` runs, and the child
+    processes of `multiprocessing` are killed. But Python handles signals only between two of its instructions, and a
+    program may swallow `KeyboardInterrupt`. So a thread watches too: 5 s after the second signal, or at the third, it
+    exits the process with 128 + the signal's number. In an interactive session, only `KeyboardInterrupt` is raised.
 
-    Where a job of many processes has not agreed on a first signal after 15 s, because one of them hangs, the process
-    exits likewise. What is saved stays intact in each case.
+    If the processes of a job have not agreed on a first signal after 15 s, because one of them hangs, the process exits
+    in the same way. Saved checkpoints stay intact in all cases.
 
-    Nested ones share the outermost one's answer, so an `OuterLoop` and its loops agree. Outside the main thread nothing
-    is changed, nor for a signal that the program handles or ignores (as `nohup` has it) itself.
+    Nested contexts share the state of the outermost one, so an `OuterLoop` and its loops agree. The context has no
+    effect outside the main thread, or on a signal that the program already handles or ignores (as under `nohup`).
 
     >>> with Interruptible() as interrupt:
     ...     signal.raise_signal(signal.SIGINT)
@@ -57,9 +58,9 @@ class Interruptible:
     (True, 'Ctrl-C')
 
     Args:
-      clock: tells the time in seconds.
-      defers: whether a signal that comes here is no more than `unconfirmed` until somebody calls `confirm`: in a job of
-        many processes, when all know of it.
+      clock: Returns the time in seconds.
+      defers: Whether a signal stays `unconfirmed` until `confirm` is called. A job of several processes confirms a
+        signal when all processes know of it.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, defers: bool = False):
@@ -67,46 +68,46 @@ class Interruptible:
         self._outer: Interruptible | None = None
         self._pid = 0
         self.signum: int | None = None  # The first signal.
-        self.unconfirmed: int | None = None  # One that is not to be heeded yet.
-        self._came_elsewhere: int | None = None  # Confirmed, and not come here.
-        self._times: dict[int, float] = {}  # When each signal came last, also in an earlier run.
-        # The handlers we took the place of, Python's and the C library's.
-        self._before: dict[int, tuple[Any, Any]] = {}
+        self.unconfirmed: int | None = None  # A signal that has no effect yet.
+        self._confirmed_elsewhere: int | None = None  # A confirmed signal that this process has not received.
+        self._times: dict[int, float] = {}  # The last time of each signal, also in an earlier run.
+        self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
         self._watch: _Watch | None = None
 
     @property
     def awaits_agreement(self) -> bool:
-        """Whether a signal has come, or may have come unseen, that not all processes of the job know of."""
+        """True if signals must be confirmed and none has been yet."""
         return self._defers and self.signum is None
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come since the outermost one was opened."""
+        """True if a signal came since the outermost context was opened."""
         return self.signum is not None if self._outer is None else self._outer.requested
 
     @property
     def outermost(self) -> "Interruptible":
-        """The one whose handlers are installed, this one or one around it; its `signum` is what has come first."""
+        """The context whose handlers are installed: this one or one around it. Its `signum` is the first signal."""
         return self if self._outer is None else self._outer.outermost
 
     @property
     def signal_name(self) -> str | None:
-        """What has come first, "Ctrl-C" or "SIGTERM"; None where nothing has."""
+        """The first signal, "Ctrl-C" or "SIGTERM"; None if no signal came."""
         if self._outer is not None:
             return self._outer.signal_name
         return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self.signum]
 
     def confirm(self, signum: int) -> None:
-        """Has this signal heeded from now on, wherever it has come.
+        """Makes a signal effective, whichever process of the job received it.
 
-        Where it comes here too, some time later, it is the same one: hosts of a cluster are not told at the same time.
+        If it reaches this process later, it counts as the same signal: the hosts of a cluster don't get it at the same
+        time.
         """
         if self.signum is None and self.unconfirmed != signum:
-            self._came_elsewhere = signum
+            self._confirmed_elsewhere = signum
         self.signum, self.unconfirmed = self.signum or signum, None
 
     def __enter__(self) -> "Interruptible":
-        self.signum = self.unconfirmed = self._came_elsewhere = None
+        self.signum = self.unconfirmed = self._confirmed_elsewhere = None
         self._outer = _find_open()
         if self._outer is None and threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()
@@ -119,36 +120,38 @@ class Interruptible:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._put_back()
+        self._restore_handlers()
         if self._watch is not None:
             self._watch.end()
             self._watch = None
         if self._outer is None and signal.SIGTERM in (self.signum, self.unconfirmed):
             if error is None:
                 raise SystemExit(_EXIT_CODE)
-            error.add_note(f"SIGTERM had come: without this error the process would have exited with {_EXIT_CODE}")
+            error.add_note(
+                f"SIGTERM was received. Without this error, the process would have exited with {_EXIT_CODE}."
+            )
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        is_worker = os.getpid() != self._pid  # Forked during the run: `Process.terminate()` shall end it.
+        is_worker = os.getpid() != self._pid  # Forked during the run: `Process.terminate()` must end it.
         if is_worker and signum == signal.SIGTERM:
             _end_at_once(signum)
         first, now = self.signum or self.unconfirmed, self._clock()
         since = now - self._times.get(signum, float("-inf"))
         if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
             return
-        if signum == self._came_elsewhere:
-            self._came_elsewhere, self._times[signum] = None, now
+        if signum == self._confirmed_elsewhere:
+            self._confirmed_elsewhere, self._times[signum] = None, now
             return
-        # A program may repeat a short run, and swallow one request after the other.
+        # A program may repeat a short run, and each run would swallow one Ctrl-C.
         is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS
         self._times[signum] = now
         if self._defers and self.signum is None:
             self.unconfirmed = first or signum
         else:
             self.signum = first or signum
-        # Nothing to put back: we are closed, and somebody else has put our handler back.
+        # If `_before` is empty, the context is closed, and other code installed this handler again.
         if first is not None or is_repeated or not self._before:
-            self._put_back()  # Here, for `KeyboardInterrupt` may be raised on the way into `__exit__`.
+            self._restore_handlers()  # Here, because `KeyboardInterrupt` may be raised before `__exit__` begins.
             if signum == signal.SIGINT and first != signal.SIGTERM:
                 raise KeyboardInterrupt
             _kill_workers()
@@ -157,7 +160,7 @@ class Interruptible:
             self._log(signum)
 
     def _log(self, signum: int) -> None:
-        with contextlib.suppress(RuntimeError):  # "reentrant call": it has come amid a write to the same stream.
+        with contextlib.suppress(RuntimeError):  # "reentrant call": the signal interrupted a write to the same stream.
             if signum == signal.SIGINT:
                 logging.warning("Ctrl-C: the run stops after this step. Press Ctrl-C again to stop it at once.")
             else:
@@ -166,10 +169,10 @@ class Interruptible:
                     _EXIT_CODE,
                 )
 
-    def _put_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for signum, (handler, action) in list(self._before.items()):
-            # `signal.signal` first calls handlers that are due, and so may come here again.
-            if signal.getsignal(signum) == self._on_signal:  # Else it is somebody else's by now.
+            # `signal.signal` first runs the handlers of pending signals, which may call this method again.
+            if signal.getsignal(signum) == self._on_signal:  # Otherwise, other code replaced the handler.
                 signal.signal(signum, handler)
                 _set_native_action(signum, action)
             self._before.pop(signum, None)
@@ -177,7 +180,7 @@ class Interruptible:
 
 @final
 class _Watch:
-    """A thread that ends the process where a run does not end after signals, whatever the main thread is doing."""
+    """A thread that ends the process if the run doesn't end after signals, whatever the main thread is doing."""
 
     def __init__(self, interruptible: Interruptible):
         self._interruptible, self._pid = interruptible, os.getpid()
@@ -186,9 +189,9 @@ class _Watch:
 
     @classmethod
     def begin(cls, interruptible: Interruptible) -> "_Watch | None":
-        """Begins to watch; None where the program itself is told of signals in this way, as asyncio is."""
+        """Starts the thread; returns None if the program already uses the wakeup file descriptor, like asyncio."""
         watch = cls(interruptible)
-        # Python writes the number of each signal there as it comes, before any handler runs.
+        # Python writes the number of each signal to the pipe when it comes, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -198,12 +201,12 @@ class _Watch:
         return watch
 
     def end(self) -> None:
-        """Stops watching."""
-        if os.getpid() != self._pid:  # The thread is that of the process from which this one was forked.
+        """Stops the thread."""
+        if os.getpid() != self._pid:  # This process was forked. The thread belongs to its parent.
             return
         if signal.set_wakeup_fd(-1) not in (-1, self._writer):
-            logging.warning("A signal.set_wakeup_fd of the program during a run is undone.")
-        os.write(self._writer, bytes([_CLOSED]))  # Not to the thread alone: it closes the pipe.
+            logging.warning("The program called signal.set_wakeup_fd during the run, and jaxloop reset it to -1.")
+        os.write(self._writer, bytes([_CLOSED]))  # The thread then closes the pipe.
 
     def _close(self) -> None:
         os.close(self._reader)
@@ -235,7 +238,7 @@ class _Watch:
 
 def _exit_now(signum: int) -> None:
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    text = "jaxloop: the run has not ended after the signals that came. The process ends now.\n"
+    text = "jaxloop: the run did not end after Ctrl-C or SIGTERM. The process exits now.\n"
     with contextlib.suppress(OSError):
         os.write(2, ("\x1b[?25h\n" * is_terminal + text).encode())  # Shows the cursor, which a progress bar may hide.
     _kill_workers()
@@ -243,14 +246,14 @@ def _exit_now(signum: int) -> None:
 
 
 def _kill_workers() -> None:
-    """Kills what `multiprocessing` has started: workers may ignore signals, and outlive a process that is killed."""
+    """Kills the child processes of `multiprocessing`: they may ignore signals, and outlive a process that is killed."""
     with contextlib.suppress(Exception):
         for worker in multiprocessing.active_children():
             worker.kill()
 
 
 def _forget_watch() -> None:
-    """In a forked process: signals that come there are not those of the process that watches."""
+    """Runs in a forked process, so that its signals are not sent to the watching thread of its parent."""
     open_ = _find_open()
     if open_ is not None and open_._watch is not None:
         signal.set_wakeup_fd(-1)
@@ -261,7 +264,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _find_open() -> Interruptible | None:
-    """The outermost one, if there is one: it has a handler."""
+    """Returns the open outermost context, which has a handler installed; None if there is none."""
     for signum, _ in _DEFAULTS:
         owner = getattr(signal.getsignal(signum), "__self__", None)
         if isinstance(owner, Interruptible) and owner._before:
@@ -273,10 +276,10 @@ def _end_at_once(signum: int) -> None:
     """Ends the process by the signal's default action, which nothing can swallow or delay."""
     signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signum)
-    os._exit(128 + signum)  # The first process of a container outlives it.
+    os._exit(128 + signum)  # The default action doesn't end the first process of a container.
 
 
-# Python does not tell of a handler that native code has installed, as `jax.distributed.initialize` does for SIGTERM.
+# Native code may install a handler, as `jax.distributed.initialize` does for SIGTERM. Python doesn't report it.
 
 
 def _sigaction() -> Any:
@@ -287,7 +290,7 @@ def _sigaction() -> Any:
 
 
 def _native_action(signum: int) -> Any:
-    """How the C library handles a signal now, in a form of its own."""
+    """Returns the C library's current `struct sigaction` for a signal."""
     sigaction, action = _sigaction(), ctypes.create_string_buffer(1024)
     return action if sigaction is not None and sigaction(signum, None, action) == 0 else None
 

@@ -18,12 +18,12 @@ class Loop:
     """Runs a step on one batch after another: `begin -> run -> end`.
 
     Hooks:
-      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. A
-        run that resumes inside a loop calls it again only if it had returned another iterator than it was given, and
-        then drops the state that it returns.
+      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. If a
+        run resumes inside a loop, `begin` is called again only if it returned a different iterator than it received.
+        The state that it then returns is ignored.
       run: Called next. Call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host; not called if the dataset had no batch.
-      update_outputs: Called for each step, in order, once its outputs have reached the host, some steps later.
+      update_outputs: Called for each step, in order, some steps later, when its outputs have reached the host.
       _get_next_batch: `(dataset)`. Called for each batch, to read it.
       _run_one_step: `(state, batch, per_loop_step_number)`. Called for each batch, to run its step. A loop that
         overrides it runs each step through `Step.__call__`, without the faster paths.
@@ -37,8 +37,9 @@ class Loop:
     Args:
       step: The step to run on each batch.
       clock: Returns the time in seconds, for durations.
-      max_steps_in_flight: The number of steps that the host may be ahead of the devices before it waits for them. None
-        for 64 steps; on a CPU, for 4 dispatches if these are more steps, and for 8 steps if several devices share it.
+      max_steps_in_flight: The largest number of steps that the host may be ahead of the devices. None for the default
+        of 64 steps. On a CPU, the default is 4 dispatches if these are more steps, and 8 steps if several devices share
+        it.
 
     Attributes:
       engine: The object that runs the loop.
@@ -76,11 +77,10 @@ class Loop:
 
     @property
     def elapsed(self) -> Elapsed:
-        """The progress of the training, with `previous` one step earlier. `time` counts this loop's seconds of
-        training.
+        """The progress of the training, with `previous` one step earlier.
 
-        A state other than the one that this loop returned last resets samples and time to zero. Call `resume` to
-        continue with those of an earlier run.
+        `time` counts the seconds of training in this loop. A call with a state other than the one that this loop
+        returned last resets samples and time to zero. Call `resume` to continue those of an earlier run.
         """
         return self.engine.moments.elapsed
 
@@ -91,7 +91,7 @@ class Loop:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether Ctrl-C or SIGTERM ended the last call before its last step."""
+        """True if Ctrl-C or SIGTERM ended the last call before its last step."""
         return self.engine.stepper.call.was_interrupted
 
     @property
@@ -113,7 +113,7 @@ class Loop:
 
         Args:
           state: A state with the shapes of the one that the loop will be called with. It is not donated.
-          batch: A batch as the dataset returns it, or its shapes, see `Step.compile`.
+          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`.
         """
         self.engine.stepper.compile(state, batch)
 
@@ -139,10 +139,10 @@ class Loop:
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
-          dataset_iterator: The batches. An iterable is read from its start. None for a step that needs no data: `run`
-            then receives None as its batch, and `num_steps` ends the loop.
-          num_steps: The number of steps, counted in updates, see `Step.updates_per_step`; None for all batches.
-          return_state_from_step: False to give every step the same state and to return that state unchanged.
+          dataset_iterator: The batches. An iterable is read from its start. None if the step needs no data: `run` then
+            receives None as its batch, and `num_steps` ends the loop.
+          num_steps: The number of steps, counted in updates (see `Step.updates_per_step`); None for all batches.
+          return_state_from_step: If False, every step receives the same state, and the loop returns it unchanged.
 
         Returns:
           `(state, outputs)`, where `outputs[name]` is the list of that output's values, one per step, on the host.
@@ -168,7 +168,7 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Repeats the step; returns the newest state and the outputs of all steps.
 
-        An `OuterLoop` may run several loops in one call, if nothing is due where the earlier ones end.
+        An `OuterLoop` may run several loops in one call if nothing is due at the ends of the earlier ones.
         """
         return self.engine.run(state, dataset, num_steps)
 
@@ -177,10 +177,10 @@ class Loop:
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
-        """Adds the outputs of one step to those of the loop, which it returns.
+        """Adds the outputs of one step to those of the loop, and returns these.
 
         The loop calls it for each step, in order, some steps after the step ran, when its values have reached the host.
-        `clu.metrics` are not among the outputs: they are merged on the device.
+        `clu.metrics` are not among the outputs, because they are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

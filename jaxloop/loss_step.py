@@ -1,4 +1,4 @@
-"""A step of which the user writes only the loss."""
+"""`LossStep`, which trains a model of any kind with a loss function."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +21,22 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
 class LossStep(NumpyStep):
-    """A `Step` of which the user writes only the loss: `loss(outputs, batch)`, as a method or an argument.
+    """A `Step` for which you write only the loss, `loss(outputs, batch)`, as a method or an argument.
 
-    `outputs` are what the model made of the batch's inputs. The loss returns one number per example, `[batch]`, or a
-    scalar; and along with it, if you like, a dict of metrics, each again `[batch]` or a scalar: `(losses, metrics)`.
+    `outputs` is the model's output for the inputs of the batch. The loss returns one number per example, `[batch]`, or
+    a scalar. It may also return a dict of metrics, each `[batch]` or a scalar: `(losses, metrics)`.
 
-    With `train=True` a step is one optimizer update by the gradient of the mean loss, with the batch statistics and
-    other variables of the model updated. With `train=False` the model is called in its evaluation mode, and the state
-    stays as it is. Both report `{"loss": ..., **metrics}`, each the mean over the examples of the batch.
+    With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
+    statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
+    state doesn't change. Both return the outputs `{"loss": ..., **metrics}`, means over the examples of the batch.
 
     Hooks:
-      loss: inside `run`, for each batch or micro-batch. Pure; it is compiled.
-      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
-      begin: see `Step`; call that of `super()` last, which adds the mask. What it returns is for `run` alone.
-      end, num_examples, make_state: see `Step`.
+      loss: Runs inside `run`, for each batch or micro-batch. It must be pure, and is compiled.
+      preprocess_batch: As in `Step`. An override must call `super().preprocess_batch` first, which converts tensors to
+        NumPy arrays.
+      begin: As in `Step`. An override must call `super().begin` last, which adds the mask. Only `run` can use the batch
+        that it returns.
+      end, num_examples, make_state: As in `Step`.
 
     >>> import optax
     >>> from flax import linen as nn
@@ -48,7 +50,7 @@ class LossStep(NumpyStep):
     >>> int(state.step), sorted(outputs)
     (1, ['loss'])
 
-    The same with functions, and with parameters in place of a model:
+    The loss and the metrics can be functions, and the model can be a pytree of parameters:
 
     >>> def loss(params, batch):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, axis=-1)
@@ -62,47 +64,51 @@ class LossStep(NumpyStep):
     **Models.** `model` is
 
     - a Linen module;
-    - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables are the initial ones;
-    - an Equinox module, called on one example at a time under `jax.vmap`, with a `key` of its own in training if it
-      takes one; or the pair that `eqx.nn.make_with_state(...)` makes. `state.apply_fn(state.params)` is the module;
-    - what `hk.transform` or `hk.transform_with_state` returns;
-    - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`, which may take `train`, and `rngs`
-      (a dict), `rng` or `key`;
-    - a pytree of parameters: the loss gets the parameters in place of outputs, `loss(params, batch)`.
+    - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial ones;
+    - an Equinox module, which is called on one example at a time under `jax.vmap`. If it takes a `key`, each example
+      gets its own in training. `state.apply_fn(state.params)` is the module. For a module with a state, give the pair
+      that `eqx.nn.make_with_state(...)` returns;
+    - the result of `hk.transform` or `hk.transform_with_state`;
+    - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`, which may also take `train`, and
+      `rngs` (a dict), `rng` or `key`;
+    - a pytree of parameters: the loss receives the parameters instead of outputs, `loss(params, batch)`.
 
-    How each is told whether it trains, and given keys, is said in `jaxloop.models.forward`. The keys are
-    `prng_key(state.step)`: a function of `base_prng` and the step alone. NNX models keep their own in the state.
+    `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys are
+    `prng_key(state.step)`, which depends on `base_prng` and the step only. NNX models keep their own keys in the state.
 
-    **Masks and short batches.** A dict batch may hold a `"mask"` of shape `[batch]`, bool or 0 and 1: examples with 0
-    count in no mean. (A mask of another shape is the loss's own.) A short batch is filled up with masked copies of its
-    last row, where that changes no mean: the loss and all metrics must be per example, and in training the model must
-    not carry anything from one example to another, as batch normalisation does. In evaluation it is filled up to the
-    size of the loop's first batch, so that an evaluation compiles once; in training to `batch_size`, or, without, over
-    a mesh to the next multiple of its devices. Otherwise it stays short, which compiles once more, and is exact too. A
-    loss that compares the examples of a batch with one another shall return a scalar.
+    **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]`, of bools or of 0 and 1.
+    Examples with 0 have no weight in means. (A mask of another shape is left to the loss.)
 
-    **Micro-batches.** `accumulate=4` splits a training batch in four, one after the other on the devices, and sums up
-    their gradients, each weighted by its number of examples: the update is that of the whole batch, for a quarter of
-    the memory. With per-example losses the batch need not divide by four. Over a mesh each device keeps its rows. On
-    CPUs, XLA is slow at convolutions in such a loop.
+    A short batch is padded with masked copies of its last row if that changes no mean: the loss and all metrics must be
+    per example, and in training the model must not mix examples, as batch normalization does. An evaluation pads to the
+    size of the loop's first batch, so that it compiles once. Training pads to `batch_size`; without it, to the next
+    multiple of the number of devices in the mesh. Other short batches stay short, which is exact too but compiles once
+    more. A loss that compares the examples of a batch with each other must return a scalar.
+
+    **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
+    the devices, and sums their gradients, weighted by their numbers of examples. The update is that of the whole batch,
+    with a quarter of the memory. With per-example losses, the batch size need not be a multiple of four. Over a mesh,
+    each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow code.
 
     Args:
-      base_prng: see `Step`, as all that follows to `end_actions`.
-      model: a model of one of the kinds above.
-      loss: the loss, unless a subclass defines it as a method.
-      metrics: more metrics by name, each a function of `(outputs, batch)`.
-      inputs: the key of the model's inputs in the batch, or a function of the batch. By default the first element of a
-        tuple or list, the value under "inputs", "input", "x", "image", "images", "features" or "pixels" of a dict, or
-        the batch itself where it is an array. A Linen or NNX model with several inputs takes a tuple of them, or a dict
-        by name. A params pytree takes none.
-      accumulate: into how many micro-batches a training batch is split.
-      compute_dtype: what the parameters and floating inputs are cast to for the forward pass, such as `jnp.bfloat16`.
-        The outputs are cast to float32 for the loss; parameters, gradients and the optimizer's state keep their types.
-      batch_size: the number of rows to which short batches are filled up; None as said above.
-      **nnx_model_kwargs: keyword arguments for an NNX class.
+      base_prng: As in `Step`, like all arguments up to `end_actions`.
+      model: A model of one of the kinds above.
+      loss: The loss function, unless a subclass defines the method `loss`.
+      metrics: Further metrics by name, each a function of `(outputs, batch)`.
+      inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. The
+        default is the first element of a tuple or list; the value under "inputs", "input", "x", "image", "images",
+        "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model with several
+        inputs, they are a tuple, or a dict by name. A pytree of parameters has no inputs.
+      accumulate: The number of micro-batches in a training batch.
+      compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
+        cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
+        keep their dtypes.
+      batch_size: The number of rows to pad short training batches to; None for the default described above.
+      **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
-      TypeError: neither `loss` nor a subclass with one, or both; an unknown keyword; a model of no kind.
+      TypeError: The loss is missing, or it is both an argument and a method; a keyword is unknown; or the model is of
+        no supported kind.
     """
 
     def __init__(
@@ -144,7 +150,8 @@ class LossStep(NumpyStep):
         if not self._takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
                 f"{type(self).__name__} got {'inputs' if inputs is not None else 'compute_dtype'}, which is for a "
-                f"forward pass, and {adapted.kind}: the loss gets them and the batch as they are. Leave it out."
+                f"forward pass, and {adapted.kind}: the loss receives the parameters and the batch unchanged. Leave it "
+                "out."
             )
         if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
             raise ValueError(f"compute_dtype must be a floating-point type or None, got {compute_dtype!r}.")
@@ -158,9 +165,9 @@ class LossStep(NumpyStep):
         self._accumulate = accumulate
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
-        self._rows_of_first: int | None = None  # Of the loop's first batch, in an evaluation.
-        self._all_real: jax.Array | None = None  # The mask of a whole batch, on the device.
-        self._not_per_example: tuple[str, ...] | None = None  # Which values are not; known once `run` is traced.
+        self._eval_rows: int | None = None  # In an evaluation, the rows of the loop's first batch.
+        self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
+        self._not_per_example: tuple[str, ...] | None = None  # Names of values; None until `run` is traced.
 
     def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
         if (loss is not None) == (type(self).loss is not LossStep.loss):
@@ -176,52 +183,52 @@ class LossStep(NumpyStep):
                 "metrics holds a function named 'loss', the name of the loss itself. Give it another name."
             )
 
-    # To override, or not -------------------------------------------------------------------------
+    # To override ---------------------------------------------------------------------------------
 
     def loss(self, outputs: Any, batch: types.Batch) -> Any:
-        """Returns per-example losses `[batch]`, or a scalar; or `(losses, metrics)`. Pure and jitted.
+        """Returns per-example losses `[batch]` or a scalar, or `(losses, metrics)`. It must be pure, and is compiled.
 
         Args:
-          outputs: what the model made of the batch's inputs; for a params pytree the parameters.
-          batch: the batch, on the devices; of a batch that was split, a micro-batch.
+          outputs: The output of the model; the parameters if the model is a pytree of parameters.
+          batch: The batch, on the devices; with `accumulate`, a micro-batch.
         """
         assert self._loss is not None
         return self._loss(outputs, batch)
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Puts a mask beside the batch, and fills a short one up. What comes of it is for `run` alone."""
+        """Adds a mask to the batch, and pads a short one. Only `run` can use the result."""
         rows = checks.num_examples(batch)
         if rows is None or (rows == 0 and not self._is_shared):
             return state, batch
-        filled = _fill(batch, rows, self._fill_size(rows))
-        if filled.rows > rows and not self._may_fill(state, filled):
+        padded = _pad(batch, rows, self._padded_size(rows))
+        if padded.rows > rows and not self._may_pad(state, padded):
             if self._is_shared:
                 raise ValueError(
-                    f"{self!r} can't fill a batch of {rows} rows up to {filled.rows}, which it would have to where "
-                    "other processes have batches of this size: the model mixes the examples of a batch, or a value is "
-                    "not per example. Drop the remainder."
+                    f"{self!r} must pad a batch of {rows} rows to {padded.rows}, the size in other processes, but that "
+                    "would change the result: the model mixes the examples of a batch, or a value is not per example. "
+                    "Drop the remainder."
                 )
-            filled = _fill(batch, rows, rows)
-        return state, filled
+            padded = _pad(batch, rows, rows)
+        return state, padded
 
     def num_examples(self, batch: types.Batch) -> int:
-        """As `Step.num_examples`; of a batch with a mask, the number of examples that count."""
+        """Like `Step.num_examples`, but counts only the unmasked examples of a batch with a mask."""
         mask = _mask_of(batch)
         if mask is None:
             return super().num_examples(batch)
         values = np.asarray(fetch(data.numpy_batch(mask)))
         if not np.all((values == 0) | (values == 1)):
             raise ValueError(
-                f"batch['mask'] is {checks.describe(values)} with values other than 0 and 1. It says which examples "
-                "count. Give weights another name, and multiply the losses by them."
+                f"batch['mask'] is {checks.describe(values)} with values other than 0 and 1, but it marks the examples "
+                "that count. Give weights another name, and multiply the losses by them."
             )
         return int(np.sum(values, dtype=np.int64))
 
     @property
     def begin_reads_state(self) -> bool:
-        # Ours does so only for a batch that is to be filled up.
-        may_fill = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
-        return may_fill or checks.is_user_defined(self, "begin")
+        # `LossStep.begin` reads it only to pad a batch.
+        may_pad = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
+        return may_pad or checks.is_user_defined(self, "begin")
 
     def check_batches(self, *batches: types.Batch) -> int:
         return super().check_batches(*(batch.batch if isinstance(batch, _MaskedBatch) else batch for batch in batches))
@@ -231,21 +238,21 @@ class LossStep(NumpyStep):
         mask = placed.mask if isinstance(placed, _MaskedBatch) else None
         if not isinstance(mask, np.ndarray) or mask is not _real_rows(len(mask), len(mask)):
             return placed
-        if self._all_real is None or len(self._all_real) != len(mask):  # It need not be brought there at each step.
-            self._all_real = jnp.asarray(mask)
-        return placed._replace(mask=self._all_real)
+        if self._full_mask is None or len(self._full_mask) != len(mask):  # Transferred once, not at each step.
+            self._full_mask = jnp.asarray(mask)
+        return placed._replace(mask=self._full_mask)
 
     # The model -----------------------------------------------------------------------------------
 
     def initialize_model(
         self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any
     ) -> types.TrainState:
-        """As `Step.initialize_model`.
+        """Makes the initial state; see `Step.initialize_model`.
 
         Args:
-          spec: what the model takes, such as `input_spec(batch)`. Not used for NNX and Equinox models and parameters.
-          log_num_params: logs the number of parameters.
-          **init_kwargs: passed on to what makes the parameters, if anything does.
+          spec: The model's input, such as `input_spec(batch)`. Unused for NNX and Equinox models and for parameters.
+          log_num_params: Whether to log the number of parameters.
+          **init_kwargs: Arguments of the function that makes the parameters, if the model has one.
         """
         return super().initialize_model(spec, log_num_params, **init_kwargs)
 
@@ -254,7 +261,9 @@ class LossStep(NumpyStep):
         return self._adapted
 
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
-        """The spec of one example of a host batch's inputs, for `initialize_model`; None for a params pytree.
+        """Returns the spec of the model's inputs for `initialize_model`; None for a pytree of parameters.
+
+        The inputs are those in a host batch, with one row instead of all.
 
         >>> step = LossStep(jax.random.key(0), (jnp.zeros, jnp.dot), loss=lambda outputs, batch: outputs)
         >>> step.input_spec({"x": np.zeros([32, 28, 28, 1]), "y": np.zeros(32)})
@@ -270,28 +279,30 @@ class LossStep(NumpyStep):
 
     @property
     def model(self) -> Any:
-        """The model, as it was given."""
+        """The model that was passed to the constructor."""
         return self._model
 
     # Running -------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        # To forget the loops before makes an evaluation the same in a run that was resumed.
-        self._rows_of_first = None
+        # Forgets earlier loops, so that an evaluation is the same in a resumed run.
+        self._eval_rows = None
 
     def filler(self) -> Callable[[int], None] | None:
-        return self._fill_to if not self.train or self._batch_size else None
+        return self._set_padded_size if not self.train or self._batch_size else None
 
-    def _fill_to(self, rows: int) -> None:
+    def _set_padded_size(self, rows: int) -> None:
         if not self.train:
-            self._rows_of_first = max(rows, self._rows_of_first or rows)
+            self._eval_rows = max(rows, self._eval_rows or rows)
         elif rows > (self._batch_size or rows):
-            raise ValueError(f"A batch has {rows} rows, and others fewer: give batch_size={rows} to {self!r}.")
+            raise ValueError(
+                f"A batch has {rows} rows, and other batches have fewer. Give batch_size={rows} to {self!r}."
+            )
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        if not isinstance(batch, _MaskedBatch):  # An override of `begin` has made it.
+        if not isinstance(batch, _MaskedBatch):  # An override of `begin` made it.
             rows = checks.num_examples(batch)
-            batch = _MaskedBatch(batch, None) if rows is None else _fill(batch, rows, rows)
+            batch = _MaskedBatch(batch, None) if rows is None else _pad(batch, rows, rows)
         batch, mask = batch.batch, batch.mask
         keys = self.prng_key(state.step)
         if not self.train:
@@ -338,17 +349,17 @@ class LossStep(NumpyStep):
         return {"loss": result, **more}
 
     def _more_metrics(self, values: Mapping[str, Any], outputs: Any, batch: Any, mask: Any) -> dict[str, Any]:
-        """The values of the functions in `metrics`."""
+        """Returns the values of the functions in `metrics`."""
         for name in self._metrics:
             if name in values:
                 raise ValueError(
-                    f"There are two metrics named {name!r}: {self._name_of_loss} returned one, and metrics= holds "
+                    f"There are two metrics named {name!r}: {self._name_of_loss} returned one, and metrics= contains "
                     "another. Rename one of them."
                 )
         return {name: self._mean(name, metric(outputs, batch), mask) for name, metric in self._metrics.items()}
 
     def _mean(self, name: str, value: Any, mask: Any) -> Any:
-        """The mean of a value over the examples that count; what is no mean comes back as it is."""
+        """Returns the mean of a per-example value over the unmasked examples; returns other values unchanged."""
         if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
             return types.MetricWithMetadata(self._mean(name, value.value, mask), value.type, value.metadata)
         is_per_example = False
@@ -373,8 +384,8 @@ class LossStep(NumpyStep):
             return value.astype(_sum_dtype(value))
         if mask is None:
             raise ValueError(
-                f"{what} is {checks.describe(value)}, and the leaves of the batch share no leading axis, so that "
-                "nothing says how many examples there are. Return a scalar."
+                f"{what} is {checks.describe(value)}, but the leaves of the batch share no leading axis, so the number "
+                "of examples is unknown. Return a scalar."
             )
         rows = mask.shape[0]
         remedy = "Return one number for each example, or the mean over all as a scalar."
@@ -390,20 +401,21 @@ class LossStep(NumpyStep):
         )
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns the gradients of the mean loss, all values, and the state with its variables updated."""
+        """Returns the gradients of the mean loss, all outputs, and the state with updated variables."""
         with_gradients = jax.value_and_grad(self._mean_loss, has_aux=True)
         (_, (values, outputs, updates)), grads = with_gradients(state.params, state, batch, mask, keys)
         values = {**values, **self._more_metrics(values, outputs, batch, mask)}
         if updates is None:
             return grads, values, state
-        return grads, values, _with_types_of(state, state.update_variables(updates))
+        return grads, values, _with_dtypes_of(state, state.update_variables(updates))
 
     def _accumulated_gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """As `_gradients`, micro-batch by micro-batch."""
+        """Like `_gradients`, but scans over micro-batches."""
         if mask is None:
             raise ValueError(
                 f"{self!r} has accumulate={self._accumulate}, and can't split a batch whose leaves share no leading "
-                f"axis: {jax.tree.map(checks.describe, batch)}. Give them one, or leave out accumulate."
+                f"axis: {jax.tree.map(checks.describe, batch)}. Give all leaves the same leading axis, or leave out "
+                "accumulate."
             )
         parts, rows, shards = self._accumulate, mask.shape[0], self._partitioner.shards
         if rows % shards:
@@ -417,7 +429,7 @@ class LossStep(NumpyStep):
             keys_now = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
             grads, values, state_now = self._gradients(state_now, batch, mask, keys_now)
             weight = _count(mask) / total
-            grads = jax.tree.map(lambda before, new: before + _weighed(new, weight), grads_before, grads)
+            grads = jax.tree.map(lambda before, new: before + _weighted(new, weight), grads_before, grads)
             return (grads, (state_now.batch_stats, state_now.collections)), (weight, values)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _sum_dtype(leaf)), state.params)
@@ -427,7 +439,7 @@ class LossStep(NumpyStep):
         if rows % (parts * shards) and self._not_per_example:
             raise ValueError(
                 f"A batch of {rows} rows{f' on {shards} devices' if shards > 1 else ''} does not divide into "
-                f"{parts} micro-batches, and to be filled up with masked rows all values must be per example; "
+                f"{parts} micro-batches, and it can be padded only if all values are per example; "
                 f"{', '.join(map(repr, self._not_per_example))} "
                 f"{'are' if len(self._not_per_example) > 1 else 'is'} not. Return arrays [batch], or batch to a "
                 f"multiple of {parts * shards} and drop the remainder."
@@ -437,7 +449,7 @@ class LossStep(NumpyStep):
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def _inputs_of(self, batch: types.Batch) -> Any:
-        """What the model takes of a batch."""
+        """Returns the model's inputs in a batch."""
         if not self._takes_inputs:
             return None
         if callable(self._inputs):
@@ -454,17 +466,17 @@ class LossStep(NumpyStep):
                 return batch[found[0]]
             which = f"more than one of them, {', '.join(map(repr, found))}" if found else "none of them"
             raise ValueError(
-                f"The model's inputs are the value under one of {', '.join(map(repr, _INPUT_NAMES))}, and the batch "
-                f"has {which}. Its keys are {', '.join(map(repr, batch))}. Say which: inputs='...', or a function of "
-                "the batch."
+                f"By default, the model's inputs are the value under one of {', '.join(map(repr, _INPUT_NAMES))}, and "
+                f"the batch has {which}. Its keys are {', '.join(map(repr, batch))}. Name the key, inputs='...', or "
+                "give a function of the batch."
             )
         if isinstance(batch, tuple | list) and batch:
             return batch[0]
         if hasattr(batch, "dtype"):
             return batch
         raise ValueError(
-            f"A batch is a dict, a tuple, a list or an array, got {_describe(batch)}. Say what the model's inputs are: "
-            "inputs=lambda batch: ..."
+            f"A batch must be a dict, a tuple, a list or an array, got {_describe(batch)}. Give a function that "
+            "returns the model's inputs: inputs=lambda batch: ..."
         )
 
     @property
@@ -473,31 +485,31 @@ class LossStep(NumpyStep):
 
     # Short batches -------------------------------------------------------------------------------
 
-    def _fill_size(self, rows: int) -> int:
-        """The number of rows that a batch is to have."""
+    def _padded_size(self, rows: int) -> int:
+        """Returns the number of rows that a batch should have."""
         if self.train:
-            # A function of the batch alone: a run that was resumed does not know the batches before.
+            # Depends on this batch only, because a resumed run doesn't know the earlier batches.
             return self._divisible(max(rows, self._batch_size or rows))
-        self._rows_of_first = max(rows, self._rows_of_first or self._batch_size or rows)
-        return self._divisible(self._rows_of_first) if self._is_shared else self._rows_of_first
+        self._eval_rows = max(rows, self._eval_rows or self._batch_size or rows)
+        return self._divisible(self._eval_rows) if self._is_shared else self._eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """So many rows or some more, for a batch of this process to divide over its devices."""
+        """Rounds a number of rows up so that they divide over the devices of this process."""
         shards = self._partitioner.local_shards
         return -(-rows // shards) * shards
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other processes have a part of each batch."""
+        """True if other processes have a part of each batch."""
         return agreement.is_shared(self._partitioner.mesh)
 
-    def _may_fill(self, state: Any, filled: "_MaskedBatch") -> bool:
-        """Whether filling up changes no mean."""
+    def _may_pad(self, state: Any, padded: "_MaskedBatch") -> bool:
+        """Returns True if padding changes no mean."""
         if models.mixes_examples(state, train=self.train):
             return False
         if self._not_per_example is None:
-            # The first batch is short. What the loss returns shows in a trace.
-            jax.eval_shape(self._partitioner.partition(self.run), state, filled)
+            # The first batch is short: trace `run` to find out what the loss returns.
+            jax.eval_shape(self._partitioner.partition(self.run), state, padded)
         return not self._not_per_example
 
 
@@ -508,7 +520,7 @@ _OPTIONS = models.options_of(LossStep)
 
 
 class _MaskedBatch(NamedTuple):
-    """A batch, and which of its rows count: a bool array, or None where rows can't be counted."""
+    """A batch with the mask of its real rows: a bool array; None if the rows can't be counted."""
 
     batch: Any
     mask: Any
@@ -519,7 +531,7 @@ class _MaskedBatch(NamedTuple):
 
 
 def _mask_of(batch: Any) -> Any:
-    """The mask of examples that a batch holds; None where there is none."""
+    """Returns the mask of the examples in a batch; None if it has none."""
     if not isinstance(batch, dict) or "mask" not in batch:
         return None
     mask = batch["mask"]
@@ -531,17 +543,17 @@ def _mask_of(batch: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _real_rows(rows: int, size: int) -> np.ndarray:
     is_real = np.arange(size) < rows
-    is_real.flags.writeable = False  # All batches of so many rows share it.
+    is_real.flags.writeable = False  # All batches with this number of rows share it.
     return is_real
 
 
-def _fill(batch: Any, rows: int, size: int) -> _MaskedBatch:
-    """The batch with masked copies of its last row, so that it has `size` rows."""
+def _pad(batch: Any, rows: int, size: int) -> _MaskedBatch:
+    """Pads a batch to `size` rows with masked copies of its last row."""
     is_real = _real_rows(rows, size)
     if size > rows:
-        # A copy, for zeros may be none of the inputs that the loss is defined for.
+        # Copies of a row, because the loss may be undefined for zeros.
         chosen = np.minimum(np.arange(size), rows - 1)
-        # Where there is none, other processes have some.
+        # A batch without rows occurs if other processes have some.
         copied = lambda leaf: leaf[chosen] if rows else np.zeros([size, *leaf.shape[1:]], leaf.dtype)
         batch = jax.tree.map(lambda leaf: copied(leaf) if np.ndim(leaf) else leaf, batch)
     mask = _mask_of(batch)
@@ -557,9 +569,9 @@ def _count(mask: Any) -> jax.Array:
 
 
 def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
-    """Splits the rows into `parts` on a new first axis, each with as many rows of every one of the `shards`.
+    """Splits the rows into `parts` on a new first axis, each with the same number of rows from each of the `shards`.
 
-    What a device holds stays there. Where a shard's rows do not divide, its last row is repeated; of the mask, zeros.
+    Rows stay on their device. If the rows of a shard don't divide, they are padded with masked copies of the last one.
     """
     per_shard = rows // shards
     size = -(-per_shard // parts)
@@ -571,7 +583,7 @@ def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
         leaf = leaf.reshape(shards, per_shard, *leaf.shape[1:])
         if size * parts > per_shard:
             leaf = leaf[:, np.minimum(np.arange(size * parts), per_shard - 1)]
-        # Neighbours go to different parts, so that the repeated rows do.
+        # Adjacent rows go to different parts, which spreads the padding over the parts.
         leaf = jnp.moveaxis(leaf.reshape(shards, size, parts, *leaf.shape[2:]), 2, 0)
         return leaf.reshape(parts, shards * size, *leaf.shape[3:])
 
@@ -586,22 +598,22 @@ def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
 
 
 def _combine(value: Any, weights: jax.Array) -> Any:
-    """The value of a batch from those of its micro-batches, stacked."""
+    """Combines the stacked values of the micro-batches into the value of the batch."""
     if is_metric(value):
         return merge([jax.tree.map(lambda leaf, part=part: leaf[part], value) for part in range(len(weights))])
     if isinstance(value, types.MetricWithMetadata) and value.type is not types.MetricType.SCALAR:
         return jax.tree.map(lambda leaf: leaf[0], value)
-    return jax.tree.map(lambda leaf: jnp.sum(_weighed(leaf, weights)), value)
+    return jax.tree.map(lambda leaf: jnp.sum(_weighted(leaf, weights)), value)
 
 
-def _weighed(value: jax.Array, weight: jax.Array) -> jax.Array:
-    """The product; a value that stands for no example may be NaN, and is zero then."""
+def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns the product; 0 if the weight is 0, because the value may then be NaN."""
     dtype = _sum_dtype(value)
     return jnp.where(weight > 0, weight.astype(dtype) * value.astype(dtype), 0)
 
 
 def _sum_dtype(leaf: jax.Array) -> Any:
-    """The type to take a mean in: that of the values, and at least float32."""
+    """Returns the dtype in which to compute a mean: the dtype of the values, but at least float32."""
     is_wide = jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize >= 4
     return leaf.dtype if is_wide else jnp.float32
 
@@ -615,11 +627,11 @@ def _cast_floating(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _with_types_of(before: Any, after: Any) -> Any:
-    """The state with the variables beside the parameters in the types that they had."""
+def _with_dtypes_of(before: Any, after: Any) -> Any:
+    """Returns the state `after` with its batch statistics and collections cast to the dtypes of `before`."""
     variables = lambda state: (state.batch_stats, state.collections)
     if not structures.are_alike(variables(before), variables(after)):
-        return after  # Said where a step's results are checked.
+        return after  # `Step` raises the error when it checks the result of `run`.
     cast = lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype)
     batch_stats, collections = jax.tree.map(cast, variables(before), variables(after))
     return after.replace(batch_stats=batch_stats, collections=collections)

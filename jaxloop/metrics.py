@@ -21,7 +21,7 @@ from jaxloop import encoding, types
 
 
 def fetch(tree: Any) -> Any:
-    """Copies a pytree from the devices to the host and blocks until it is computed. Scalars become NumPy scalars."""
+    """Blocks until a pytree is computed, and copies it from the devices to the host. Scalars become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
     has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Otherwise JAX need not be started.
     if has_arrays and jax.default_backend() != "cpu":
@@ -71,7 +71,7 @@ def is_ready(array: Any) -> bool:
 
 def _read(array: jax.Array) -> Any:
     view = np.asarray(array)
-    # The fastest way for scalars. A view of an array with axes would keep more than its buffer alive.
+    # `view[()]` is fastest for scalars. For other arrays, this view would keep more than the buffer alive.
     return array.__array__() if view.ndim else view[()]
 
 
@@ -100,7 +100,7 @@ class LoopOutputs(dict[str, Any]):
 
     @property
     def asks_to_stop(self) -> bool:
-        """Whether a step, an action or a hook has set `outputs[STOP_LOOP]`."""
+        """True if a step, an action or a hook set `outputs[STOP_LOOP]`."""
         return bool(np.any(self.get(types.STOP_LOOP, False)))
 
     def extend(self, later: "LoopOutputs") -> None:
@@ -124,8 +124,9 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples.extend(later.num_examples)
 
     def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
-        """Returns the outputs of the first `num_steps` steps and those of the others. Both get values that are not
-        lists.
+        """Returns the outputs of the first `num_steps` steps, and those of the others.
+
+        Values that are not lists are in both.
 
         >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
         [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]
@@ -139,7 +140,7 @@ class LoopOutputs(dict[str, Any]):
         return first, others
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns a form for JSON, and the names of values that JSON can't hold."""
+        """Returns the outputs in a form for JSON, and the names of the values that have no such form."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -171,7 +172,7 @@ class _KeptMetric:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value without classes of jaxloop and clu, which are replaced by tuples of plain values."""
+    """Converts objects of jaxloop and clu in a value to tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, _KeptMetric):
@@ -185,12 +186,13 @@ def _plain(value: Any) -> Any:
 
 
 def _not_plain(value: Any) -> Any:
+    """Reverses `_plain`."""
     match value:
         case list():
             return [_not_plain(each) for each in value]
         case ("metric", name, fields, computed):
             cls = _class_of_name(name)
-            with contextlib.suppress(Exception):  # The class has changed, or its `empty` is something else.
+            with contextlib.suppress(Exception):  # The class changed, or its `empty` is not that of `clu`.
                 return _with_fields(cls.empty(), fields)
             return _KeptMetric(fields, computed)
         case ("with metadata", inner, kind, metadata):
@@ -230,7 +232,7 @@ def _class_of_name(name: str | None) -> Any:
 
 
 def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
-    """Returns restored states as objects of the class of later ones."""
+    """Converts restored states to the class of later states."""
     if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
         return kept
     return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
@@ -301,8 +303,8 @@ def summarize(outputs: types.Output) -> dict[str, float]:
 
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
     of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` are merged and computed once; the field
-    `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers stay. Other values are omitted, see
-    `media`.
+    `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are unchanged. Other values are omitted;
+    `media` returns them.
 
     >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
     {'loss': 2.0}
@@ -346,7 +348,7 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
             return float("nan")
         values, weights = zip(*pairs, strict=True)
     numbers, counts = np.array(values, np.float64), np.array(weights, np.float64)
-    return float((numbers * counts).sum() / counts.sum())  # Like `np.average`, in a third of the time.
+    return float((numbers * counts).sum() / counts.sum())  # `np.average` takes three times as long.
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Models as they come: what makes a `TrainState` of one, and its forward pass.
+"""Models of all kinds: their initialization, which makes a `TrainState`, and their forward pass.
 
-A `Step` takes Linen modules and NNX classes; its `run` calls `state.apply_fn` itself. A `LossStep` takes models of
-other kinds too: `adapt` makes an `AdaptedModel` of each, and `forward` is the same call for all.
+A `Step` takes Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also takes models of
+other kinds: `adapt` converts each to an `AdaptedModel`, and `forward` calls all kinds in the same way.
 """
 
 import abc
@@ -22,31 +22,31 @@ from jaxloop.types import nnx
 
 
 def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], known: list[str]) -> None:
-    """Raises where a model and the arguments that came with it do not belong together.
+    """Raises an error if a model and its arguments don't fit together.
 
     Args:
-      model: a Linen module, an NNX module class, an `AdaptedModel`, or None.
-      nnx_model_args: what the user gave under this name.
-      options: keywords that the Step itself does not know.
-      known: the names of those that it does know.
+      model: A Linen module, an NNX module class, an `AdaptedModel`, or None.
+      nnx_model_args: The argument of this name of the Step.
+      options: The keywords that the Step doesn't define.
+      known: The names of the arguments that the Step defines.
 
     Raises:
-      ValueError: an NNX class without `nnx_model_args`, or a Linen module with them.
-      TypeError: anything else that is no model; an unknown keyword beside a Linen module.
+      ValueError: `nnx_model_args` are missing for an NNX class, or were given with another model.
+      TypeError: The model is of no supported kind, or a keyword is unknown and the model is not an NNX class.
     """
     is_nnx_class = types.is_nnx_class(model)
     if is_nnx_class:
         if nnx_model_args is None:
             raise ValueError(
                 f"{model.__name__} is an NNX module class, so the Step needs nnx_model_args, the positional arguments "
-                "of its constructor (nnx_model_args=() for none). The Step makes the model itself, with "
+                "of its constructor (nnx_model_args=() for none). The Step constructs the model, with "
                 "rngs=nnx.Rngs(...) from base_prng."
             )
         return
     if types.is_nnx(model, "Module"):
         raise TypeError(
-            f"model is an instance of the NNX module {type(model).__name__}; give the class itself, and its arguments "
-            f"as nnx_model_args: Step(base_prng, {type(model).__name__}, nnx_model_args=(...))."
+            f"model is an instance of the NNX module {type(model).__name__}. Give the class, and its arguments as "
+            f"nnx_model_args: Step(base_prng, {type(model).__name__}, nnx_model_args=(...))."
         )
     if not isinstance(model, nn.Module | AdaptedModel | None):
         raise TypeError(
@@ -72,7 +72,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
 
 
 def options_of(step_class: type) -> list[str]:
-    """The names of the arguments of a class of steps, but for those of its model."""
+    """Returns the names of the arguments of a Step class, without those of its model."""
     parameters = inspect.signature(step_class).parameters.values()
     return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
@@ -86,16 +86,16 @@ def init_fn(
     nnx_model_kwargs: Mapping[str, Any],
     init_kwargs: Mapping[str, Any],
 ) -> Callable[..., types.TrainState]:
-    """Returns a function that makes the first state; pure, so that a partitioner can compile it.
+    """Returns a pure function that makes the initial state, which a partitioner can compile.
 
-    For an `AdaptedModel` with arrays of its own it takes these: as constants they would slow the compilation down.
+    The function takes the arrays of an `AdaptedModel` as arguments, because constants would slow down the compilation.
     """
 
     def initialize(*arrays: Any) -> types.TrainState:
         if model is None:
             raise TypeError(
                 "This step has model=None, so there is nothing to initialize. Override make_state(self, spec=None), "
-                "which returns the first state, or give the Step a model."
+                "which returns the initial state, or give the Step a model."
             )
         if isinstance(model, nn.Module):
             return _init_linen(model, optimizer, base_prng, example_inputs(spec), init_kwargs)
@@ -133,8 +133,8 @@ def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> typ
     if model.init is None:
         if init_kwargs:
             raise TypeError(
-                f"initialize_model got {', '.join(init_kwargs)}, and {model.kind}, which has its initial parameters: "
-                "leave out the keywords."
+                f"initialize_model got {', '.join(init_kwargs)}, but {model.kind}, which has its initial parameters. "
+                "Leave out the keywords."
             )
         params, batch_stats, collections = jax.tree.map(_copy, arrays)
     else:
@@ -145,7 +145,7 @@ def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> typ
 
 
 def _copy(leaf: Any) -> jax.Array:
-    """A copy that the state can own: the first step donates it. Never weakly typed, or a step would compile twice."""
+    """Returns a copy that the first step may donate. It is not weakly typed; otherwise, a step would compile twice."""
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
 
@@ -154,23 +154,24 @@ def _copy(leaf: Any) -> jax.Array:
 
 
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
-    """Calls the model of a state, of whatever kind.
+    """Calls the model of a state, whose kind may be any that `LossStep` takes.
 
-    The model is told whether it trains in the way of its kind. NNX and Equinox models are put in training or inference
-    mode. All but Equinox models get `train`, `training`, `is_training` or `deterministic` if they take an argument of
-    that name. Linen's collections are mutable in training.
+    The training mode is set as each kind expects it. NNX and Equinox models are switched to training or inference mode.
+    All models except Equinox modules receive `train`, `training`, `is_training` or `deterministic` if they take an
+    argument of that name. Linen's collections are mutable in training.
 
     Args:
-      state: the `TrainState`, whose `apply_fn` says which kind of model it is. A function that is none of
-        `initialize_model`'s is called as the `apply` of a pair `(init, apply)`.
-      params: its parameters, or what a gradient is taken of.
-      inputs: the model's one argument; of a Linen or NNX model that takes several, a list of them, or a dict by name.
-      train: whether the model trains.
-      rngs: one key, or a dict of keys by name. Of one key, Linen's dropout gets the key itself, and other names keys
-        derived from it. Models that take one key get the one named "dropout" of a dict, or else its first.
+      state: The `TrainState`, whose `apply_fn` determines the kind of the model. A function that `initialize_model`
+        didn't make is called like the `apply` of a pair `(init, apply)`.
+      params: The parameters to use instead of `state.params`, for example inside a gradient.
+      inputs: The argument of the model. For a Linen or NNX model with several, a list of them, or a dict by name.
+      train: Whether to call the model in training mode.
+      rngs: One key, or a dict of keys by name. If it is one key, Linen's dropout receives that key, and other names
+        receive keys derived from it. If it is a dict, models that take one key receive the one named "dropout", or
+        otherwise the key with the smallest name.
 
     Returns:
-      `(outputs, updates)`: `updates` is for `state.update_variables`, and None where nothing changes, as in evaluation.
+      `(outputs, updates)`. Pass `updates` to `state.update_variables`; it is None if nothing changed, as in evaluation.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -190,9 +191,9 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:
-    """Whether the forward pass may carry something from one example of a batch to another, or to a later batch.
+    """Returns True if the forward pass of one example may affect others, in the same batch or a later one.
 
-    So does batch normalisation in training. Where it is so, nothing may be added to a short batch.
+    Batch normalization does that in training. A short batch must not be padded then.
     """
     if types.is_nnx(state.collections, "State"):
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -205,7 +206,7 @@ def mixes_examples(state: Any, *, train: bool) -> bool:
         others = state.collections
     has_statistics = bool(jax.tree.leaves(state.batch_stats)) or bool(others)
     module = _linen_module(state.apply_fn)
-    # Without a flag, nothing tells a Linen module that it is evaluated.
+    # A Linen module without such a flag can't know that it is being evaluated.
     knows_mode = module is None or bool(_mode_flags(type(module).__call__, train))
     return has_statistics and (train or not knows_mode)
 
@@ -224,14 +225,14 @@ def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
     return module.apply(variables, *args, **options), None
 
 
-# The names under which models ask whether they train, and what is said to them when they do.
+# The arguments by which models receive the training mode, with their values in training.
 _MODE_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # Some functions written in C have none.
+    except (TypeError, ValueError):  # Some functions written in C have no signature.
         return {}
 
 
@@ -245,18 +246,18 @@ def _mode_flags(function: Callable[..., Any], train: bool, *, without_default: b
 
 
 def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = ()) -> tuple[Sequence[Any], Any]:
-    """Returns the positional and the keyword arguments with which a method of a model is called.
+    """Returns the positional and the keyword arguments for a method of a model.
 
-    A method that takes one argument gets the inputs as they are. One that takes several gets the items of a list or a
-    tuple by position, and those of a dict by name.
+    A method that takes one argument receives the inputs unchanged. A method that takes several receives the items of a
+    list or tuple by position, or the items of a dict by name.
 
     Args:
-      method: unbound, or bound to the model.
-      inputs: the inputs.
-      given: the names of arguments that the method gets in any case.
+      method: The method, bound to the model or not.
+      inputs: The inputs.
+      given: The names of arguments that the caller passes in addition.
 
     Raises:
-      TypeError: it takes several, and the inputs are no list and no dict of them.
+      TypeError: The method takes several arguments, and the inputs are not a list or a dict that fits.
     """
     ignored = {"self", "rngs", *_MODE_FLAGS, *given}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -278,7 +279,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """The key of a name; of a dict without that name the first."""
+    """Returns the key with a name; if a dict has no such name, the key with the smallest name."""
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -287,26 +288,28 @@ def _key(rngs: types.PRNGType | None, name: str) -> Any:
 def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
     if rngs is None or isinstance(rngs, Mapping):
         return None if rngs is None else dict(rngs)
-    # Linen takes the key "params" for all names that it is not given.
+    # Linen uses the key "params" for all names without a key.
     return {"dropout": rngs, "params": jax.random.fold_in(rngs, 1)}
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of models that are no Linen modules. jit hashes and compares it at each call."""
+    """The `apply_fn` of models other than Linen modules. jit hashes and compares it at each call."""
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
-        """See `forward`."""
+        """Calls the model; see the function `forward`."""
 
 
 @final
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
-    As `graphdef.apply`, and with `train=True` or `train=False` the model is in `model.train()` or `model.eval()` mode,
-    which turns dropout and batch statistics on or off. Without, it is as its constructor left it.
+    It works like `graphdef.apply`. In addition, `train=True` and `train=False` put the model in `model.train()` or
+    `model.eval()` mode, which turns dropout and batch statistics on or off. Without `train`, the model stays in the
+    mode in which its constructor left it.
 
-    jit hashes the state's static fields at each call, and a graphdef takes about a millisecond: so it is done once.
+    jit hashes the static fields of the state at each call. Hashing a graphdef takes about a millisecond, so its hash is
+    cached.
     """
 
     def __init__(self, graphdef: "nnx.GraphDef"):
@@ -337,11 +340,11 @@ class NNXApply(Forward):
         for state in states:
             if not isinstance(state, nnx.State):
                 raise TypeError(
-                    "The apply_fn of an NNX model takes its states, apply_fn(params, batch_stats, collections, "
+                    "The apply_fn of an NNX model takes nnx.States, apply_fn(params, batch_stats, collections, "
                     f"train=...)(inputs), got {checks.describe(state)} among them. "
                     "(apply_fn({'params': params}, inputs) is for Linen modules.)"
                 )
-        # Because inside a gradient NNX lets a model change only those that were made there.
+        # Copies the variables, because inside a gradient NNX can only change variables that were created there.
         return jax.tree.map(lambda leaf: leaf, states)
 
     def __eq__(self, other: object) -> bool:
@@ -357,7 +360,7 @@ class EquinoxApply(Forward):
     """The `apply_fn` of an Equinox module: `apply_fn(state.params)` is the module with these parameters.
 
     Attributes:
-      static: the module without its parameters.
+      static: The module without its parameters.
     """
 
     static: Any
@@ -377,12 +380,12 @@ class EquinoxApply(Forward):
         if takes_key and rngs is not None:
             keys = jax.random.split(_key(rngs, "dropout"), len(jax.tree.leaves(inputs)[0]))
 
-        def of_one_example(example: Any, variables: Any, key: Any) -> Any:
+        def call_model(example: Any, variables: Any, key: Any) -> Any:
             arguments = (example,) if variables is None else (example, variables)
             return model(*arguments) if key is None else model(*arguments, key=key)
 
-        # BatchNorm takes its means over the axis of this name.
-        batched = lambda out_axes: jax.vmap(of_one_example, in_axes=(0, None, 0), out_axes=out_axes, axis_name="batch")
+        # BatchNorm computes means over the axis with this name.
+        batched = lambda out_axes: jax.vmap(call_model, in_axes=(0, None, 0), out_axes=out_axes, axis_name="batch")
         if "state" not in state.collections:
             return batched(0)(inputs, None, keys), None
         outputs, variables = batched((0, None))(inputs, state.collections["state"], keys)
@@ -392,7 +395,7 @@ class EquinoxApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class HaikuApply(Forward):
-    """The `apply_fn` of what `hk.transform` or `hk.transform_with_state` returned: its `apply`."""
+    """The `apply_fn` of a Haiku transform (`hk.transform` or `hk.transform_with_state`): its `apply`."""
 
     apply: Callable[..., Any]
     has_state: bool
@@ -431,7 +434,7 @@ class FunctionApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class ParamsApply(Forward):
-    """The `apply_fn` of parameters without a model: they are the outputs."""
+    """The `apply_fn` of parameters without a model. It returns the parameters as the outputs."""
 
     def __call__(self, params: Any) -> Any:
         return params
@@ -446,13 +449,13 @@ class ParamsApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedModel:
-    """A model that is neither a Linen module nor an NNX class, as a `Step` initialises it. `adapt` makes them.
+    """A model of any other kind than a Linen module or an NNX class, made by `adapt`.
 
     Attributes:
-      kind: what it is, as a sentence.
-      apply_fn: that of its states.
-      arrays: `(params, batch_stats, collections)`, where the model brings its initial values along.
-      init: else the function that makes these of `(key, inputs, init_kwargs)`.
+      kind: The kind of the model, as a sentence for messages.
+      apply_fn: The `apply_fn` of its states.
+      arrays: The initial `(params, batch_stats, collections)`, if the model contains them.
+      init: Otherwise, the function that makes them from `(key, inputs, init_kwargs)`.
     """
 
     kind: str
@@ -462,13 +465,13 @@ class AdaptedModel:
 
 
 def adapt(model: Any) -> Any:
-    """Returns a model as a `Step` can initialise it.
+    """Returns a model that a `Step` can initialize.
 
-    Linen modules and NNX classes come back as they are; an `AdaptedModel` is made of
+    Linen modules and NNX classes are returned unchanged. These become an `AdaptedModel`:
 
     - an NNX module instance;
     - an Equinox module instance, or the pair `(module, state)` that `eqx.nn.make_with_state` makes;
-    - what `hk.transform` or `hk.transform_with_state` returns;
+    - the result of `hk.transform` or `hk.transform_with_state`;
     - a pair of functions `(init, apply)`;
     - a pytree of parameters.
 
@@ -476,13 +479,15 @@ def adapt(model: Any) -> Any:
     'a dict is a pytree of parameters'
 
     Raises:
-      TypeError: it is none of them.
+      TypeError: The model is of none of these kinds.
     """
     name = type(model).__name__
     if inspect.isclass(model):
         if types.is_nnx_class(model):
             return model
-        raise TypeError(f"{_WHAT_A_MODEL_IS}, got the class {model.__name__}: give an instance, {model.__name__}(...).")
+        raise TypeError(
+            f"{_SUPPORTED_MODELS}, got the class {model.__name__}. Give an instance, {model.__name__}(...)."
+        )
     if isinstance(model, nn.Module | AdaptedModel):
         return model
     if types.is_nnx(model, "Module"):
@@ -494,7 +499,7 @@ def adapt(model: Any) -> Any:
         return _adapt_equinox(model, None)
     if _is_of("haiku", model):
         if name not in ("Transformed", "TransformedWithState"):
-            raise TypeError(f"{_WHAT_A_MODEL_IS}, got Haiku's {name}. Give hk.transform(...) of one function.")
+            raise TypeError(f"{_SUPPORTED_MODELS}, got Haiku's {name}. Give hk.transform(...) of one function.")
         return _adapt_haiku(model, has_state=name == "TransformedWithState")
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         init, apply = model
@@ -503,14 +508,14 @@ def adapt(model: Any) -> Any:
     return _adapt_params(model)
 
 
-_WHAT_A_MODEL_IS = (
-    "model must be a Linen module, an NNX class or instance, an Equinox module, what hk.transform returns, a pair of "
+_SUPPORTED_MODELS = (
+    "model must be a Linen module, an NNX class or instance, an Equinox module, the result of hk.transform, a pair of "
     "functions (init, apply), or a pytree of parameters"
 )
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Whether a class of the package is among the model's classes. Importing the package only to ask takes long."""
+    """Returns True if a base class of the model is from a package. Importing it for `isinstance` would be slow."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -536,7 +541,7 @@ def _adapt_equinox(model: Any, state: Any) -> AdaptedModel:
 
 def _adapt_haiku(model: Any, has_state: bool) -> AdaptedModel:
     def init(key: Any, inputs: Any, init_kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        # As in training, for hk.BatchNorm makes its state only then.
+        # In training mode, because hk.BatchNorm creates its state only in that mode.
         made = model.init(key, inputs, **{**_mode_flags(model.init, train=True), **init_kwargs})
         params, state = made if has_state else (made, None)
         return params, {}, {"state": state} if has_state else {}
@@ -548,13 +553,13 @@ def _adapt_params(params: Any) -> AdaptedModel:
     is_array = lambda leaf: isinstance(leaf, float | np.ndarray | np.generic | jax.Array)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not any(is_array(leaf) for _, leaf in leaves):
-        raise TypeError(f"{_WHAT_A_MODEL_IS}, got {checks.describe(params)}.")
+        raise TypeError(f"{_SUPPORTED_MODELS}, got {checks.describe(params)}.")
     for path, leaf in leaves:
         if not is_array(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             where = f"leaf {checks.path_name(path)!r}" if path else "model"
             raise TypeError(
-                f"model is a pytree of parameters, and its {where} is {checks.describe(leaf)}: gradients need "
-                "floating-point arrays. Keep what is no parameter out of it, or cast it with .astype(np.float32)."
+                f"model is a pytree of parameters, and its {where} is {checks.describe(leaf)}, but gradients need "
+                "floating-point arrays. Remove leaves that are not parameters, or cast them with .astype(np.float32)."
             )
     return AdaptedModel(f"a {checks.describe(params)} is a pytree of parameters", ParamsApply(), (params, {}, {}))
 
@@ -563,7 +568,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:
-    """Returns what the model is initialised with: arrays of ones where the spec has shapes, and its arrays as they are.
+    """Returns inputs to initialize a model with: ones for the shapes in the spec, and its arrays unchanged.
 
     >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
     {'image': (1, 28, 28, 1), 'key': ()}
@@ -576,17 +581,17 @@ def example_inputs(spec: types.BatchSpec) -> Any:
         if isinstance(leaf, _ARRAYS):
             return jnp.asarray(leaf)
         raise ValueError(
-            f"A spec is a shape ([1, 28, 28, 1]), a (shape, dtype) pair, an array or a key, or these nested in dicts, "
-            f"lists and named tuples; {leaf!r} in it is none of them."
+            f"A spec must be a shape ([1, 28, 28, 1]), a (shape, dtype) pair, an array or a key, or these nested in "
+            f"dicts, lists and named tuples, got {leaf!r} in it."
         )
 
     return jax.tree.map(ones, spec, is_leaf=lambda leaf: leaf is None or _shape_in_spec(leaf) is not None)
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a host batch with zeros where it has shapes. They are views of one number, whatever their size.
+    """Returns a host batch with zeros for its shapes. The zeros are views of a single number, so they take no memory.
 
-    A batch without arrays is a spec. In one that has some, a list of numbers is no shape.
+    A batch without arrays is a spec. In a batch with arrays, a list of numbers is not a shape.
 
     >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
     (1099511627776, 3)
@@ -602,14 +607,14 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns the shape of a host array, as `jit` takes it; every other leaf as it is."""
+    """Returns the shape of a host array, with the dtype that `jit` gives it; returns other leaves unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _shape_in_spec(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    """Returns what a leaf of a spec describes; None for an array, and for what is no leaf of a spec."""
+    """Returns the shape that a leaf of a spec describes; None for arrays and anything else."""
     if _is_shape(leaf):
         return jax.ShapeDtypeStruct(tuple(leaf), jnp.float32)
     if _is_shape_and_dtype(leaf):

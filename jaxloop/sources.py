@@ -1,4 +1,4 @@
-"""How each kind of dataset says where an iterator is in it: Grain, tf.data, sequences, PyTorch, or a plain iterator."""
+"""Positions in datasets of each kind: Grain, tf.data, sequences, PyTorch, and other iterators."""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,16 @@ from jaxloop import checks, encoding, types
 
 KINDS = ("state", "state_dict", "tf.data", "torch", "sequence", "index", "skip", "unknown")
 OR_SKIPPABLE = (
-    "or, if it gives the same batches in the same order in every pass, jaxloop.data.skippable(dataset): a resumed run "
-    "then reads the batches of the pass again and drops them"
+    "or, if every epoch has the same batches in the same order, jaxloop.data.skippable(dataset): a resumed run then "
+    "reads the batches of the epoch again and skips them"
 )
 _ENDLESS = 2**48
-"""Data that say they have so many batches have no end."""
+"""A dataset that reports at least this many batches counts as endless."""
 _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def library(value: Any) -> str | None:
-    """The library, TensorFlow or PyTorch, that a value is of, also where its class is a subclass from elsewhere.
+    """Returns "tensorflow" or "torch" if a value's class is from that library or derived from it; otherwise None.
 
     >>> library(np.ones(2)) is None
     True
@@ -40,7 +40,7 @@ def library(value: Any) -> str | None:
 
 @final
 class IndexIterator(Iterator[types.Batch]):
-    """The batches `make_batch(0)`, `make_batch(1)`, ..., see `jaxloop.data.from_index`."""
+    """An iterator over `make_batch(0)`, `make_batch(1)`, ...; see `jaxloop.data.from_index`."""
 
     def __init__(self, make_batch: Callable[[int], types.Batch], num_batches: int | None):
         self.make_batch: Callable[[int], types.Batch] = make_batch
@@ -56,7 +56,7 @@ class IndexIterator(Iterator[types.Batch]):
 
     @property
     def is_endless(self) -> bool:
-        """Whether it has no end."""
+        """True if the iterator is endless."""
         return self.num_batches is None
 
     def __length_hint__(self) -> int:
@@ -72,7 +72,7 @@ class IndexIterator(Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """What `from_index` returns."""
+    """The dataset that `from_index` returns."""
 
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
@@ -82,32 +82,32 @@ class IndexedBatches(Iterable[types.Batch]):
 
     @property
     def is_endless(self) -> bool:
-        """Whether a pass has no end."""
+        """True if an epoch is endless."""
         return self.num_batches is None
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("from_index(make_batch) without num_batches has no length: it has no end.")
+            raise TypeError("from_index(make_batch) without num_batches is endless and has no length.")
         return self.num_batches
 
 
 NO_DATA = IndexedBatches(lambda index: None, None)
-"""The dataset of a run that is given None: batches that are None, without end. The position is their number."""
+"""The dataset of a run with `train_dataset=None`: endless batches of None. The position is their number."""
 
 
 class Source:
-    """Where an iterator is in its data, and how it gets there. This one can't say.
+    """Saves and restores the position of an iterator. This base class is for iterators whose position is unknown.
 
     Hooks:
-      read: where `is_cheap`, after each batch; else where a checkpoint may be saved.
-      restore: when a run goes on from a checkpoint.
-      first: before that, to see whether the data are the same.
+      read: Reads the position. It is called after each batch if `is_cheap`; otherwise when a checkpoint may be saved.
+      restore: Called when a run resumes from a checkpoint.
+      first: Called before `restore`, to compare the first batch with the one of the interrupted run.
 
     Attributes:
-      kind: as in `DatasetPosition`; empty for none.
-      start: where a number says it all, that of the first batch.
-      is_cheap: whether the state may be read at each batch.
-      problem: why the state could not be read, and what to do.
+      kind: The kind, as in `DatasetPosition`; empty for none.
+      start: The number of the first batch, if a number describes the position.
+      is_cheap: Whether the state may be read after each batch.
+      problem: The reason why the state could not be read, and a remedy.
     """
 
     kind: str = ""
@@ -116,7 +116,7 @@ class Source:
     problem: str | None = None
 
     def read(self) -> Any:
-        """The state now, encoded; None where it can't be told."""
+        """Returns the current state, encoded; None if it is unknown."""
         return None
 
     def read_start(self) -> Any:
@@ -124,15 +124,15 @@ class Source:
         return self.read() if self.is_cheap else None
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        """Goes to a state; returns the iterator to go on with."""
+        """Moves to a saved state; returns the iterator with which to continue."""
         raise NotImplementedError
 
     def doubt(self, *, several_passes: bool) -> str | None:
-        """Returns why a resumed run may see another order, and what makes it exact; None if it is exact."""
+        """Returns why a resumed run may see the batches in another order, with a remedy; None if the order is exact."""
         return None
 
     def first(self) -> types.Batch | None:
-        """The first batch, where it can be had without drawing."""
+        """Returns the first batch if that is possible without consuming a batch; otherwise None."""
         return None
 
 
@@ -141,7 +141,7 @@ class _Sequence(Source):
 
     def __init__(self, iterator: Any):
         _, (self._items,), *index = iterator.__reduce__()
-        self.start = (index[0] if index else 0) or 0  # An iterator at its end has let go of its list.
+        self.start = (index[0] if index else 0) or 0  # An exhausted iterator has dropped its list.
 
     def restore(self, state: int) -> Iterator[types.Batch]:
         iterator: Any = iter(self._items)
@@ -178,8 +178,8 @@ class _Stateful(Source):
         except Exception as error:
             reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", str(error).partition("\n")[0])
             self.problem = (
-                f"its state can't be saved ({type(error).__name__}: {reason}). Build it of parts that can be, "
-                f"{OR_SKIPPABLE}."
+                f"its state can't be saved ({type(error).__name__}: {reason}). Use only parts whose state can be "
+                f"saved, {OR_SKIPPABLE}."
             )
         return None
 
@@ -191,19 +191,19 @@ class _Stateful(Source):
 
 
 class _TensorFlow(_Stateful):
-    """An iterator of tf.data, whose checkpoint says where it is in its pass.
+    """The position of a tf.data iterator, which is the checkpoint of the iterator.
 
-    The order of the next pass is that of the shuffle's generator of seeds, which all iterators of a dataset share.
-    Restoring an iterator sets that generator only while the shuffle still has elements, and creating the iterator
-    advanced it. So the state from before the first batch is kept too: an iterator that is restored from it sets the
-    generator to what it was when the pass began.
+    The order of the next epoch comes from the shuffle's seed generator, which all iterators of a dataset share.
+    Creating an iterator advances that generator, and restoring an iterator sets it only while the shuffle still has
+    elements. So the state before the first batch is saved too: restoring an iterator from it resets the generator to
+    its state at the start of the epoch.
     """
 
     def __init__(self, dataset: Any, iterator: Any):
         super().__init__("tf.data", lambda: _save_tf(self._iterator), self._restored)
         self._iterator, self._dataset, self._is_given = iterator, iterator._dataset, dataset is iterator
         self._start: Any = None
-        if not self._is_given and _has_one_order_a_pass(self._dataset):
+        if not self._is_given and _has_one_order_per_epoch(self._dataset):
             self._start = super().read()
 
     def read_start(self) -> Any:
@@ -217,7 +217,7 @@ class _TensorFlow(_Stateful):
         return {"dict": {"start": self._start, "now": state}}
 
     def _encode(self, state: Any) -> Any:
-        return {"dict": state}  # The megabytes of tf.data stay bytes until it is known where they go.
+        return {"dict": state}  # Stays bytes, maybe megabytes, until it is known where they are stored.
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
         items = state["dict"]
@@ -228,7 +228,7 @@ class _TensorFlow(_Stateful):
         return iterator
 
     def _restored(self, state: dict[str, bytes]) -> Any:
-        if not self._is_given:  # TensorFlow can't restore every iterator that has given a batch.
+        if not self._is_given:  # TensorFlow can't restore every iterator that already returned a batch.
             self._iterator = self._new_iterator()
         return _restore_tf(self._iterator, state)
 
@@ -240,12 +240,12 @@ class _TensorFlow(_Stateful):
 
 
 class _Torch(_Stateful):
-    """A pass of a PyTorch loader, whose order and random numbers are those of PyTorch's generators when it began.
+    """The position in a PyTorch loader, whose order depends on PyTorch's random generators at the start of the epoch.
 
     Args:
-      loader: the loader.
-      iterator: the pass.
-      start: what `random_state(loader)` returned before the iterator was made.
+      loader: The loader.
+      iterator: The iterator over one epoch.
+      start: The result of `random_state(loader)` before the iterator was created.
     """
 
     def __init__(self, loader: Any, iterator: Any, start: Any):
@@ -255,7 +255,7 @@ class _Torch(_Stateful):
         super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._go_to)
 
     def read(self) -> Any:
-        # Without a state of its own, a pass is read again from its start.
+        # Without a state of the loader, a resumed run reads the epoch again from its start.
         return super().read() if self._has_state else None
 
     def read_start(self) -> Any:
@@ -269,7 +269,7 @@ class _Torch(_Stateful):
 
     def _go_to(self, state: Any) -> Iterator[types.Batch]:
         state = _with_tensors(state)
-        if "start" not in state:  # Of an earlier version.
+        if "start" not in state:  # An earlier version saved this state.
             self._loader.load_state_dict(state)
             return iter(self._loader)
         self._start = state["start"]
@@ -283,38 +283,40 @@ class _Torch(_Stateful):
 
     def doubt(self, *, several_passes: bool) -> str | None:
         reason = _unknown_order_reason(self._loader)
-        return reason and f"{name_of(self._loader)} may come in another order after a resume: {reason}. {_TORCH_REMEDY}"
+        return (
+            reason and f"{name_of(self._loader)} may change its order after a resume, because {reason}. {_TORCH_REMEDY}"
+        )
 
 
 def num_batches(data: Any) -> int | None:
-    """How many batches there are in a pass over the data, or left in an iterator; None where nobody knows.
+    """Returns the number of batches in an epoch, or the number left in an iterator; None if it is unknown.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
     """
     try:
         found = operator.length_hint(data, -1)
-    except Exception:  # Such as a tf.data pipeline raises, whose length is not known.
+    except Exception:  # A tf.data pipeline of unknown length raises one.
         return None
     return found if 0 <= found < _ENDLESS else None
 
 
 def is_endless(data: Any) -> bool:
-    """Whether data are known to have no end; they may say so by an attribute of this name.
+    """Returns True if a dataset is known to be endless. A dataset can report it in an attribute of this name.
 
     >>> is_endless(itertools.cycle([1])), is_endless([1])
     (True, False)
     """
-    if isinstance(said := getattr(data, "is_endless", None), bool):
-        return said
+    if isinstance(reported := getattr(data, "is_endless", None), bool):
+        return reported
     if isinstance(data, itertools.cycle | itertools.count):
         return True
     if isinstance(data, itertools.repeat):
-        return operator.length_hint(data, -1) == -1  # The one without a number of times has no length.
+        return operator.length_hint(data, -1) == -1  # Without a number of repetitions, it has no length.
     if library(data) == "tensorflow" and hasattr(data, "cardinality"):
         return int(data.cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
     try:
-        return len(data) >= _ENDLESS  # As Grain says of `.repeat()`.
+        return len(data) >= _ENDLESS  # Grain reports such a length for `.repeat()`.
     except Exception:
         return False
 
@@ -324,15 +326,15 @@ def _has(value: Any, *methods: str) -> bool:
 
 
 def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
-    """How an iterator of a dataset says where it is.
+    """Returns the source that fits an iterator of a dataset.
 
     >>> source_of([], iter([])).kind
     'sequence'
 
     Args:
-      dataset: the dataset.
-      iterator: the iterator made from it.
-      start: what `random_state(dataset)` returned before the iterator was made.
+      dataset: The dataset.
+      iterator: The iterator made from it.
+      start: The result of `random_state(dataset)` before the iterator was created.
     """
     tensorflow = sys.modules.get("tensorflow")
     if isinstance(iterator, _SEQUENCE_ITERATORS):
@@ -345,17 +347,17 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
         return _Torch(dataset, iterator, start)
     if _has(iterator, "get_state", "set_state"):
         return _Stateful("state", iterator.get_state, lambda state: (iterator, iterator.set_state(state))[0])
-    # A loader may have them itself; the iterator made next goes to the state.
-    keeper = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
-    if _has(keeper, "state_dict", "load_state_dict"):
-        load = lambda state: keeper.load_state_dict(_with_tensors(state))
-        restore = lambda state: (load(state), iterator if keeper is iterator else iter(dataset))[1]
-        return _Stateful("state_dict", lambda: _without_tensors(keeper.state_dict()), restore)
+    # If the loader has these methods itself, the next iterator that it creates continues from the loaded state.
+    owner = dataset if _has(dataset, "state_dict", "load_state_dict") else iterator
+    if _has(owner, "state_dict", "load_state_dict"):
+        load = lambda state: owner.load_state_dict(_with_tensors(state))
+        restore = lambda state: (load(state), iterator if owner is iterator else iter(dataset))[1]
+        return _Stateful("state_dict", lambda: _without_tensors(owner.state_dict()), restore)
     return Source()
 
 
 def _save_tf(iterator: Any) -> dict[str, bytes]:
-    """The files of the checkpoint of a tf.data iterator, by the ends of their names."""
+    """Returns the contents of a tf.data iterator's checkpoint files, keyed by the suffixes of their names."""
     with tempfile.TemporaryDirectory() as directory:
         sys.modules["tensorflow"].train.Checkpoint(iterator=iterator).write(f"{directory}/state")
         return {path.name.removeprefix("state."): path.read_bytes() for path in pathlib.Path(directory).iterdir()}
@@ -370,9 +372,9 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
     return iterator
 
 
-# Parts of a tf.data pipeline that make their input's iterator at once, and each pass once.
+# Parts of a tf.data pipeline that create the iterator of their input immediately, and once per epoch.
 _MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
-# Parts between a shuffle and a repeat whose iterator is saved until its input has ended.
+# Parts between a shuffle and a repeat whose iterator can be saved until its input has ended.
 _SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
 
 
@@ -384,8 +386,8 @@ def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, 
     return found + [each for one in inputs for each in _random_parts(one, (*above, kind))]
 
 
-def _changes(part: Any) -> bool:
-    """Whether a part of a tf.data pipeline gives another order in each pass."""
+def _reorders(part: Any) -> bool:
+    """Returns True if a part of a tf.data pipeline produces another order in each epoch."""
     is_shuffle = "Shuffle" in type(part).__name__
     return getattr(part, "_reshuffle_each_iteration", is_shuffle) is not False or bool(
         getattr(part, "_rerandomize", False)
@@ -393,48 +395,50 @@ def _changes(part: Any) -> bool:
 
 
 def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Returns, for each part that gives another order in each pass, what reads from it."""
-    return [above for part, above in parts if _changes(part)]
+    """Returns, for each part that produces another order in each epoch, the kinds of the parts that read from it."""
+    return [above for part, above in parts if _reorders(part)]
 
 
-def _has_one_order_a_pass(dataset: Any) -> bool:
-    """Whether the order of a pass is made when its iterator is, by one part of a tf.data pipeline."""
+def _has_one_order_per_epoch(dataset: Any) -> bool:
+    """Returns True if one part of a tf.data pipeline fixes the order of an epoch when its iterator is created."""
     orders = _orders(_random_parts(dataset))
     return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
 
 
 def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
-    """Returns why a pipeline of tf.data may come in another order after a resume, and what to do."""
+    """Returns why a tf.data pipeline may change its order after a resume, with a remedy; None if it doesn't."""
     parts = _random_parts(dataset)
     orders = _orders(parts)
     repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
     is_repeated = several_passes or any("Repeat" in above for _, above in parts)
-    because = "this tf.data pipeline may come in another order after a resume: "
+    because = "this tf.data pipeline may change its order after a resume, because "
     if is_repeated and any(not int(part._seed) and not int(part._seed2) for part, _ in parts):
         return f"{because}it shuffles without a seed. Write dataset.shuffle(size, seed=...)."
-    if several_passes and orders and not _has_one_order_a_pass(dataset):
+    if several_passes and orders and not _has_one_order_per_epoch(dataset):
         return (
-            f"{because}it shuffles anew in each pass, and not once, or before a part such as repeat, cache or "
-            "concatenate. Shuffle once and after these parts, or write shuffle(..., reshuffle_each_iteration=False)."
+            f"{because}it reshuffles in each epoch, and shuffles more than once or before a part such as repeat, cache "
+            "or concatenate. Shuffle once and after these parts, or write shuffle(..., "
+            "reshuffle_each_iteration=False)."
         )
     if any(not _SAVED_TO_THE_END.issuperset(between) for between in repeats):
         return (
-            f"{because}it repeats a shuffle with other parts between. Write dataset.shuffle(size, seed=...).repeat()."
+            f"{because}there are other parts between a shuffle and a repeat. Write "
+            "dataset.shuffle(size, seed=...).repeat()."
         )
     return None
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Whether a dataset is of tf.data, and shuffles anew each time it is iterated over."""
+    """Returns True if a dataset is a tf.data pipeline that reshuffles each time it is iterated over."""
     dataset = getattr(dataset, "_data", dataset)
-    return library(dataset) == "tensorflow" and any(_changes(part) for part, _ in _random_parts(dataset))
+    return library(dataset) == "tensorflow" and any(_reorders(part) for part, _ in _random_parts(dataset))
 
 
 # PyTorch's loaders -----------------------------------------------------------------------------------
 
 _TORCH_REMEDY = (
-    "Give a DataLoader over a dataset with __getitem__, in the order of PyTorch's own samplers (shuffle=True is one), "
-    "or a StatefulDataLoader of torchdata whose sampler and IterableDataset have state_dict and load_state_dict"
+    "Give a DataLoader over a dataset with __getitem__ and with a sampler of PyTorch (shuffle=True uses one), or "
+    "torchdata's StatefulDataLoader, whose sampler or IterableDataset must have state_dict and load_state_dict"
 )
 
 
@@ -443,7 +447,7 @@ def _is_loader(dataset: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Returns a loader and the samplers in it, each once."""
+    """Returns a loader and the samplers in it, without duplicates."""
     found, more = {}, [loader]
     while more:
         part = more.pop(0)
@@ -454,16 +458,16 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def _unknown_order_reason(loader: Any) -> str | None:
-    """Returns what may order a loader's examples other than PyTorch's generators; None if nothing does."""
+    """Returns why something other than PyTorch's generators may decide a loader's order; None if nothing does."""
     has_state = lambda value: _has(loader, "state_dict") and _has(value, "state_dict", "load_state_dict")
     is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
     if is_iterable and not has_state(loader.dataset):
-        return f"its dataset, {name_of(loader.dataset)}, orders its examples itself"
+        return f"its dataset, {name_of(loader.dataset)}, decides the order of its examples"
     for sampler in _samplers(loader)[1:]:
         if type(sampler).__module__.partition(".")[0] not in ("torch", "torchdata") and not has_state(sampler):
             return f"its sampler, {name_of(sampler)}, is not one of PyTorch's"
     if getattr(loader, "in_order", True) is False:
-        return "in_order=False takes what comes first"
+        return "in_order=False returns batches in the order in which the workers finish them"
     return None
 
 
@@ -496,7 +500,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """Leaves the random number generators that a PyTorch loader uses as they were, so that training is the same."""
+    """Restores the random number generators of a PyTorch loader on exit, so that an evaluation doesn't change them."""
     loader = getattr(dataset, "_data", dataset)
     state = random_state(loader)
     try:
@@ -506,7 +510,7 @@ def keeping_random_state(dataset: Any) -> Iterator[None]:
             _set_random_state(loader, state)
 
 
-# A state of PyTorch's holds tensors: those of random number generators.
+# The key that marks an array that was a tensor in a PyTorch state, such as the state of a random number generator.
 _TENSOR = "torch.Tensor"
 
 
@@ -521,34 +525,34 @@ def _with_tensors(state: Any) -> Any:
 
 
 def unknown_reason(dataset: Any) -> str:
-    """Why an iterator of a dataset can't say where it is, and what to do."""
+    """Returns why an iterator of a dataset has no position to save, with a remedy."""
     give = "a list, a Grain dataset, a tf.data.Dataset, or jaxloop.data.from_index(function)"
     packages = {base.__module__.partition(".")[0] for base in type(dataset).__mro__}
     if "tensorflow_datasets" in packages:
         give = "the tf.data.Dataset itself, or its as_numpy_iterator()"
     elif "torch" in packages:
         reason = _unknown_order_reason(dataset) if _is_loader(dataset) else None
-        because = f": {reason}" if reason else ""
-        return f"{name_of(dataset)} can't say where it is{because}. {_TORCH_REMEDY}, {OR_SKIPPABLE}."
-    return f"{name_of(dataset)} can't say where it is. Give {give}, {OR_SKIPPABLE}."
+        because = f", because {reason}" if reason else ""
+        return f"{name_of(dataset)} can't report its position{because}. {_TORCH_REMEDY}, {OR_SKIPPABLE}."
+    return f"{name_of(dataset)} can't report its position. Give {give}, {OR_SKIPPABLE}."
 
 
 def name_of(dataset: Any) -> str:
-    """What a message calls a dataset."""
+    """Returns the name of a dataset's class with an article, for messages."""
     name = type(dataset).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-# What is a dataset -----------------------------------------------------------------------------------
+# Checks ----------------------------------------------------------------------------------------------
 
 _REMEDY = (
-    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or, of a function "
+    "Give an iterable of batches: a list of dicts of arrays, a tf.data.Dataset, a DataLoader, or, for a function "
     "without arguments that returns one, jaxloop.skippable(function)."
 )
 
 
 def is_function(data: Any) -> bool:
-    """Whether data are a function that returns them, and nothing to iterate over itself.
+    """Returns True if `data` is a function that returns a dataset, and is not iterable itself.
 
     >>> is_function(lambda: []), is_function([])
     (True, False)
@@ -557,19 +561,19 @@ def is_function(data: Any) -> bool:
 
 
 def check_is_dataset(data: Any) -> None:
-    """Raises a `TypeError` where data is one batch, or nothing that can be iterated over.
+    """Raises a `TypeError` if `data` is a single batch, or can't be iterated over.
 
     >>> check_is_dataset([{"x": np.ones(2)}])
     """
     is_array = lambda leaf: isinstance(leaf, np.ndarray | jax.Array) or _is_tensor(leaf)
     is_batch = isinstance(data, dict) or is_array(data)
-    # A list of arrays may well be a list of batches; nobody writes a tuple of them for that.
+    # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
     is_batch |= isinstance(data, tuple) and len(data) > 0 and all(map(is_array, data))
     if is_batch or isinstance(data, str | bytes) or not (hasattr(data, "__iter__") or hasattr(data, "__next__")):
         what = _describe(data)
         if isinstance(data, tuple):
             what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
-        hint = " For the one batch that this is, write [batch]." if is_batch else ""
+        hint = " If this is a single batch, write [batch]." if is_batch else ""
         raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {_REMEDY}{hint}")
 
 

@@ -18,12 +18,12 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """The progress of an experiment when it asks whether to evaluate.
+    """The progress of an experiment, passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
       is_continuous_eval: Whether checkpoints are evaluated as they appear, without a train loop.
-      step_num: Completed updates of the state to evaluate.
-      loop_count: Train loops that have ended; in continuous evaluation, checkpoints that have been evaluated.
+      step_num: The number of completed updates of the state to evaluate.
+      loop_count: The number of completed train loops; in continuous evaluation, of evaluated checkpoints.
     """
 
     is_continuous_eval: bool
@@ -41,15 +41,16 @@ class EvalSpec:
     True
 
     Attributes:
-      dataset: An iterable of batches, which each evaluation reads from its start, or a function that returns a new one.
+      dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from its start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches.
       num_steps: The number of batches to evaluate; None for all.
-      eval_loop_interval: Evaluates after every this many train loops; None for each one. Ignored in continuous
-        evaluation.
-      should_eval_fn: Receives an `EvalContext` and returns whether to evaluate. The interval must agree too.
-      interval: As the `interval` of an action: an int, which means the same as `eval_loop_interval`, or a schedule such
-        as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is exact to the step, also inside a train loop.
-        A schedule is ignored where nothing is trained.
+      eval_loop_interval: The number of train loops per evaluation; None to evaluate after each loop. Ignored in
+        continuous evaluation.
+      should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only if
+        the interval is due.
+      interval: When to evaluate, like the `interval` of an action: an int, with the meaning of `eval_loop_interval`, or
+        a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is exact to the step, also
+        inside a train loop. It is ignored if there is no train loop.
       name: The name of its rows in the history and the prefix of its metrics: "test" makes `test/accuracy`. If several
         specs keep the default "eval", the second one becomes "eval_2".
     """
@@ -121,8 +122,8 @@ class CheckpointSpec:
     Attributes:
       checkpoint_dir: The directory, with one subdirectory per checkpoint, named after its step.
       iterate_interval_secs: In continuous evaluation, the seconds between two listings of the directory.
-      iterate_stop_fn: In continuous evaluation, returns whether no more checkpoints will appear. The default is to
-        check for the file `STOPPED`, which training writes to the directory when it is done.
+      iterate_stop_fn: In continuous evaluation, a function that returns whether no more checkpoints will appear. The
+        default checks for the file `STOPPED`, which training writes to the directory when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
       restore_data: Whether a resumed run continues at the saved position in its training dataset. False for another
         dataset, or for an iterator that is already at the right position.
@@ -234,7 +235,7 @@ class RunSpec:
                 "Give one EvalSpec for each eval loop, in their order."
             )
         if strangers := [spec for spec in specs if not isinstance(spec, EvalSpec)]:
-            yield TypeError(f"eval_specs must hold EvalSpecs, got {strangers[0]!r}.")
+            yield TypeError(f"eval_specs must contain EvalSpecs, got {strangers[0]!r}.")
         elif twice := {name for name in names if names.count(name) > 1}:
             yield ValueError(f"Two EvalSpecs are named {twice.pop()!r}: give each one a different name.")
 
@@ -245,7 +246,7 @@ class RunSpec:
 
     @property
     def has_iterator(self) -> bool:
-        """Whether the training dataset is an iterator, which can be read only once."""
+        """True if the training dataset is an iterator, which can be read only once."""
         return hasattr(self.train_dataset, "__next__")
 
     @property
@@ -260,8 +261,9 @@ class RunSpec:
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
-        """Returns the steps to the next multiple of `loop_steps` or to the total; None if only the dataset ends the
-        loop.
+        """Returns the number of steps in the next loop; None if only the end of the dataset ends it.
+
+        The loop ends at the next multiple of `loop_steps`, or at `total_steps`.
 
         >>> spec = RunSpec(total_steps=25, loop_steps=10)
         >>> spec.steps_of_next_loop(0), spec.steps_of_next_loop(7), spec.steps_of_next_loop(20)
@@ -275,7 +277,7 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """Returns lines that must be equal in all processes of a job."""
+        """Returns the lines that must be equal in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

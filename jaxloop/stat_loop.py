@@ -30,7 +30,7 @@ STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
 """Examples per second of training."""
 STAT_DATA_TIME_SECS = "jaxloop/data_time_secs"
-"""The part of `STAT_LOOP_TIME_SECS` spent waiting for the next batch."""
+"""The part of `STAT_LOOP_TIME_SECS` spent waiting for batches."""
 STAT_DEVICE_TIME_SECS = "jaxloop/device_time_secs"
 """The part spent waiting for the devices."""
 STAT_ACTION_TIME_SECS = "jaxloop/action_time_secs"
@@ -40,7 +40,7 @@ STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
 STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
 """The part for which saves blocked the loop."""
 
-# They cost nothing and are worth plotting.
+# The default, because they cost nothing.
 DEFAULT_STATS = (
     STAT_NUM_PARAMS,
     STAT_LIFE_TIME_SECS,
@@ -65,8 +65,8 @@ class Statistics:
     Args:
       step: The step of the loop.
       stopwatch: Counts the steps of the loop and attributes its time.
-      names: The statistics to return.
-      global_batch_size: Examples in a batch; None to count them.
+      names: The statistics to return; None for `DEFAULT_STATS`.
+      global_batch_size: The number of examples in a batch; None to count them.
 
     Attributes:
       peak_flops_per_sec: See `StatLoop`.
@@ -77,7 +77,7 @@ class Statistics:
     ):
         for name in names or ():
             if name not in ALL_STATS:
-                raise ValueError(f"stat_names holds {name!r}, which is none of {', '.join(ALL_STATS)}.")
+                raise ValueError(f"stat_names contains {name!r}, which is not one of {', '.join(ALL_STATS)}.")
         checks.check_positive("global_batch_size", global_batch_size, optional=True)
         self._step, self._stopwatch, self._global_batch_size = step, stopwatch, global_batch_size
         self._names = DEFAULT_STATS if names is None else tuple(names)
@@ -88,11 +88,11 @@ class Statistics:
         self.peak_flops_per_sec: float | None = None
 
     def begin_loop(self) -> None:
-        """Begins the interval that the statistics of a loop describe."""
+        """Starts the interval of time that the statistics of a loop describe."""
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns functions to call with each batch, for the count of FLOPs."""
+        """Returns functions to call with each batch. One of them keeps an example for the count of FLOPs."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -168,9 +168,9 @@ class StatLoop(Loop):
     Args:
       step: The step to run on each batch.
       stat_names: The statistics to add; an empty list for none. None for `DEFAULT_STATS`: the number of parameters, the
-        total time, and the speed. `ALL_STATS` also has the time report, two points in time, and FLOPs, which take one
-        more trace of the step.
-      global_batch_size: Examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
+        total time, and the speed. `ALL_STATS` adds the time report, two points in time, and FLOPs, which take another
+        trace of the step.
+      global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: Returns the time in seconds, for durations.
       max_steps_in_flight: See `Loop`.
     """
@@ -190,9 +190,9 @@ class StatLoop(Loop):
 
     @property
     def peak_flops_per_sec(self) -> float | None:
-        """The peak FLOPs per second of one device, for `STAT_MFU`. It can be set.
+        """The peak FLOPs per second of one device, for `STAT_MFU`. You can set it.
 
-        None to use the bfloat16 peak of known GPUs and TPUs.
+        If it is None, `STAT_MFU` uses the bfloat16 peak of known GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 

@@ -1,4 +1,4 @@
-"""What happens to one batch."""
+"""The base class of all steps, which process one batch."""
 
 import contextlib
 import dataclasses
@@ -28,17 +28,18 @@ from jaxloop.types import Output as Output
 from jaxloop.types import State as State
 
 NO_OPTIMIZER = optax.identity()
-"""What stands for no optimizer: a step that trains with it is told so."""
+"""The default of `Step(optimizer=)`: no optimizer. A step with `train=True` and this optimizer logs a warning."""
 
 
 @final
 class Traced(NamedTuple):
-    """What `run` would return, in shapes.
+    """The shapes of the values that `run` would return.
 
     Attributes:
-      state: the new state.
-      outputs: the outputs.
-      updates: how much it adds to `state.step`; None for a state without, and where that depends on the data.
+      state: The new state.
+      outputs: The outputs.
+      updates: The number that `run` adds to `state.step`; None if there is no `state.step`, or if the number depends on
+        the data.
     """
 
     state: Any
@@ -50,23 +51,23 @@ _NOTHING = lambda: None
 
 
 class FusingError(ValueError):
-    """Several steps can't be taken in one dispatch, and why."""
+    """Raised if several steps can't run in one dispatch. The message gives the reason."""
 
 
 class Step:
-    """What happens to one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and write `run`.
+    """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and implement `run`.
 
-    Each batch that a loop draws goes through the first four hooks. `outputs` is a dict with string keys, or None.
+    A loop passes each batch through these four hooks in this order. `outputs` is a dict with string keys, or None.
 
     Hooks:
-      preprocess_batch: first, on the host; sees the batch alone.
-      begin: second, on the host; returns `(state, batch)`. The batch is still a host batch.
-      run: third. Pure; it is compiled once, for all devices, and takes over (donates) the state.
-      end: fourth, on the host; returns `(state, outputs)`. To read a value there is to wait for it.
-      num_examples: for each batch, as the dataset gave it, before the others.
-      shard_batch: for each batch, between `begin` and `run`, to place it on the devices.
-      make_state: by `initialize_model`, to make the first state. Pure; it is compiled.
-      begin_evaluation: before the first batch of an evaluation.
+      preprocess_batch: Runs first, on the host. It receives the batch only.
+      begin: Runs second, on the host, and returns `(state, batch)`. The batch is still in host memory.
+      run: Runs third, on the devices. It must be pure. It is compiled once for all devices, and donates the state.
+      end: Runs fourth, on the host, and returns `(state, outputs)`. Reading a value in it synchronizes with the device.
+      num_examples: Counts the examples of a batch from the dataset, before the other hooks.
+      shard_batch: Places a batch on the devices, between `begin` and `run`.
+      make_state: Makes the initial state, when `initialize_model` calls it. It must be pure, and is compiled.
+      begin_evaluation: Runs before the first batch of an evaluation.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -85,8 +86,8 @@ class Step:
     >>> int(state.step), sorted(outputs)
     (1, ['loss'])
 
-    With an NNX class, the forward pass returns the variables that it changed (batch statistics, dropout's counters)
-    along with the outputs, and `update_variables` takes them over; Linen's `mutable=[...]` likewise:
+    With an NNX class, the forward pass also returns the variables that it changed, such as batch statistics and the
+    counters of dropout. `update_variables` stores them in the state. It does the same for Linen's `mutable=[...]`.
 
     >>> from flax import nnx
     >>> class Network(nnx.Module):
@@ -108,38 +109,38 @@ class Step:
     >>> int(state.step)
     1
 
-    The state may be any pytree with an int32 `step`, such as a subclass of `TrainState` with a second optimizer's state
-    for a GAN: override `make_state`.
+    The state may be any pytree with an int32 `step`. To add fields to it, such as the state of a second optimizer for a
+    GAN, override `make_state` and return a subclass of `TrainState`.
 
     Args:
-      base_prng: the key, or a dict of keys, from which all others derive: `initialize_model` uses it as it is,
-        `prng_key(step)` folds the step in. Old-style or typed.
-      model: a Linen module, or an NNX module class, which the step constructs with `nnx_model_args`,
-        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None for a step whose
-        own `make_state` makes the state without a model.
-      optimizer: an Optax transformation, kept as `state.tx`.
-      partitioner: where the state and the batches live.
-      train: whether this step trains, for `run` to ask (`self.train`). Then an optimizer is expected.
-      should_shard_batch: False if `begin` has placed the batch already.
-      nnx_model_args: positional arguments for an NNX class; an empty tuple for none.
-      begin_actions: called with `outputs=None` before `run`. An int interval counts the steps within the loop, a
-        schedule those of the training: `at(100)` is before or after the update that makes `state.step` 100.
-      end_actions: called with the step's outputs after `end`; likewise.
-      **nnx_model_kwargs: keyword arguments for an NNX class.
+      base_prng: The key, or a dict of keys, from which all other keys derive: `initialize_model` uses it unchanged, and
+        `prng_key(step)` folds the step in. Keys may be old-style or typed.
+      model: A Linen module, or an NNX module class. The step constructs the NNX module with `nnx_model_args`,
+        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None if you override
+        `make_state` and it needs no model.
+      optimizer: An Optax transformation, which becomes `state.tx`.
+      partitioner: Decides where the state and the batches live.
+      train: Whether this step trains. `run` can read it as `self.train`. If True, give an optimizer too.
+      should_shard_batch: False if `begin` already places the batch on the devices.
+      nnx_model_args: Positional arguments of an NNX class; an empty tuple if it takes none.
+      begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts the steps within
+        the loop. A schedule counts the steps of the run: `at(100)` fires at the update that makes `state.step` 100.
+      end_actions: Actions that are called with the outputs of the step after `end`. Their intervals work the same way.
+      **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
-      ValueError: `nnx_model_args` with a Linen module, or an NNX class without.
-      TypeError: an unknown keyword with a Linen module.
+      ValueError: `nnx_model_args` were given with a Linen module, or are missing for an NNX class.
+      TypeError: There is an unknown keyword, and the model is not an NNX class.
     """
 
     max_batch_shapes: int = 16
-    """How many shapes of batches may come in training, each of which compiles `run` anew, before that is an error."""
+    """The largest number of different batch shapes in training. Each shape compiles `run`; one more raises an error."""
 
     updates_per_step: int = 1
-    """How many optimizer updates a training `run` makes with one batch, which is how much it adds to `state.step`.
+    """The number of optimizer updates that `run` makes with one training batch, and adds to `state.step`.
 
-    Steps are counted in updates everywhere: `state.step`, `num_steps`, `train_total_steps`, schedules and the names of
-    checkpoints. With `updates_per_step = 16` each batch advances them by 16, and totals must be multiples of 16.
+    All counts of steps are counts of updates: `state.step`, `num_steps`, `train_total_steps`, schedules and the names
+    of checkpoints. With `updates_per_step = 16`, each batch advances them by 16, and totals must be multiples of 16.
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class Step:
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
         if types.is_nnx(optimizer, "Optimizer"):
             raise TypeError(
-                "optimizer must be an Optax transformation such as optax.adam(1e-3), got an nnx.Optimizer, which holds "
-                "one for a model of its own: give the transformation that it was made with, nnx_optimizer.tx."
+                "optimizer must be an Optax transformation such as optax.adam(1e-3), got an nnx.Optimizer, which is "
+                "bound to its own model. Give the transformation that it was made with: nnx_optimizer.tx."
             )
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(f"optimizer must be an Optax transformation such as optax.adam(1e-3), got {optimizer!r}.")
@@ -187,7 +188,7 @@ class Step:
         self._watch: nonfinite.Watch | None = None
         self._stopwatch: Stopwatch | None = None
         self._new_state: Callable[[], Any] | None = None
-        # Weak references to a state that is alive for certain, and to a leaf of it that the next step donates.
+        # Weak references to a state that was not donated, and to one of its leaves that the next step will donate.
         self._known_state: Callable[[], Any] = _NOTHING
         self._known_leaf: Callable[[], Any] = _NOTHING
         self._rescued_state: Any = None
@@ -205,29 +206,29 @@ class Step:
     # To override ---------------------------------------------------------------------------------
 
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Transforms a host batch; sees no state, so that it may run ahead of the step."""
+        """Transforms a host batch. It receives no state, so that it can run in the prefetch thread."""
         return batch
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Runs on the host before `run`; turns `tf.Tensor` into NumPy, for example."""
+        """Runs on the host before `run`. It can convert `tf.Tensor`s to NumPy arrays, for example."""
         return state, batch
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Computes `(state, outputs)` from one batch. Pure and jitted.
+        """Computes `(state, outputs)` from one batch. It must be pure, and is compiled.
 
-        In training it adds `updates_per_step`, which is one by default, to `state.step`.
+        In training, it adds `updates_per_step` (1 by default) to `state.step`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
     def end(self, state: Any, outputs: types.Output) -> tuple[Any, types.Output]:
-        """Runs on the host after `run`; the outputs are still on the devices."""
+        """Runs on the host after `run`. The outputs are still on the devices."""
         return state, outputs
 
     def num_examples(self, batch: types.Batch) -> int:
-        """How many examples a batch, as the dataset gave it, counts for in weighted means.
+        """Returns the number of examples in a batch from the dataset, which is its weight in means.
 
-        By default the length of its leading axis; override it for batches with padding, or whose leaves differ. It may
-        return any whole number that is not negative: an int, a float, or an array with one element.
+        The default is the length of the leading axis. Override it if batches are padded, or if the leading axes of the
+        leaves differ. It may return any non-negative whole number: an int, a float, or an array with one element.
         """
         count = checks.num_examples(batch)
         if count is None and not self._has_logged_count:
@@ -243,22 +244,22 @@ class Step:
         """Returns `num_examples` as an int.
 
         Raises:
-          ValueError: it is no whole number, or negative.
+          ValueError: The number is negative or not whole.
         """
         value = self.num_examples(batch)
         count = checks.whole_number(value)
         if count is None:
             raise ValueError(
-                f"{type(self).__name__}.num_examples must return a whole number, how many examples the batch has, got "
-                f"{value!r} for {checks.batch_in_words(batch)}."
+                f"{type(self).__name__}.num_examples must return the number of examples in the batch, a whole number, "
+                f"got {value!r} for {checks.batch_in_words(batch)}."
             )
         return count
 
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Makes the first state, at step 0. Pure; `initialize_model` compiles it, and has each leaf made in its place.
+        """Makes the initial state, at step 0. It must be pure: `initialize_model` compiles it with the shardings.
 
-        Override it for a state with more than one model's. Make optimizers once, in `__init__`: a state has them as
-        static fields, and two of them are never equal.
+        Override it to add fields to the state. Create optimizers once, in `__init__`: they are static fields of the
+        state, and two Optax transformations never compare equal.
 
         >>> class Averaged(types.TrainState):
         ...     average: Any = None
@@ -271,8 +272,8 @@ class Step:
         ['bias', 'kernel']
 
         Args:
-          spec: see `initialize_model`, as `init_kwargs`.
-          **init_kwargs: likewise.
+          spec: As in `initialize_model`.
+          **init_kwargs: As in `initialize_model`.
         """
         return self._init_fn(spec, init_kwargs)()
 
@@ -294,18 +295,18 @@ class Step:
         )
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
-        """Makes the first state, each leaf where the partitioner wants it.
+        """Makes the initial state, with the shardings of the partitioner.
 
         Args:
-          spec: describes the model's input: a shape (`[1, 28, 28, 1]`, float32), a `(shape, dtype)` pair, or these
-            nested in dicts, lists and named tuples. The model is initialised with ones. Arrays and keys are passed as
-            they are. A model with several inputs takes a list of specs by position (`[[1, 64], key]`), or a dict by
-            name (`{"x": [1, 64], "key": key}`). Not used by NNX classes, and without a model.
-          log_num_params: logs the number of parameters.
-          **init_kwargs: passed on to `model.init` (Linen) or the constructor (NNX).
+          spec: The model's input: a shape of float32 (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or these nested in
+            dicts, lists and named tuples. The model is initialized with arrays of ones. Arrays and keys in the spec are
+            passed unchanged. For a model with several inputs, give a list of specs by position (`[[1, 64], key]`) or a
+            dict by name (`{"x": [1, 64], "key": key}`). Unused for an NNX class, and if there is no model.
+          log_num_params: Whether to log the number of parameters.
+          **init_kwargs: Arguments of `model.init` (Linen) or of the constructor (NNX).
 
         Returns:
-          A `TrainState` at step 0. Linen variables beside `params` and `batch_stats` are in `state.collections`.
+          A `TrainState` at step 0. Linen variables other than `params` and `batch_stats` are in `state.collections`.
         """
         init, model = self._init_fn(spec, init_kwargs), self._model_to_initialize
         arrays = model.arrays if isinstance(model, models.AdaptedModel) else ()
@@ -322,21 +323,21 @@ class Step:
     def restore_model(
         self, state: Any, checkpoint_dir: epath.PathLike, step: int | None = None, transforms: Any = None
     ) -> Any:
-        """Returns the state of a checkpoint, laid out like `state`, which stays usable.
+        """Restores the state of a checkpoint, with the shardings of `state`, which stays usable.
 
-        Reads what a `CheckpointAction`, or a plain Orbax `CheckpointManager` with `PyTreeSave`, wrote.
+        It reads checkpoints of a `CheckpointAction`, and of an Orbax `CheckpointManager` that used `PyTreeSave`.
 
         Args:
-          state: a state of the same structure, shapes and dtypes.
-          checkpoint_dir: the directory with one subdirectory a step. Without a checkpoint there, the state is
-            returned as it is, and that is logged.
-          step: which checkpoint; None for the newest that is whole: damaged ones are passed over with a warning.
+          state: A state with the structure, shapes and dtypes that were saved.
+          checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoint, `restore_model`
+            logs that and returns `state` unchanged.
+          step: The step of the checkpoint; None for the newest undamaged one. Damaged ones are skipped with a warning.
           transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
         Raises:
-          FileNotFoundError: there are checkpoints, but none of `step`.
-          CheckpointError: the checkpoint of `step` is damaged, or all are.
-          ValueError: the checkpoint is of another model; the error lists the leaves that differ.
+          FileNotFoundError: There are checkpoints, but none of `step`.
+          CheckpointError: The checkpoint of `step` is damaged, or, with `step=None`, all are.
+          ValueError: The checkpoint is of another model. The error lists the leaves that differ.
         """
         if not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
@@ -349,9 +350,9 @@ class Step:
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """The state that `initialize_model` would make, in shapes: nothing is computed, and no memory is taken.
+        """Returns the shapes of the state that `initialize_model` would make, without allocating memory.
 
-        `compile` takes it in the place of a state, and `partitioner.report`.
+        `compile` and `partitioner.report` accept it instead of a state.
 
         >>> from jaxloop import examples
         >>> step, _, _ = examples.tiny_regression()
@@ -359,8 +360,8 @@ class Step:
         (3, 1)
 
         Args:
-          spec: see `initialize_model`, as `init_kwargs`.
-          **init_kwargs: likewise.
+          spec: As in `initialize_model`.
+          **init_kwargs: As in `initialize_model`.
 
         Returns:
           A `TrainState` of `jax.ShapeDtypeStruct`s, with the shardings of the partitioner.
@@ -370,14 +371,14 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def compute_num_params(self, state: Any) -> int:
-        """The number of parameters in `state.params`; 0 for a state without."""
+        """Returns the number of parameters in `state.params`; 0 if the state has no `params`."""
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
-        """The floating-point operations of one `run`, as XLA counts them before it optimizes; None if it doesn't say.
+        """Returns the FLOPs of one `run` as counted by XLA before optimization; None if XLA reports none.
 
-        Traces `run` on the batch as the hooks before it leave it, without running it. The state stays usable. Shapes
-        are enough for both, see `compile`.
+        It passes the batch through the hooks before `run`, and traces `run` without executing it. The state stays
+        usable. Shapes are enough for both arguments; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
@@ -395,10 +396,10 @@ class Step:
         steps_per_dispatch: int = 1,
         **jit_kwargs: Any,
     ) -> None:
-        """Compiles `run` ahead, for a state and for batches like the one given; the first step then waits for nothing.
+        """Compiles `run` ahead of time for a state and batches like these, so that the first step doesn't compile.
 
-        There is no need to call it: XLA compiles when the first batch shows its shapes. `Loop.compile` compiles all
-        that a loop will run.
+        Calling it is optional: otherwise, the first step compiles. `Loop.compile` compiles everything that a loop
+        needs.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -407,13 +408,14 @@ class Step:
         True
 
         Args:
-          state: it stays usable; or its shapes, see `abstract_state`. None to compile nothing yet, but to give
-            arguments of `jax.jit`.
-          batch: as the dataset gives it; or its shapes, as `jax.ShapeDtypeStruct`s, or as the spec of
-            `initialize_model` has them. The hooks before `run` then see zeros that take no memory.
-          evaluates: as `evaluate` runs it, without an update.
-          steps_per_dispatch: how many steps are to be one dispatch.
-          **jit_kwargs: arguments of `jax.jit` that replace the partitioner's own. What was compiled is forgotten.
+          state: The state, which stays usable, or its shapes from `abstract_state`. None to only set the arguments of
+            `jax.jit`, without compiling.
+          batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec of `initialize_model`.
+            For shapes, the hooks before `run` receive zeros that take no memory.
+          evaluates: Whether to compile `run` as `evaluate` uses it, without an update.
+          steps_per_dispatch: The number of steps in one dispatch.
+          **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. They discard everything compiled
+            so far.
         """
         if jit_kwargs or state is None:
             self._compiled, self._jit_kwargs = {}, jit_kwargs
@@ -431,16 +433,16 @@ class Step:
             self._num_flops = self._cost.flops
 
     def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-        """Returns a state, or its shapes, and the shapes of a batch as the hooks before `run` leave it."""
+        """Passes a batch through the hooks before `run`; returns the state (or its shapes) and the batch's shapes."""
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
         state, batch = self.before_run(state, models.example_batch(batch))
         if checks.is_user_defined(self, "shard_batch") or checks.is_user_defined(self._partitioner, "shard_batch"):
-            return state, batch  # That one may take arrays only.
+            return state, batch  # A custom `shard_batch` may accept arrays only.
         return state, jax.tree.map(models.shape_of_array, batch)
 
     def _as_after_first_step(self, shapes: Any) -> Any:
-        """A state in shapes, laid out as that of a run, for which jit then finds what was compiled ahead."""
+        """Returns the shapes with the layout of a state during a run, so that jit finds the compiled function again."""
         if self._partitioner.mesh is not None:
             return shapes
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
@@ -464,18 +466,18 @@ class Step:
         return self._compiled[key]
 
     def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
-        """Returns what is compiled of `run` for a purpose, and the function that gives a batch to the devices.
+        """Returns the compiled `run` and the function that dispatches it with a batch.
 
         Args:
-          evaluates: keeps the state.
-          fuses: takes several batches at once, see `place_stacked`.
+          evaluates: Whether the dispatch evaluates, and keeps the state.
+          fuses: Whether one dispatch processes several stacked batches; see `place_stacked`.
         """
         watch = None if evaluates else self._watch
         compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, watch=watch)
         return compiled, compiled.call if watch is None else functools.partial(watch.call, compiled, fuses=fuses)
 
     def trace(self, state: Any, batch: types.Batch, *, evaluates: bool = False) -> Traced:
-        """Traces `run`, and says what it would return; nothing is computed.
+        """Traces `run` and returns the shapes of its results, without computing anything.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -483,12 +485,13 @@ class Step:
         dtype('float32')
 
         Args:
-          state: a state, or its shapes, see `abstract_state`.
-          batch: as the hooks before `run` leave it, see `before_run`.
-          evaluates: as `evaluate` runs it: what it makes of the state is nobody's.
+          state: A state, or its shapes from `abstract_state`.
+          batch: A batch that `before_run` returned.
+          evaluates: Whether to trace `run` as `evaluate` uses it, which ignores the new state.
 
         Raises:
-          Whatever `run` raises; and see `run` for what it must return.
+          TypeError, ValueError: `run` doesn't return `(state, outputs)`, or changes the structure of the state. Errors
+            that `run` raises are passed on.
         """
         if evaluates:
             evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
@@ -500,23 +503,25 @@ class Step:
         step = getattr(new_state, "step", None)
         place = next((i for i, leaf in enumerate(jax.tree.leaves(new_state)) if leaf is step), None)
         mesh = self._partitioner.mesh
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # To run it takes devices.
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # `_added_to_leaf` runs the program.
             return Traced(new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place))
 
     def cost_analysis(self, state: Any = None, batch: types.BatchSpec = None) -> cost.Cost:
-        """Operations and memory of the compiled step: of the one that `compile` compiled last, or of this one.
+        """Returns the FLOPs and the memory of a compiled step.
+
+        Without arguments, they are those of the last `compile`. With a state and a batch, it compiles for them first.
 
         Raises:
-          ValueError: nothing was compiled ahead, and there is no state and batch to compile for.
+          ValueError: `compile` was not called, and there is no state.
         """
         if state is not None:
             self.compile(state, batch)
         if self._cost is None:
-            raise ValueError(f"{self!r} was not compiled yet: call step.cost_analysis(state, batch).")
+            raise ValueError(f"{self!r} is not compiled yet. Call step.cost_analysis(state, batch).")
         return self._cost
 
     def prng_key(self, step: Any) -> Any:
-        """The key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
+        """Returns the key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
 
         >>> from flax import linen as nn
         >>> key = Step(jax.random.key(0), nn.Dense(1)).prng_key(7)
@@ -530,14 +535,15 @@ class Step:
         return self._partitioner.shard_batch(batch) if self._should_shard_batch else batch
 
     def prepare_state(self, state: Any) -> Any:
-        """Returns the state as `run` takes it: on the partitioner's devices, and all arrays.
+        """Returns the state as `run` needs it: all leaves are arrays on the devices of the partitioner.
 
-        The state that this step returned or prepared last passes through.
+        The state that this step returned or prepared last is not checked again.
 
         Raises:
-          ValueError: the state was donated to an earlier call. (Its use would end the process, on several CPUs.)
+          ValueError: The state was donated to an earlier call. (On several CPU devices, using it would crash the
+            process.)
         """
-        self._rescued_state = None  # That of an earlier call.
+        self._rescued_state = None
         if self._is_known(state):
             return state
         checks.check_alive(state, repr(self))
@@ -554,21 +560,21 @@ class Step:
         *,
         elapsed: Elapsed | None = None,
     ) -> tuple[Any, types.Output]:
-        """Takes one batch through the hooks. The state is donated: use the one that is returned.
+        """Passes one batch through the hooks. It donates the state: use the one that it returns.
+
+        If `end` or an end action raises an error, `rescued_state` holds the state that `run` returned.
 
         Args:
-          state: the train state.
-          batch: a host batch.
-          per_loop_step_number: how many steps the loop has done before this one, for the step's actions.
-          log_num_flops: counts and logs the operations of `run`, at the first call.
-          elapsed: how far the training is once this step is done, for the schedules of the step's actions. None to
-            count the steps within the loop.
+          state: The train state.
+          batch: A host batch.
+          per_loop_step_number: The number of steps before this one in the loop, for the intervals of the step's
+            actions.
+          log_num_flops: Whether to log the FLOPs of `run`, once.
+          elapsed: The progress of the run after this step, for the schedules of the step's actions. None to count the
+            steps within the loop.
 
         Returns:
-          `(state, outputs)`, the outputs still on the devices.
-
-        Raises:
-          Whatever a hook or an action raises. Where `run` had returned before, its state is in `rescued_state`.
+          `(state, outputs)`. The outputs are still on the devices.
         """
         given = state
         state = self.prepare_state(state)
@@ -588,10 +594,10 @@ class Step:
         return state, outputs
 
     def work_after_run(self, *, evaluates: bool = False) -> str | None:
-        """Says what is to be done on the host after each step, so that a loop must call the step; None for nothing.
+        """Returns why a loop must run host code after each step, instead of fusing steps; None if it need not.
 
         Args:
-          evaluates: whether it is for evaluations.
+          evaluates: True for evaluations, False for training.
         """
         for name in ("evaluate" if evaluates else "__call__", "end"):
             if self._has_own(name):
@@ -605,26 +611,26 @@ class Step:
 
     @property
     def places_batches(self) -> bool:
-        """Whether a batch has to be placed on the devices before `run`."""
+        """True if a batch must be placed on the devices before `run`."""
         return self._has_own("shard_batch") or (self._should_shard_batch and self._partitioner.places_batches)
 
     @property
     def begin_reads_state(self) -> bool:
-        """Whether `begin` reads the state, which then has to be put together for it before each step."""
+        """True if `begin` is overridden, so that the loop must assemble the state before each step."""
         return self._has_own("begin")
 
     def check_batches(self, *batches: types.Batch) -> int:
-        """Looks at batches of training that are ready for `run`, see `BatchWatch.look`; returns how many rows each has.
+        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows of each.
 
         Args:
-          *batches: one batch, or several with the structure, shapes and dtypes of the first.
+          *batches: One batch, or several with the structure, shapes and dtypes of the first.
         """
         rows = self.batch_watch.look(batches, self)
         return self.count_examples(batches[0]) if rows is None else rows
 
     @property
     def watch(self) -> nonfinite.Watch | None:
-        """What looks for bad numbers at present, see `watched`."""
+        """The current check for non-finite values, set by `watched`; None for no check."""
         return self._watch
 
     @contextlib.contextmanager
@@ -632,8 +638,8 @@ class Step:
         """Attaches the step to a loop, which checks for non-finite values and times compilations in this context.
 
         Args:
-          watch: checks for non-finite values, as the loop's `nan_policy` asks; None for no checks.
-          stopwatch: the loop's; None to keep the present one.
+          watch: The check for non-finite values, which follows the loop's `nan_policy`; None for no check.
+          stopwatch: The stopwatch of the loop; None to keep the current one.
         """
         before = self._watch, self._stopwatch
         self._watch, self._stopwatch = watch, stopwatch or self._stopwatch
@@ -643,25 +649,25 @@ class Step:
             self._watch, self._stopwatch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
-        """Takes one batch through the hooks as a call of the step does, without its actions. The state is donated.
+        """Passes one batch through the hooks like a call of the step, but without its actions. It donates the state.
 
-        Eagerly, `run` is not compiled, and keeps the state.
+        With `eagerly=True`, `run` is not compiled, and the state stays usable.
         """
         state, batch = self.before_run(self.prepare_state(state), batch)
-        if eagerly:  # Else NumPy would compute with NumPy arrays.
+        if eagerly:  # Otherwise, operations between NumPy arrays would run in NumPy instead of JAX.
             batch = jax.tree.map(jnp.asarray, batch)
         with jax.disable_jit(eagerly):
             state, outputs = self._dispatch(state, batch)
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """The state that `initialize_model` returned last, made once more; None before."""
+        """Makes the state of the last `initialize_model` again; returns None before the first one."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
-        """Takes one batch through the hooks for its outputs alone: the state stays as it is, and usable.
+        """Passes one batch through the hooks and returns only the outputs. The state is unchanged and stays usable.
 
-        A batch whose rows do not divide over the devices is replicated.
+        If the rows of the batch don't divide over the devices, the batch is replicated.
         """
         if per_loop_step_number == 0:
             self.begin_evaluation()
@@ -674,14 +680,14 @@ class Step:
         """Called before the first batch of an evaluation."""
 
     def filler(self) -> Callable[[int], None] | None:
-        """What is told to how many rows short batches are to be filled up; None where this step can't do that."""
+        """Returns the function that sets the number of rows to pad short batches to; None if the step can't pad."""
         return None
 
     def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
-        """Places a batch on the devices: by `shard_batch`, or replicated where, to evaluate, it does not divide."""
+        """Places a batch on the devices with `shard_batch`. An evaluation replicates a batch that doesn't divide."""
         return self._shard_short_batch(batch) if evaluates else self.shard_batch(batch)
 
     def place_stacked(self, batches: types.Batch) -> types.Batch:
@@ -695,8 +701,8 @@ class Step:
         return leaf is not None and not leaf.is_deleted()
 
     def remember(self, state: Any) -> None:
-        """Notes the newest state that this step has returned: it need not be looked at again."""
-        # By the object: `state.replace(...)` makes a new one, which may hold a leaf that was donated.
+        """Records the newest state that this step returned, so that `prepare_state` doesn't check it again."""
+        # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
         leaf = checks.donated_leaf(state) if hasattr(state, "step") else None
         self._known_state, self._known_leaf = (_NOTHING, _NOTHING) if leaf is None else map(weakref.ref, (state, leaf))
 
@@ -706,13 +712,13 @@ class Step:
         return state, batch
 
     def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Takes a state that is prepared, and a batch as the dataset gives it, through the hooks before `run`."""
+        """Passes a prepared state and a batch from the dataset through the hooks before `run`."""
         result = self.begin(state, self.preprocessed(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         return state if new_state is state else self.prepare_state(new_state), batch
 
     def preprocessed(self, batch: types.Batch) -> types.Batch:
-        """Returns what `preprocess_batch` makes of a batch; raises a `TypeError` where that is None."""
+        """Returns the result of `preprocess_batch`; raises a `TypeError` if it is None."""
         ready = self.preprocess_batch(batch)
         if ready is None and batch is not None:
             raise TypeError(f"{type(self).__name__}.preprocess_batch returned None. Return the batch.")
@@ -728,11 +734,11 @@ class Step:
         return compiled.leave(carry), outputs
 
     def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Notes with an error in a step which batch it was; raises another where the batch is what is wrong."""
+        """Adds a note about the batch to an error in a step; raises another error if the batch itself is invalid."""
         if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch)
         if batch is None:
-            error.add_note("without a batch, because the dataset is None. Give the data, if the step needs them.")
+            error.add_note("without a batch, because the dataset is None. If the step needs data, give a dataset.")
         else:
             error.add_note(f"with {checks.batch_in_words(batch)}")
 
@@ -740,7 +746,7 @@ class Step:
         if self._has_own("end"):
             result = self.end(state, outputs)
             state, outputs = checks.check_result(result, f"{type(self).__name__}.end")
-            outputs = _copy_what_is_donated(outputs, state)
+            outputs = _copy_donated(outputs, state)
         self._call_actions(self._end_actions, state, outputs, number, elapsed)
         return state, outputs
 
@@ -765,7 +771,7 @@ class Step:
 
     @property
     def train(self) -> bool:
-        """Whether this step trains."""
+        """True if this step trains."""
         return self._train
 
     @property
@@ -780,17 +786,17 @@ class Step:
 
     @property
     def partitioner(self) -> partition.Partitioner:
-        """Where the state and the batches live."""
+        """The partitioner, which decides where the state and the batches live."""
         return self._partitioner
 
     @property
     def base_prng(self) -> types.PRNGType:
-        """The key, or the dict of keys, from which all others derive."""
+        """The key, or the dict of keys, from which all other keys derive."""
         return self._base_prng
 
     @property
     def rescued_state(self) -> Any:
-        """The state that `run` returned, if `end` or an end action raised in the step's last call; else None."""
+        """The state that `run` returned, if `end` or an end action raised an error in the last call; otherwise None."""
         return self._rescued_state
 
     @property
@@ -800,40 +806,41 @@ class Step:
 
     @property
     def num_flops(self) -> float | None:
-        """What `compute_num_flops` found last; None before."""
+        """The last result of `compute_num_flops`; None before the first call."""
         return self._num_flops
 
     @property
     def begin_actions(self) -> Sequence[Action]:
-        """The actions before `run`."""
+        """The actions that are called before `run`."""
         return self._begin_actions.actions
 
     @property
     def end_actions(self) -> Sequence[Action]:
-        """The actions after `end`."""
+        """The actions that are called after `end`."""
         return self._end_actions.actions
 
     @property
     def has_schedules(self) -> bool:
-        """Whether one of its actions has a schedule for an interval."""
+        """True if the interval of one of its actions is a schedule."""
         return self._begin_actions.has_schedules or self._end_actions.has_schedules
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """Both, and how often each action has been called."""
+        """The begin actions and the end actions, with the number of calls of each action."""
         return (self._begin_actions, self._end_actions)
 
 
 class NumpyStep(Step):
-    """A step that takes tensors of other libraries too.
+    """A `Step` that also accepts the tensors of other libraries.
 
     Hooks:
-      preprocess_batch: see `Step`; call that of `super()` first, which makes NumPy arrays of tensors.
-      begin, run, end, num_examples, make_state: see `Step`.
+      preprocess_batch: As in `Step`. An override must call `super().preprocess_batch` first, which converts tensors to
+        NumPy arrays.
+      begin, run, end, num_examples, make_state: As in `Step`.
     """
 
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Turns tensors into NumPy arrays."""
+        """Converts tensors to NumPy arrays."""
         return data.numpy_batch(batch)
 
 
@@ -841,7 +848,7 @@ _OPTIONS = models.options_of(Step)
 
 
 def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
-    """How much a traced program adds to an integer that it takes and returns at this place; None where it depends."""
+    """Returns the number that a traced program adds to the integer leaf at `place`; None if it depends on the data."""
     is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
     needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
     if any(needs_it and number != place for number, needs_it in enumerate(needs)):
@@ -852,7 +859,7 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
     return int(metrics.fetch(after)) - 41
 
 
-def _copy_what_is_donated(outputs: types.Output, state: Any) -> types.Output:
-    """Copies the outputs that are leaves of the state: they are read later, when the next step has taken it over."""
+def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
+    """Copies the outputs that are leaves of the state, because the next step donates it before they are read."""
     donated = {id(leaf) for leaf in jax.tree.leaves(state)}
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)

@@ -13,10 +13,10 @@ from jaxloop.step import Step
 
 
 class TrainLoop(ActionLoop):
-    """Trains: each step makes one optimizer update and passes its new state to the next step.
+    """A loop that trains: each step makes one optimizer update and passes its new state to the next step.
 
     Hooks:
-      begin, end: See `Loop`. Call those of `super()`, which call the actions and add the statistics.
+      begin, end: See `Loop`. Overrides must call those of `super()`, which call the actions and add the statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
@@ -41,25 +41,25 @@ class TrainLoop(ActionLoop):
     Args:
       step: The step to run on each batch, made with `train=True`.
       stat_names: See `StatLoop`.
-      begin_actions: See `ActionLoop`, also for `end_actions`.
-      global_batch_size: See `StatLoop`, also for `clock`.
+      begin_actions, end_actions: See `ActionLoop`.
+      global_batch_size, clock: See `StatLoop`.
       nan_policy: "raise" raises a `nonfinite.NonFiniteError` that names the first bad step. The loop doesn't
         synchronize for that: the host reads the flags that have arrived every 32 steps, and all others before a
         checkpoint is saved, so that no checkpoint contains a bad step. "skip" discards the update of a bad step: the
         state keeps its bits, except that `state.step` increases. The outputs of a skipped step stay in the lists but
         have no weight in means; `clu.metrics` are reset for it, unless they collect values;
-        `outputs["jaxloop/skipped_steps"]` counts such steps. "skip" holds a second copy of the state on the devices
-        during a step. "ignore" checks nothing and costs nothing. Measured on two CPU cores, "raise" makes a step of a
-        small CNN 1.0 times as long, one of 2M parameters in 193 leaves with Adam 1.05 to 1.25 times, and one of 0.1 ms
-        1.1 to 1.3 times; "skip" 1.0, 1.3 to 1.5 and 1.1 to 1.2 times.
-      steps_per_dispatch: The number of steps per dispatch, which scans `run` over as many batches. This makes small
+        `outputs["jaxloop/skipped_steps"]` counts such steps. "skip" needs memory for a second copy of the state on the
+        devices during a step. "ignore" checks nothing and costs nothing. On two CPU cores, "raise" makes a step of a
+        small CNN 1.0 times as long, a step of 2M parameters in 193 leaves with Adam 1.05 to 1.25 times, and a step of
+        0.1 ms 1.1 to 1.3 times; "skip" makes them 1.0, 1.3 to 1.5 and 1.1 to 1.2 times as long.
+      steps_per_dispatch: The number of steps per dispatch, which scans `run` over that many batches. This makes small
         models, whose steps take less time than their dispatch, several times faster; on a CPU it makes convolutions ten
-        times slower. Schedules and the ends of loops and datasets stay exact: steps run one by one up to them. Only a
-        schedule of time, which can't be predicted, fires after the dispatch in which it becomes due. Results are the
-        same, except that XLA may round the last bit differently. `Step.begin` is called for each batch with the state
-        before the dispatch, and must not change it. A `Step` with actions, or that overrides `end`, is a ValueError.
-        "auto" tries 1 and 32 on the first 32 batches, with copies of the state, and keeps the faster one, also when the
-        run resumes; the hooks before `run` are called more often for that. With several processes "auto" is 1.
+        times slower. Schedules and the ends of loops and datasets stay exact, because steps run one by one up to them.
+        Only a schedule of time, which can't be predicted, fires after the dispatch in which it becomes due. Results are
+        the same, except that XLA may round the last bit differently. `Step.begin` is called for each batch with the
+        state before the dispatch, and must not change it. A `Step` that has actions or overrides `end` raises a
+        ValueError. "auto" tries 1 and 32 on the first 32 batches, with copies of the state, and keeps the faster one,
+        also in a resumed run; it calls the hooks before `run` more often. With several processes, "auto" is 1.
       max_steps_in_flight: See `Loop`.
     """
 

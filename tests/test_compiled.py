@@ -152,7 +152,7 @@ def test_a_partitioner_of_ones_own_compiles_for_the_state_as_it_is():
 
 def test_the_cost_of_a_step_is_that_of_its_products():
     step, state = make()
-    with pytest.raises(ValueError, match=r"was not compiled yet: call step.cost_analysis\(state, batch\)"):
+    with pytest.raises(ValueError, match=r"is not compiled yet. Call step.cost_analysis\(state, batch\)"):
         step.cost_analysis()
     found = step.cost_analysis(state, batches(1, rows=4096)[0])
     products = 2 * 2 * 4096 * 3  # Forward, and the gradient of the kernel; that of the inputs is not asked for.

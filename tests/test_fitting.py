@@ -294,12 +294,12 @@ def test_the_same_call_goes_on_where_it_was_killed(killed_at, amount, tmp_path, 
         (
             {"model": jaxloop.TrainState.create(apply_fn=nn.Dense(1).apply, params={"w": 1.0}, tx=optax.sgd(0.1))},
             TypeError,
-            "got a state in its place.*Give the model.*or, to train your state, a train_step",
+            "needs a model, got a state.*Give the model.*or, to train your state, a train_step",
         ),
         (
             {"optimizer": nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)},
             TypeError,
-            "must be an Optax transformation.*got an nnx.Optimizer.*give the transformation.*nnx_optimizer.tx",
+            "must be an Optax transformation.*got an nnx.Optimizer.*Give the transformation.*nnx_optimizer.tx",
         ),
         ({"optimizer": 0.1}, TypeError, "must be an Optax transformation such as optax.adam.*got 0.1"),
         ({"progress": "bars"}, ValueError, "'auto', 'tqdm', 'plain', got 'bars'"),
@@ -353,7 +353,7 @@ def test_the_best_checkpoint_has_been_saved_whenever_evaluations_are(tmp_path, r
     [
         ({"monitor": "eval/loss"}, "without a workdir there is none"),
         ({"eval_interval": 2}, "fit got eval_interval=2 without eval_dataset"),
-        ({"metrics": [squared]}, "metrics takes functions by name"),
+        ({"metrics": [squared]}, "metrics must be a dict of functions"),
     ],
 )
 def test_nothing_is_silently_ignored(options, message):

@@ -67,7 +67,7 @@ def test_a_function_step_runs_in_any_loop_with_any_state():
 
 def test_a_function_step_has_no_model():
     step = FunctionStep(lambda state, batch: (state, None), train=True)
-    with pytest.raises(TypeError, match="has no model: make the state yourself"):
+    with pytest.raises(TypeError, match="has no model. Make the state yourself"):
         step.initialize_model([1, 3])
     with pytest.raises(TypeError, match="takes a function"):
         FunctionStep(BATCH)  # type: ignore
@@ -261,7 +261,10 @@ def test_statics_that_change_from_step_to_step_are_said(warnings_logged):
     step = jf.step(scaled_sum)
     for statics in range(1, 20):
         step({}, BATCH, statics=statics)
-    assert len(warnings_logged()) == 1 and "step(scaled_sum) compiles for each value of statics" in warnings_logged()[0]
+    assert (
+        len(warnings_logged()) == 1
+        and "step(scaled_sum) compiles once for each value of statics" in warnings_logged()[0]
+    )
 
 
 # Donated states --------------------------------------------------------------------------------------
@@ -313,24 +316,24 @@ def by_name(state, batch, *, rate):
     ("make", "call", "error", "message"),
     [
         (lambda: jf.train_step(lambda s, b: jf.logs().add_metric("loss", 1.0)), (), ValueError, "logged no loss"),
-        (lambda: jf.train_step(lambda s, b: None), (), ValueError, "logged no loss to take the gradient of"),
+        (lambda: jf.train_step(lambda s, b: None), (), ValueError, "logged no loss to differentiate"),
         (
             lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"][:, 0])),
             (),
             ValueError,
-            r"the loss 'mse', float32\[8\]: take its mean",
+            r"the loss 'mse', float32\[8\], which is not a scalar. Take its mean",
         ),
-        (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "takes a TrainState, .* got dict"),
+        (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "needs a TrainState, .* got dict"),
         (lambda: jf.step(of_another_structure), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),
-        (lambda: jf.step(lambda s, b: 7.0), ({"w": 1.0}, BATCH), TypeError, "got float alone"),
+        (lambda: jf.step(lambda s, b: 7.0), ({"w": 1.0}, BATCH), TypeError, "got only float"),
         (
             lambda: jf.step(regression),
             (new_state, BATCH, {"w": 1}),
             TypeError,
-            r"step\(regression\) was given broadcast",
+            r"step\(regression\) got broadcast",
         ),
-        (lambda: jf.step(scaled_sum), ({}, BATCH, None, [1]), TypeError, r"statics that can be hashed, .* got \[1\]"),
-        (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\), .* got \(state\)"),
+        (lambda: jf.step(scaled_sum), ({}, BATCH, None, [1]), TypeError, r"hashable statics, .* got \[1\]"),
+        (lambda: jf.step(lambda state: None), None, TypeError, r"must take \(state, batch\) or .* got \(state\)"),
         (lambda: jf.step(by_name), None, TypeError, "by_name needs rate by name"),
         (lambda: jf.step(regression, "cpu"), None, TypeError, "must be a jaxloop Partitioner, got 'cpu'"),
     ],

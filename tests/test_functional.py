@@ -306,12 +306,12 @@ def test_a_state_is_any_pytree(state, step):
     ("state", "returned", "message"),
     [
         (0, (1, 2, 3, 4), "got a tuple of 4"),
-        (0, (5, 8), "got logs that are no dictionary, int"),
+        (0, (5, 8), "got logs that are not a dictionary, int"),
         (({"w": 1.0}, 0), ({"w": 2.0}, 1), r"got a tuple of 2. .*\(None, state\) for a state that is a tuple"),
         ({"gen": 1.0}, {"gen": 2.0}, r"got a dictionary with the keys of the state. .*\(None, state\)"),
-        (jnp.zeros(3), jnp.zeros(()), r"got float32\[\] alone, while the state is float32\[3\]. Write {'name': value}"),
-        ({"w": 1.0}, 0.5, "got float alone, while the state is dict"),
-        ({"w": 1.0}, jf.Elapsed(1), "got Elapsed alone"),
+        (jnp.zeros(3), jnp.zeros(()), r"got only float32\[\], while the state is float32\[3\]. Write {'name': value}"),
+        ({"w": 1.0}, 0.5, "got only float, while the state is dict"),
+        ({"w": 1.0}, jf.Elapsed(1), "got only Elapsed"),
     ],
 )
 def test_a_wrong_result_names_the_callback(state, returned, message):

@@ -115,7 +115,9 @@ def test_an_exception_goes_on_with_a_note_of_sigterm():
     with pytest.raises(OSError, match="the disk is full") as error, Interruptible():
         terminate()
         raise OSError("the disk is full")
-    assert error.value.__notes__ == ["SIGTERM had come: without this error the process would have exited with 143"]
+    assert error.value.__notes__ == [
+        "SIGTERM was received. Without this error, the process would have exited with 143."
+    ]
 
 
 @pytest.mark.parametrize("handler", [lambda *_: None, signal.SIG_IGN], ids=["handled", "ignored"])

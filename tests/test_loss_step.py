@@ -266,11 +266,11 @@ def test_a_model_with_several_inputs_gets_them_by_position_or_by_name(model, inp
 @pytest.mark.parametrize(
     ("batch", "inputs", "message"),
     [
-        ({"a": A, "b": B}, None, "the batch has none of them. Its keys are 'a', 'b'. Say which: inputs="),
+        ({"a": A, "b": B}, None, "the batch has none of them. Its keys are 'a', 'b'. Name the key, inputs="),
         ({"x": A, "image": B}, None, "more than one of them, 'x', 'image'. Its keys are 'x', 'image'"),
         ({"x": A}, "tokens", "The batch has no inputs='tokens'; it has the keys 'x'"),
         ((A, B), 2, "The batch has no inputs=2; it has tuple of 2"),
-        ((), None, "A batch is a dict, a tuple, a list or an array, got tuple of 0"),
+        ((), None, "A batch must be a dict, a tuple, a list or an array, got tuple of 0"),
     ],
 )
 def test_inputs_that_are_nowhere_are_refused(batch, inputs, message):
@@ -623,7 +623,7 @@ def test_leaves_of_different_lengths_are_for_scalar_losses(warnings_logged):
     step = linear_step(lambda params, batch: linear(params, batch).mean())
     state = step.initialize_model()
     assert float(step.evaluate(state, batch)["loss"]) == pytest.approx(np.mean(batch["y"] ** 2), rel=1e-6)
-    with pytest.raises(ValueError, match=r"float32\[8\], and the leaves of the batch share no leading axis"):
+    with pytest.raises(ValueError, match=r"float32\[8\], but the leaves of the batch share no leading axis"):
         linear_step().evaluate(state, batch)
     with pytest.raises(ValueError, match="accumulate=2, and can't split a batch whose leaves share no leading axis"):
         linear_step(train=True, accumulate=2)(state, batch)

@@ -295,14 +295,14 @@ class NoCall(eqx.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Dense, r"what hk.transform returns.*got the class Dense: give an instance, Dense\(...\)"),
+        (nn.Dense, r"the result of hk.transform.*got the class Dense. Give an instance, Dense\(...\)"),
         (lambda x: x, "a pair of functions .* or a pytree of parameters, got function"),
         ("net", "got str"),
         (None, "got NoneType"),
         ({}, "got dict"),
         (NeedsState(jnp.ones(3)), r"NeedsState takes a state.*eqx.nn.make_with_state\(NeedsState\)"),
         (NoCall(jnp.ones(3)), "NoCall has no __call__"),
-        ({"w": np.ones(3), "n": np.arange(3)}, r"its leaf 'n' is int64\[3\]: gradients need floating-point arrays"),
+        ({"w": np.ones(3), "n": np.arange(3)}, r"its leaf 'n' is int64\[3\], but gradients need floating-point arrays"),
         ({"w": np.ones(3), "f": print}, "its leaf 'f' is builtin_function_or_method"),
         (hk.multi_transform(lambda: (lambda x: x, lambda x: x)), "got Haiku's MultiTransformed. Give hk.transform"),
     ],
@@ -329,12 +329,12 @@ def test_a_model_and_its_arguments_must_belong_together(model, options, error, m
 
 def test_a_model_that_has_its_parameters_takes_no_arguments_of_init():
     step = LossStep(KEY, {"w": np.ones(3)}, loss=lambda params, batch: 0.0)
-    with pytest.raises(TypeError, match="got rate, and a dict is a pytree of parameters, which has its initial"):
+    with pytest.raises(TypeError, match="got rate, but a dict is a pytree of parameters, which has its initial"):
         step.initialize_model(rate=0.5)
 
 
 def test_a_plain_step_still_takes_linen_modules_and_nnx_classes_alone():
-    with pytest.raises(TypeError, match="instance of the NNX module NNXNet; give the class"):
+    with pytest.raises(TypeError, match="instance of the NNX module NNXNet. Give the class"):
         Step(KEY, NNXNet(rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match="must be a Linen module or an NNX module class"):
         Step(KEY, {"w": np.ones(3)})

@@ -628,8 +628,8 @@ def test_what_ran_is_not_mentioned(warnings_logged):
         ({"train_total_steps": 1.5}, TypeError, "train_total_steps must be a positive int or None, got 1.5"),
         ({"train_loop_steps": 0}, ValueError, "train_loop_steps must be a positive int or None, got 0"),
         ({"eval_specs": []}, ValueError, "has 1 eval_loops and was called with 0 eval_specs"),
-        ({"eval_specs": [None]}, TypeError, "eval_specs must hold EvalSpecs, got None"),
-        ({"train_dataset": None}, TypeError, "without a batch, because the dataset is None. Give the data"),
+        ({"eval_specs": [None]}, TypeError, "eval_specs must contain EvalSpecs, got None"),
+        ({"train_dataset": None}, TypeError, "without a batch, because the dataset is None. If the step"),
         (
             {"train_dataset": None, "train_total_steps": None},
             ValueError,

@@ -291,7 +291,7 @@ def test_the_state_of_a_torch_loader_holds_tensors(monkeypatch):
     assert values(again, 1) == [BATCHES[2]["x"].tolist()]
 
 
-# What can't say where it is --------------------------------------------------------------------------
+# Iterators without a position ------------------------------------------------------------------------
 
 
 def tf_generator():
@@ -307,8 +307,8 @@ class WithClass(WithState):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (generate, "a generator can't say where it is. Give a list, .*from_index.*, or, .*skippable"),
-        (tfds_numpy, r"a _IterableDataset can't say where it is. Give the tf.data.Dataset itself.*skippable"),
+        (generate, "a generator can't report its position. Give a list, .*from_index.*, or, .*skippable"),
+        (tfds_numpy, r"a _IterableDataset can't report its position. Give the tf.data.Dataset itself.*skippable"),
         (tf_generator, r"its state can't be saved \(FailedPreconditionError: PyFunc is stateful.\).*skippable"),
         (WithClass, r"its state can't be saved \(TypeError: value\['class'\].*skippable"),
     ],

@@ -278,7 +278,7 @@ MISTAKES = {
     "a generator that can't be gone on with": (
         {"data": Generated(lambda: itertools.repeat(batch_of(), 400))},
         "the train data",
-        "a Generated can't say where it is",
+        "a Generated can't report its position",
         False,
     ),
     "data that raise": (

@@ -67,6 +67,6 @@ def test_a_given_batch_size_replaces_the_count():
 def test_an_unknown_statistic_is_refused_with_those_there_are():
     step, _, _ = examples.tiny_regression()
     with pytest.raises(
-        ValueError, match="'steps_per_sec', which is none of jaxloop/num_params, .*jaxloop/steps_per_sec"
+        ValueError, match="'steps_per_sec', which is not one of jaxloop/num_params, .*jaxloop/steps_per_sec"
     ):
         StatLoop(step, ["steps_per_sec"])

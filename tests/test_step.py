@@ -174,7 +174,7 @@ def test_inputs_that_do_not_match_those_of_the_model_are_refused(spec, message):
 
 
 def test_a_wrong_spec_says_what_a_spec_is():
-    with pytest.raises(ValueError, match=r"A spec is a shape.*'image' in it is none"):
+    with pytest.raises(ValueError, match=r"A spec must be a shape.*got 'image' in it"):
         Step(KEY, nn.Dense(1)).initialize_model({"x": "image"})
 
 
@@ -264,7 +264,7 @@ def test_an_nnx_model_applied_like_a_linen_module_says_how():
 
     step = Wrong(KEY, NNXNet, nnx_model_args=(4,))
     state = step.initialize_model(None)
-    with pytest.raises(TypeError, match=r"takes its states, apply_fn\(params, batch_stats, collections, train"):
+    with pytest.raises(TypeError, match=r"takes nnx.States, apply_fn\(params, batch_stats, collections, train"):
         step.evaluate(state, BATCH)
     with pytest.raises(TypeError, match="is for Linen models.*train=self.train"):
         _ = state.variables
@@ -615,7 +615,7 @@ def test_another_number_of_examples_is_refused_at_the_first_batch(said):
     step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
     step.said = said
     message = re.escape(
-        f"Counted.num_examples must return a whole number, how many examples the batch has, got {said!r}"
+        f"Counted.num_examples must return the number of examples in the batch, a whole number, got {said!r}"
     )
     with pytest.raises(ValueError, match=message):
         TrainLoop(step)(state, batches, num_steps=2)

@@ -20,7 +20,7 @@ ROWS, BATCH, PASSES = 48, 8, 3
 STEPS = PASSES * ROWS // BATCH
 
 # One of these is logged at the start of a run whose resume is not exact.
-WARNING = r"may come in another order after a resume|not continue at the right batch"
+WARNING = r"may change its order after a resume|not continue at the right batch"
 
 
 def rows() -> dict[str, np.ndarray]:
