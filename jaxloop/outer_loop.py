@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -217,7 +218,8 @@ class OuterLoop:
         with requests, self._locked() as locks, self._watched(log):
             training = None
             try:
-                log.start(total_steps=spec.total_steps, notes=self._notes)
+                saved_in = [os.fspath(action.directory) for action in self._savers]
+                log.start(total_steps=spec.total_steps, notes=self._notes, checkpoints=saved_in)
                 evaluations, training = self._join_loops(spec, log)
                 with first_loop.engine.progress.stopwatch.counting("dispatch"):
                     if training is None:

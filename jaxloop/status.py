@@ -32,7 +32,7 @@ class Status:
       steps_per_sec: The speed since the last log points; None if unknown.
       secs_left: An estimate of the seconds until the end; None if unknown.
       metrics: The newest step and value of each path of the history: `{"test.accuracy": (100, 0.9)}`.
-      checkpoint: The step of the newest checkpoint; None if there is none in the work directory.
+      checkpoint: The step of the newest checkpoint; None if there is none.
       starts: The number of starts.
       quiet_secs: Seconds since the last sign of life.
     """
@@ -92,7 +92,7 @@ def status(workdir: epath.PathLike) -> Status:
         steps_per_sec=speed,
         secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
         metrics=_newest_values(files.absolute(workdir) / HISTORY_FILE),
-        checkpoint=max(checkpoint.all_steps(workdir), default=None),
+        checkpoint=_newest_checkpoint(newest.described.get("checkpoints")),
         starts=len(attempts),
         quiet_secs=max(now - seen_at, 0.0),
     )
@@ -108,6 +108,14 @@ def _state(attempt: run_log.Attempt, total_steps: int | None) -> str:
     if attempt.described.get("host") != socket.gethostname():
         return "silent"
     return "running" if attempt.is_alive() else "killed"
+
+
+def _newest_checkpoint(directories: Any) -> int | None:
+    steps: list[int] = []
+    for directory in directories if isinstance(directories, list) else ():
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            steps += checkpoint.all_steps(directory)
+    return max(steps, default=None)
 
 
 def _speed(attempt: run_log.Attempt, last: tuple[float, int]) -> float | None:

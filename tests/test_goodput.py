@@ -137,7 +137,8 @@ def test_the_steps_of_a_killed_process_are_known_to_the_last_one(tmp_path, capsy
     assert (found.steps, found.starts) == (100, 2)
     assert found.repeated_steps in (3, 13)  # The checkpoint of step 30 may have been under way.
     assert found.restores > 0 and found.downtime >= 0
-    assert "finished\n  step        100 of 100" in printed(capsys, "status", tmp_path)
+    shown = printed(capsys, "status", tmp_path)
+    assert "finished\n  step        100 of 100" in shown and "checkpoint  step 100" in shown
 
 
 JUNK = [
@@ -286,7 +287,7 @@ def test_a_report_shows_the_curves_the_time_and_the_starts_of_a_run(tmp_path, ca
 def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
     write(
         tmp_path,
-        start(0.0, notes={HOSTILE: HOSTILE}, environment=[1]),
+        start(0.0, notes={HOSTILE: HOSTILE}, environment=[1], checkpoints=[3, HOSTILE, {}]),
         line("begin", 1.0, 0),
         line("end", 9.0, 9, reason=HOSTILE),
     )
