@@ -19,6 +19,7 @@ Steps and train loops donate the state that they are given: use the one that the
 optimizer updates, and is the only counter.
 """
 
+from jaxloop.accounts import Goodput, goodput
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions import (
     Action,
@@ -55,6 +56,7 @@ from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
 from jaxloop.types import Batch, BatchSpec, MetricType, MetricWithMetadata, Output, PRNGType, State, TrainState
+from jaxloop.watchdog import Watchdog
 
 __version__ = "0.1.0"
 
@@ -75,6 +77,7 @@ __all__ = [
     "EvalSpec",
     "ExplicitPartitioner",
     "FSDPPartitioner",
+    "Goodput",
     "History",
     "LearningRateAction",
     "Loop",
@@ -98,6 +101,7 @@ __all__ = [
     "SummaryAction",
     "TrainLoop",
     "TrainState",
+    "Watchdog",
     "after",
     "always",
     "at",
@@ -107,6 +111,7 @@ __all__ = [
     "first",
     "fit",
     "from_index",
+    "goodput",
     "last",
     "lr_schedule",
     "never",

@@ -85,7 +85,7 @@ def initialize(
         raise
     if jax.process_count() > 1:
         sys.excepthook = _end_at_once
-    logging.info("Process %d of %d, with %d of %d devices.", *_place(), jax.local_device_count(), jax.device_count())
+    logging.info("Process %d of %d, with %d of %d devices.", *place(), jax.local_device_count(), jax.device_count())
 
 
 def is_first_process() -> bool:
@@ -117,7 +117,8 @@ def _has_started() -> bool:
     return jax._src.xla_bridge.backends_are_initialized()  # pyright: ignore
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
+    """Returns the number of this process and the number of processes."""
     return jax.process_index(), jax.process_count()
 
 
@@ -125,6 +126,6 @@ def _end_at_once(kind: type[BaseException], error: BaseException, trace: Traceba
     """Prints an exception and ends the process, which would otherwise wait for the others."""
     lines = "".join(traceback.format_exception(kind, error, trace))
     sys.stdout.flush()
-    sys.stderr.write(f"Process {_place()[0]} of {_place()[1]} ends with an exception.\n{lines}")
+    sys.stderr.write(f"Process {place()[0]} of {place()[1]} ends with an exception.\n{lines}")
     sys.stderr.flush()
     os._exit(EXIT_CODE_OF_FOLLOWER if issubclass(kind, ProcessError) else 1)

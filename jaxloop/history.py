@@ -31,6 +31,9 @@ from jaxloop.text import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+HISTORY_FILE = "history.jsonl"
+"""The name of the file in the work directory that contains one row of the history per line."""
+
 # The largest number of rows whose values are still on the devices.
 _MAX_PENDING_ROWS = 64
 _UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")

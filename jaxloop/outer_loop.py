@@ -2,18 +2,32 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, checks, distributed, failures, files, lock, metrics, preflight, types
+from jaxloop import (
+    agreement,
+    checkpoint,
+    checks,
+    distributed,
+    failures,
+    files,
+    lock,
+    metrics,
+    preflight,
+    run_log,
+    types,
+)
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.engine.moments import Run
 from jaxloop.evaluations import Evaluation, Evaluations
+from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
 from jaxloop.schedules import Schedule
@@ -27,13 +41,11 @@ from jaxloop.types import Batch as Batch
 from jaxloop.types import BatchSpec as BatchSpec
 from jaxloop.types import Output as Output
 from jaxloop.types import State as State
+from jaxloop.watchdog import Watchdog
 from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
 """The name of the output that ends the experiment: a train or eval loop sets `outputs[STOP_LOOP] = True`."""
-
-HISTORY_FILE = "history.jsonl"
-"""The name of the file in the work directory that contains one row of the history per line."""
 
 
 @final
@@ -64,6 +76,10 @@ class OuterLoop:
         train loop and a `checkpoint_spec`, and otherwise for no file.
       log_interval: When to add a row with the train metrics since the last one to the history, as an action's interval:
         an int counts train loops.
+      notes: Strings, numbers and booleans by name that tell this run from others, such as `{"lr": 3e-3, "seed": 0}`.
+        They are written to the run log, for `python -m jaxloop compare`. The commit of the program's Git repository is
+        added as "commit" if there is one.
+      watchdog: Ends a run that hangs; None to let it hang.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -78,6 +94,8 @@ class OuterLoop:
         *,
         workdir: epath.PathLike | None = None,
         log_interval: int | Schedule = 1,
+        notes: Mapping[str, Any] | None = None,
+        watchdog: Watchdog | None = None,
     ):
         if isinstance(eval_loops, ActionLoop):
             raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
@@ -107,7 +125,10 @@ class OuterLoop:
         if len({id(loop) for loop in self._loops}) < len(self._loops):
             raise ValueError("OuterLoop got one loop twice. Make a loop for each EvalSpec; they may share their step.")
         file = HISTORY_FILE if train_loop is not None else f"eval_{HISTORY_FILE}"
-        self._workdir = workdir
+        if watchdog is not None and not isinstance(watchdog, Watchdog):
+            raise TypeError(f"watchdog must be a Watchdog such as Watchdog(step_secs=600), got {watchdog!r}.")
+        self._watchdog = watchdog
+        self._workdir, self._notes = workdir, run_log.checked_notes(notes)
         self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
         self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
         history_file = None if workdir is None else epath.Path(workdir) / file
@@ -191,10 +212,15 @@ class OuterLoop:
         self._rescued_state, requests = None, self._job.requests
         _begin_counting(self._loops)
         first_loop, spent_before = self._loops[0], self._loops[0].spent
-        with requests, self._locked() as locks:  # After SIGTERM, closing `requests` exits the process.
+        is_logged = self._train_loop is not None and self._job.is_first
+        log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - spent_before)
+        # After SIGTERM, closing `requests` exits the process.
+        with requests, self._locked() as locks, self._watched(log):
             training = None
             try:
-                evaluations, training = self._join_loops(spec)
+                saved_in = [os.fspath(action.directory) for action in self._savers]
+                log.start(total_steps=spec.total_steps, notes=self._notes, checkpoints=saved_in)
+                evaluations, training = self._join_loops(spec, log)
                 with first_loop.engine.progress.stopwatch.counting("dispatch"):
                     if training is None:
                         outputs = self._evaluate(state, evaluations)
@@ -210,6 +236,7 @@ class OuterLoop:
                     training.rescue(self._rescued_state, step_num, error)
                 self._close_actions(raise_errors=False)
                 self._record_failure(error)
+                log.end(first_loop.step_num, f"error: {type(error).__name__}: {error}")
                 if self._job.is_shared and isinstance(error, SystemExit):
                     distributed.exit_without_waiting(error)
                 raise
@@ -219,6 +246,10 @@ class OuterLoop:
                     self._passes = training.run.passes
             self._close_actions(raise_errors=True)
             self._spent = first_loop.spent - spent_before
+            log.end(
+                first_loop.step_num,
+                requests.signal_name or ("stopped" if first_loop.engine.moments.stop_requested else "finished"),
+            )
             logging.info("%s", self._spent)
             if training is not None:
                 _warn_of_nan(outputs, self._history, first_loop.step_num)
@@ -306,8 +337,16 @@ class OuterLoop:
                 held.enter_context(each)
             yield locks
 
-    def _join_loops(self, spec: RunSpec) -> tuple[Evaluations, Training | None]:
-        """Joins the loops into one run, whose actions this object closes.
+    def _watched(self, log: run_log.RunLog) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the watchdog, if there is one, watches this thread."""
+        if self._watchdog is None:
+            return contextlib.nullcontext()
+        first, evals = self._loops[0].engine, [loop.engine for loop in self._eval_loops]
+        end = lambda reason: log.end(first.stepper.step_num, reason)
+        return self._watchdog.watching(first, evals, self._directory_of_failures, end)
+
+    def _join_loops(self, spec: RunSpec, log: run_log.RunLog) -> tuple[Evaluations, Training | None]:
+        """Joins the loops into one run, whose actions this object closes, and which this log describes.
 
         Returns:
           The evaluations of the call, and its training; None if nothing is trained.
@@ -326,7 +365,7 @@ class OuterLoop:
             keys = train_loop.step.base_prng
             whole = WholeRun(train_loop.engine, parts, sources, self._history, keys, self._job, self._passes)
             training = Training(
-                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers
+                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers, log
             )
             run.snapshot, run.can_resume = whole.snapshot, bool(self._savers)
             run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
@@ -334,7 +373,7 @@ class OuterLoop:
             loop.engine.moments.detach_all()
             loop.engine.moments.run = dataclasses.replace(run)
         if train_loop is not None:
-            train_loop.engine.moments.attach(_Recorder(self._history, "train", self._log_interval))
+            train_loop.engine.moments.attach(_Recorder(self._history, "train", self._log_interval, log))
         for each in evaluations.items:
             each.loop.engine.moments.attach(_Recorder(self._history, each.spec.name, 1))
         return evaluations, training
@@ -469,9 +508,9 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
 class _Recorder(Action):
     """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step."""
 
-    def __init__(self, history: History, name: str, interval: int | Schedule):
+    def __init__(self, history: History, name: str, interval: int | Schedule, log: run_log.RunLog | None = None):
         super().__init__(interval)
-        self._history, self._name = history, name
+        self._history, self._name, self._log = history, name, log
 
     def __call__(self, state, outputs, *, elapsed, **kwargs):
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
@@ -479,6 +518,8 @@ class _Recorder(Action):
         measured = metrics.summarize(outputs)
         if measured:
             self._history.commit(elapsed, {self._name: measured})
+        if self._log is not None:
+            self._log.log(elapsed.steps)
 
 
 def _all_actions(loops: Sequence[ActionLoop]) -> list[Action]:

@@ -167,7 +167,7 @@ class Step:
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(f"optimizer must be an Optax transformation such as optax.adam(1e-3), got {optimizer!r}.")
         checks.check_positive(f"{type(self).__name__}.updates_per_step", self.updates_per_step)
-        if train and optimizer is NO_OPTIMIZER:
+        if train and optimizer is NO_OPTIMIZER and model is not None:
             logging.warning(
                 "%s has train=True and no optimizer: state.apply_gradients would add the gradients to the parameters. "
                 "Give an Optax transformation.",

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import final
 
+import jax
+
 _NAMES = {
     "data": "waiting for data",
     "device": "waiting for the devices",
@@ -14,8 +16,9 @@ _NAMES = {
     "actions": "in actions",
     "evals": "in evaluations",
     "checkpoints": "in checkpoints",
+    "restores": "restoring checkpoints",
 }
-_NOT_TRAINING = ("evals", "checkpoints")
+_NOT_TRAINING = ("evals", "checkpoints", "restores")
 
 
 @final
@@ -31,6 +34,7 @@ class Spent:
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
       checkpoints: Seconds for which saves blocked the loop.
+      restores: Seconds spent restoring a checkpoint to resume from.
       steps: Steps that ran.
       samples: Examples in these steps.
 
@@ -46,6 +50,7 @@ class Spent:
     actions: float = 0.0
     evals: float = 0.0
     checkpoints: float = 0.0
+    restores: float = 0.0
     steps: int = 0
     samples: int = 0
 
@@ -56,7 +61,7 @@ class Spent:
 
     @property
     def training(self) -> float:
-        """Seconds of training: all except those in evaluations and checkpoints."""
+        """Seconds of training: all except those in evaluations, checkpoints and restores."""
         return self.data + self.device + self.compiling + self.dispatch + self.actions
 
     @property
@@ -117,6 +122,11 @@ class Stopwatch:
         self.training: float = 0.0
         """`spent().training` as of the last switch."""
 
+    @property
+    def kind(self) -> str | None:
+        """The kind of work that the time is attributed to now."""
+        return self._kind
+
     def switch(self, kind: str | None) -> str | None:
         """Attributes the time from now on to another kind, or to none with None; returns the previous kind."""
         now = self.clock()
@@ -144,10 +154,11 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Attributes the time to a kind while the context is open."""
+        """Attributes the time to a kind while the context is open; names it in a profile, too."""
         before = self.switch(kind)
         try:
-            yield
+            with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):
+                yield
         finally:
             self.switch(before)
 

@@ -11,6 +11,7 @@ from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
+from jaxloop.run_log import RunLog
 from jaxloop.schedules import Elapsed
 from jaxloop.sources import reshuffles
 from jaxloop.specs import CheckpointSpec, RunSpec, evaluations_in
@@ -30,6 +31,7 @@ class Training:
       checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
       source_of: Returns the positioned iterator of a dataset.
       savers: The actions that save checkpoints.
+      log: The run log.
       has_begun: Whether the training has reached its first step.
       newest: The newest state and its step; None while the train loop runs, which holds them.
       epoch_has_ended: Whether the newest epoch was counted.
@@ -42,6 +44,7 @@ class Training:
     checkpoint_spec: CheckpointSpec | None
     source_of: Callable[[Any], PositionedIterator]
     savers: Sequence[CheckpointAction]
+    log: RunLog
     has_begun: bool = False
     newest: tuple[Any, int] | None = None
     epoch_has_ended: bool = False
@@ -55,7 +58,9 @@ class Training:
         """
         loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.engine.moments.run
         assert run_info is not None
-        state, step_num, resumed = self._resume(state)
+        with loop.engine.progress.stopwatch.counting("restores"):
+            state, step_num, resumed = self._resume(state)
+        self.log.begin(step_num)
         if spec.total_steps is not None or spec.loop_steps is not None:
             checks.check_multiple("state.step", step_num, loop.step)
         for action in dict.fromkeys(action for each in self._loops for action in each.actions):
@@ -85,7 +90,8 @@ class Training:
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
             return state, None
         self.newest, self.has_begun = (state, step_num), True
-        state, outputs, has_ended = self._train(state)
+        with self.log.beating(step_num, loop.step.updates_per_step, loop.engine.observers):
+            state, outputs, has_ended = self._train(state)
         if has_ended and (loop.step_num > step_num or resumed is not None):
             # Runs everything that is due at the last step, now that it is known to be the last.
             loop.engine.moments.run_moment(state, is_last=True)

@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import copies, directories, launching, leaving, pipelines, stubborn, summaries, whole_run
+from programs import copies, directories, hanging, launching, leaving, pipelines, stubborn, summaries, whole_run
 
 import jaxloop
 from jaxloop import checkpoint, seal
@@ -970,6 +970,50 @@ def soak(arena: Arena, count: int, seed: int, per_run: int = 20) -> Broken:
         yield faults, [*found, str(happened)] if found else []
 
 
+def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
+    """Kills and stops runs at random moments, and compares their goodput with what was measured from outside."""
+    options = {"source": "many", "total": 150, "loop_steps": 10, "save": 7, "keep": 2, "pace": 0.02}
+    rng, whole = random.Random(seed), arena.whole({**options})
+    for _ in range(count):
+        directory, children, problems, most, repeated = arena.new_directory("goodput"), [], [], 0, 0
+        began = time.time()
+        for number in itertools.count():
+            child = arena.server.start(directory, **options)
+            children.append(child)
+            if number < most_stops:
+                if rng.random() < 0.75:
+                    child.wait_for("step")
+                time.sleep(rng.uniform(0, whole.secs / 3))
+                child.send(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            code = child.wait()
+            steps = child.at("step")
+            reached = child.first_step + len(steps)
+            repeated += max(min(reached, most) - child.first_step, 0) if steps else 0
+            most = max(most, reached)
+            if code == 0:
+                break
+            if code not in (-signal.SIGKILL, 143):
+                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+                break
+            time.sleep(rng.uniform(0, 0.5))
+        secs, found = time.time() - began, jaxloop.goodput(directory)
+        expected = options["total"], repeated, len(children)
+        if (found.steps, found.repeated_steps, found.starts) != expected:
+            problems.append(f"it counts {found.steps, found.repeated_steps, found.starts} instead of {expected}")
+        if abs(found.total - secs) > 0.01 * secs:
+            problems.append(f"its parts add up to {found.total:.3f} s instead of {secs:.3f} s:\n{found}")
+        yield 1, problems
+
+
+def hangs(arena: Arena, count: int, seed: int) -> Broken:
+    """Has each place of a run hang, alone and in one of four processes; a fifth of the runs does not hang."""
+    rng, places = random.Random(seed), [*hanging.PLACES, "none"]
+    for number in range(count):
+        place, processes = places[number % len(places)], 1 if number // len(places) % 2 == 0 else 4
+        process = 0 if place == "save" else rng.randrange(processes)  # The first one seals a checkpoint.
+        yield 1, hanging.problems_of(arena.new_directory("hang"), place, processes=processes, process=process)
+
+
 def long_run(arena: Arena, count: int, seed: int) -> Broken:
     """Takes many steps, and looks what is left of them."""
     child = arena.server.start(arena.new_directory("long"), "long", steps=count)
@@ -1006,6 +1050,8 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "disk_full": (disk_full, 10),
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
+    "goodput": (goodput, 20),
+    "hangs": (hangs, 42),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),

@@ -51,6 +51,7 @@ LONGEST_FILES = [
     "test_faults.py",
     "test_whole_run.py",
     "test_digits.py",
+    "test_recipes.py",
     "test_runs.py",
     "test_testing.py",
 ]

@@ -50,7 +50,8 @@ def test_files_and_flags_that_a_page_names_are_there(page):
     for path in re.findall(r"`((?:jaxloop|tests|docs|colabs|benchmarks)/[\w./]+)`", page.read_text()):
         assert (root / path).exists(), path
     for module in re.findall(r"python -m (jaxloop[\w.]*)", page.read_text()):
-        assert (root / f"{module.replace('.', '/')}.py").exists(), module
+        path = root / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
 def test_the_calls_that_the_page_about_the_inside_lists_are_those_of_a_run(tmp_path):

@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
 # From the cellar to the roof: a module imports only those above it in this list.
 ORDER = """types structures flat_state text files encoding compilation_cache distributed checks interrupt agreement lock
-schedules timing layout cost partition.partitioner partition.meshes partition.single_device
+schedules timing run_log accounts layout cost partition.partitioner partition.meshes partition.single_device
 partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp partition.rules partition.spmd
 partition.explicit partition.choice partition models metrics output_queue engine engine.ledger nonfinite history seal
 checkpoint read_ahead fingerprint sources position data actions.action actions.writer_queue actions.monitor
@@ -27,8 +27,9 @@ actions.profile_action actions.progress_action actions.summary_action actions.ev
 actions.action_list actions compiled step feed engine.program loss_step function_step counting engine.progress
 engine.agenda engine.stepper engine.moments engine.engine loop stat_loop action_loop train_loop eval_loop specs
 forecast whole_run evaluations training preflight.report preflight.experiment preflight.step preflight.data
-preflight.checkpoints preflight.actions preflight failures outer_loop functional.log_entries functional.loop_state
-functional.tools functional.callbacks functional.running functional fitting testing examples launch
+preflight.checkpoints preflight.actions preflight failures watchdog outer_loop functional.log_entries
+functional.loop_state functional.tools functional.callbacks functional.running functional fitting testing examples
+launch comparison status html_report __main__
 """.split()
 
 

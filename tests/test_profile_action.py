@@ -1,7 +1,13 @@
+import json
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxloop
+from jaxloop import examples
 from jaxloop.actions import ProfileAction
 from jaxloop.schedules import Elapsed
 
@@ -96,3 +102,35 @@ def test_wrong_options_are_refused(tmp_path, options, message):
 def test_a_directory_that_can_not_be_written_is_refused_at_once():
     with pytest.raises(OSError, match="Can't write to the directory /proc/nowhere"):
         ProfileAction("/proc/nowhere")
+
+
+READ = """
+import json, sys
+import jax
+
+profile, names, numbers = jax.profiler.ProfileData.from_file(sys.argv[1]), [], []
+for plane in profile.planes:
+    for line in plane.lines:
+        for event in line.events:
+            names.append(event.name)
+            if event.name == "train":
+                numbers += [value for name, value in event.stats if name == "step_num"]
+print(json.dumps([names, numbers]))
+"""
+
+
+@pytest.mark.parametrize(("steps_per_dispatch", "marked"), [(1, [11, 12, 13, 14]), (2, [12, 14])])
+def test_the_steps_of_a_loop_are_marked_and_its_phases_named(tmp_path, steps_per_dispatch, marked):
+    step, state, batches = examples.tiny_regression()
+    profile = ProfileAction(tmp_path, first_step=11, num_steps=4)
+    loop = jaxloop.TrainLoop(step, end_actions=[profile], steps_per_dispatch=steps_per_dispatch)
+    eval_step, _, _ = examples.tiny_regression(train=False)
+    outer_loop = jaxloop.OuterLoop(loop, [jaxloop.EvalLoop(eval_step)])
+    outer_loop(state, batches, 20, eval_specs=[jaxloop.EvalSpec(batches[:2], interval=jaxloop.every(steps=12))])
+    (file,) = traces(tmp_path)
+    # In a process of its own, because JAX's reader may abort.
+    read = subprocess.run([sys.executable, "-c", READ, file], capture_output=True, text=True, check=True)
+    names, numbers = json.loads(read.stdout)
+    assert numbers == marked
+    assert names.count("eval") == 2 and "jaxloop: in evaluations" in names
+    assert "jaxloop: waiting for data" in names

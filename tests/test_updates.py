@@ -183,7 +183,8 @@ def test_a_checkpoint_of_another_step_than_its_name_is_refused(tmp_path):
     run(40)
     (tmp_path / "40").rename(tmp_path / "30")
     with pytest.raises(
-        ValueError, match=r"(?s)No run can resume from checkpoint 30 in .* its state.step is 40\..*Remove the checkpoint"
+        ValueError,
+        match=r"(?s)No run can resume from checkpoint 30 in .* its state.step is 40\..*Remove the checkpoint",
     ):
         run(40)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ class Dispatches:
       outputs: Receives the outputs of each step, or a `Block` for several steps in one dispatch.
       num_examples: Receives the number of examples of each step.
       clock: Returns the time in seconds.
+      step_num: The number of updates before the sequence.
       interrupt: Ends the sequence when a signal arrives; None to ignore signals.
       deadline: The time on the clock at which the sequence ends, at most one step late.
       before: The time on the clock when the batch before the newest arrived.
@@ -49,6 +51,7 @@ class Dispatches:
     outputs: list[Any]
     num_examples: list[int]
     clock: Callable[[], float]
+    step_num: int = 0
     interrupt: Interruptible | None = None
     deadline: float = math.inf
     before: float = 0.0
@@ -101,6 +104,8 @@ class Program:
         run_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
         if self.custom_step is not None:
             run_one, enter, leave = self.custom_step, _identity, _identity
+        if jax.profiler.TraceAnnotation.is_enabled():
+            run_one, read = self._marked(run_one, dispatches.step_num), _named("jaxloop: waiting for data", read)
         before = came = clock()
         in_data, is_in_step, carry = 0.0, False, enter(dispatches.state)
         try:
@@ -125,6 +130,21 @@ class Program:
         finally:
             dispatches.state, dispatches.before, dispatches.secs_in_data = leave(carry), before, in_data
             dispatches.is_in_step = is_in_step
+
+    def _marked(self, run_one: Callable[..., Any], step_num: int) -> Callable[..., Any]:
+        """Returns a function that marks each step in the profile being recorded, for tools that group by step."""
+        updates = 1 if self._evaluates else self.step.updates_per_step
+        numbers = itertools.count(step_num + updates, updates)
+
+        def marked(carry: Any, batch: types.Batch) -> Any:
+            with jax.profiler.StepTraceAnnotation(self._marker, step_num=next(numbers)):
+                return run_one(carry, batch)
+
+        return marked
+
+    @property
+    def _marker(self) -> str:
+        return "eval" if self._evaluates else "train"
 
     def _run_one(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:
         """Runs one step."""
@@ -170,7 +190,8 @@ class Program:
         if len(batches) == size:
             dispatches.is_in_step = True
             try:
-                result = self.dispatch_fused(dispatches.state, batches)
+                with jax.profiler.StepTraceAnnotation(self._marker, step_num=dispatches.step_num + size):
+                    result = self.dispatch_fused(dispatches.state, batches)
             except BaseException as error:
                 is_final = isinstance(error, FusingError) or not checks.is_alive(dispatches.state)
                 if is_final or not isinstance(error, Exception):
@@ -235,6 +256,16 @@ class Program:
 
 def _identity(state: Any) -> Any:
     return state
+
+
+def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a function that shows under a name in the profile that is being recorded."""
+
+    def named() -> Any:
+        with jax.profiler.TraceAnnotation(name):
+            return function()
+
+    return named
 
 
 # Measuring ------------------------------------------------------------------------------------------------

@@ -228,7 +228,8 @@ class Stepper:
         if self.steps_per_dispatch is None and room >= STEPS_TRIED:
             self._find_steps_per_dispatch(state, feed)
             queue.max_steps_in_flight = self.max_in_flight
-        dispatches = Dispatches(state, queue.newest, call.num_examples, stopwatch.clock, self._job.requests.outermost)
+        interrupt = self._job.requests.outermost
+        dispatches = Dispatches(state, queue.newest, call.num_examples, stopwatch.clock, self.step_num, interrupt)
         if not self._job.is_shared:
             dispatches.deadline = stopwatch.reading_at(secs)
         try:

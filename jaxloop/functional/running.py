@@ -381,7 +381,8 @@ class _Plan:
         feed, error = counting.iterator, None
         assert isinstance(feed, Feed)
         feed.begin(None)
-        dispatches = Dispatches(program.step.prepare_state(loop_state.state), [], [], clock, interruptible)
+        state, step_num = program.step.prepare_state(loop_state.state), loop_state.elapsed.steps
+        dispatches = Dispatches(state, [], [], clock, step_num, interruptible)
         checks.mark_donated(loop_state.state, "jf.loop")
         try:
             program.run_steps(dispatches, feed, room)

@@ -1,0 +1,74 @@
+"""Commands that describe runs: `python -m jaxloop status|goodput|compare WORKDIR...`."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jaxloop.accounts import goodput
+from jaxloop.comparison import compare
+from jaxloop.html_report import report
+from jaxloop.status import status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxloop", description="Tells of runs, from their work directories."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    texts = {
+        "status": "how far each run is",
+        "goodput": "where the wall time of the runs went, in total",
+        "compare": "the runs in the order of the best value of a metric",
+        "report": "one HTML page about each run, with curves",
+    }
+    for name, text in texts.items():
+        command = commands.add_parser(name, help=text, description=f"Prints {text}.")
+        command.add_argument("workdirs", nargs="+", metavar="workdir", help="the work directory of an OuterLoop")
+        if name == "compare":
+            command.add_argument("--by", required=True, help="the metric's path in the history, such as test.accuracy")
+            command.add_argument(
+                "--mode", choices=("auto", "min", "max"), default="auto", help="which values are better"
+            )
+        if name == "report":
+            command.add_argument("-o", "--output", help="a file to write instead of printing; for one run")
+        else:
+            command.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    try:
+        match options.command:
+            case "status":
+                found = [status(each) for each in options.workdirs]
+            case "goodput":
+                found = [goodput(*options.workdirs)]
+            case "compare":
+                found = [compare(options.workdirs, options.by, options.mode)]
+            case _:
+                return _report(options.workdirs, options.output)
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+    else:
+        print("\n".join(map(str, found)))
+    return 0
+
+
+def _report(workdirs: Sequence[str], output: str | None) -> int:
+    if output is not None and len(workdirs) > 1:
+        raise ValueError(f"--output takes one run, got {len(workdirs)} work directories.")
+    for workdir in workdirs:
+        text = report(workdir)
+        if output is None:
+            print(text)
+        else:
+            pathlib.Path(output).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

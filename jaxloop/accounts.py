@@ -1,0 +1,176 @@
+"""Where the wall time of runs went, over all of their restarts."""
+
+import dataclasses
+from typing import final
+
+from etils import epath
+
+from jaxloop import run_log
+from jaxloop.text import printable
+from jaxloop.timing import duration
+
+# The parts, with their names in the table, and what reduces each one.
+_PARTS = {
+    "productive": ("productive steps", ""),
+    "repeated": ("repeated steps", "Save checkpoints more often, so that a killed run repeats fewer steps."),
+    "compiling": ("compiling", "Call jaxloop.enable_compilation_cache, so that a restart does not compile again."),
+    "data": ("waiting for data", "Read batches ahead with jaxloop.prefetch, or make the dataset faster."),
+    "actions": ("actions", "Call actions less often."),
+    "evals": ("evaluations", "Evaluate less often, or on fewer batches."),
+    "checkpoints": ("checkpoints", "Save checkpoints less often."),
+    "restores": ("restores", "Restores take long: keep checkpoints on a faster disk."),
+    "startup": ("start-up", "Import and build less before the run starts."),
+    "downtime": ("between processes", "Restart the program sooner after it ends."),
+    "unknown": ("unknown", "Lower log_interval, so that more is known of runs that were killed."),
+}
+
+_OF_STEPS = ("dispatch", "device", "data", "actions")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Where the wall time of runs went. The parts add up to the time from the first start to the last sign of life.
+
+    `str` makes a table of it, and a sentence that says what would help most.
+
+    >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
+    productive steps   90.0%  1 min 30 s  1,000 steps
+    waiting for data    9.0%       9.0 s
+    start-up            1.0%       1.0 s
+    total             100.0%  1 min 40 s  1 start
+    Read batches ahead with jaxloop.prefetch, or make the dataset faster.
+
+    Attributes:
+      productive: Seconds of steps that no earlier process had taken: dispatching them and waiting for the devices.
+      repeated: Seconds of steps that a killed process had already taken, after its last checkpoint.
+      compiling: Seconds spent tracing and compiling the train step.
+      data: Seconds spent waiting for the next batch.
+      actions: Seconds spent in actions other than checkpoints.
+      evals: Seconds spent in evaluations, including their compilation.
+      checkpoints: Seconds for which saves blocked the loop.
+      restores: Seconds spent restoring checkpoints.
+      startup: Seconds from the start of the processes to the calls of the `OuterLoop`.
+      downtime: Seconds between the end of a process and the start of the next one.
+      unknown: All other seconds, such as those of a killed process since its last log point.
+      steps: The number of different updates that were begun.
+      repeated_steps: The number of updates that were begun again.
+      starts: The number of calls of the `OuterLoop`.
+    """
+
+    productive: float = 0.0
+    repeated: float = 0.0
+    compiling: float = 0.0
+    data: float = 0.0
+    actions: float = 0.0
+    evals: float = 0.0
+    checkpoints: float = 0.0
+    restores: float = 0.0
+    startup: float = 0.0
+    downtime: float = 0.0
+    unknown: float = 0.0
+    steps: int = 0
+    repeated_steps: int = 0
+    starts: int = 0
+
+    @property
+    def total(self) -> float:
+        """The sum of all seconds."""
+        return sum(getattr(self, part) for part in _PARTS)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part, by the name that the table shows."""
+        return {name: getattr(self, part) for part, (name, _) in _PARTS.items()}
+
+    @property
+    def advice(self) -> str:
+        """A sentence that says what would help most; empty if 95% of the time was productive."""
+        part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)
+        return "" if self.productive >= 0.95 * self.total else _PARTS[part][1]
+
+    def __add__(self, other: "Goodput") -> "Goodput":
+        names = [field.name for field in dataclasses.fields(self)]
+        return Goodput(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def __str__(self) -> str:
+        counts = {"productive": f"{self.steps:,} steps", "repeated": f"{self.repeated_steps:,} steps"}
+        rows = [(name, getattr(self, part), counts.get(part, "")) for part, (name, _) in _PARTS.items()]
+        rows = [row for row in rows if abs(row[1]) >= 0.0005 * self.total]
+        rows.append(("total", self.total, "1 start" if self.starts == 1 else f"{self.starts:,} starts"))
+        times = [duration(max(seconds, 0.0)) for _, seconds, _ in rows]
+        width = max(map(len, times))
+        total = max(self.total, 1e-9)
+        lines = [
+            f"{name:<17} {seconds / total:6.1%}  {time:>{width}}  {count}".rstrip()
+            for (name, seconds, count), time in zip(rows, times, strict=True)
+        ]
+        return "\n".join([*lines, self.advice] if self.advice else lines)
+
+
+def goodput(*workdirs: epath.PathLike) -> Goodput:
+    """Returns where the wall time of the runs in these work directories went, also of runs that have not ended.
+
+    Every `OuterLoop` with a local work directory writes `goodput.jsonl` there: when it starts and ends, and at log
+    points.
+
+    >>> import tempfile, jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> workdir = tempfile.mkdtemp()
+    >>> _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=workdir)(state, batches)
+    >>> spent = jaxloop.goodput(workdir)
+    >>> spent.steps, spent.repeated_steps, spent.starts
+    (100, 0, 1)
+
+    Raises:
+      FileNotFoundError: A directory has no run log.
+    """
+    total = Goodput()
+    for workdir in workdirs:
+        attempts = run_log.read(workdir)
+        if not attempts:
+            raise FileNotFoundError(
+                f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
+            )
+        total += _of_run(attempts)
+    return total
+
+
+def _of_run(attempts: list[run_log.Attempt]) -> Goodput:
+    parts = dict.fromkeys(_PARTS, 0.0)
+    most, repeated_steps, first, end = 0, 0, None, None
+    for attempt in attempts:
+        since = attempt.since if end is None else max(attempt.since, end)
+        started = max(attempt.started, since)
+        parts["downtime"] += 0.0 if end is None else since - end
+        parts["startup"] += started - since
+        when, at, before, pace = started, None, {}, {}
+        reached = most
+        for now, step, spent in [*attempt.points, (*attempt.last, None)] if attempt.points else ():
+            now = max(now, when)
+            at = step if at is None else at
+            first = step if first is None else first
+            count = max(step - at, 0)
+            again = min(max(min(step, most) - at, 0), count)
+            if spent is not None:
+                seconds = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}
+                before, pace = spent, {kind: seconds[kind] for kind in _OF_STEPS} if count else pace
+            elif count:  # Steps of a killed process since its last line. Their time went as that of the steps before.
+                known = sum(pace.values())
+                seconds = (
+                    {kind: (now - when) * pace[kind] / known for kind in pace} if known else {"dispatch": now - when}
+                )
+            else:
+                seconds = {}
+            in_steps = seconds.pop("device", 0.0) + seconds.pop("dispatch", 0.0)
+            share = again / count if count else 0.0
+            parts["repeated"] += share * in_steps
+            parts["productive"] += (1.0 - share) * in_steps
+            for kind, value in seconds.items():
+                parts[kind] += value
+            parts["unknown"] += now - when - in_steps - sum(seconds.values())
+            repeated_steps += again
+            when, at, reached = now, max(at, step), max(reached, step)
+        most, end = reached, when
+    return Goodput(**parts, steps=most - (first or 0), repeated_steps=repeated_steps, starts=len(attempts))

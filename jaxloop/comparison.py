@@ -1,0 +1,161 @@
+"""A table of runs: the best value of a metric, and what tells the runs apart."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any, final
+
+from etils import epath
+
+from jaxloop import accounts, files, run_log
+from jaxloop.actions.monitor import Monitor
+from jaxloop.history import HISTORY_FILE
+from jaxloop.text import printable
+from jaxloop.timing import duration
+
+_SEED = "seed"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Runs in the order of the best value of a metric. `str` makes a table of them.
+
+    Attributes:
+      by: The path of the metric.
+      mode: "max" or "min": which values are better.
+      runs: A dict for each run: `workdir`, `best`, `step` (of the best value), `secs` (of wall time), `productive` (the
+        share of it in new steps), `notes`. `best` and `step` are None if the run has no finite value.
+      groups: A dict for each group of runs whose notes are equal except for `seed`: `notes`, `runs` (their number),
+        `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty if no group has
+        more than one run.
+    """
+
+    by: str
+    mode: str
+    runs: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        names = _differing([run["notes"] for run in self.runs])
+        head = ["run", f"best {self.by}", "step", "time", "productive", *names]
+        rows = [
+            [
+                run["workdir"],
+                _number(run["best"]),
+                "" if run["step"] is None else f"{run['step']:,}",
+                duration(run["secs"]),
+                f"{run['productive']:.0%}",
+                *(str(run["notes"].get(name, "")) for name in names),
+            ]
+            for run in self.runs
+        ]
+        tables = [_table([head, *rows])]
+        if self.groups:
+            names = _differing([group["notes"] for group in self.groups])
+            head = ["runs", f"mean of best {self.by}", "deviation", *names]
+            rows = [
+                [
+                    str(group["runs"]),
+                    _number(group["mean"]),
+                    _number(group["deviation"]),
+                    *(str(group["notes"].get(name, "")) for name in names),
+                ]
+                for group in self.groups
+            ]
+            tables.append(_table([head, *rows]))
+        return "\n\n".join(tables)
+
+
+def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> Comparison:
+    """Compares runs by the best value of a metric in their histories.
+
+    Args:
+      workdirs: The work directories.
+      by: The path of the metric in the history: "test.accuracy".
+      mode: "max", "min", or "auto" to decide by the name, see `EarlyStoppingAction`.
+
+    Raises:
+      FileNotFoundError: A directory has no run log.
+      ValueError: No run has such a metric.
+    """
+    monitor = Monitor(by, mode)
+    runs = [_run(workdir, monitor) for workdir in workdirs]
+    if all(run["best"] is None for run in runs):
+        raise ValueError(f"No history has a finite value of {printable(by)!r}. Give its path, such as test.accuracy.")
+    sign = -1.0 if monitor.mode == "max" else 1.0
+    runs.sort(key=lambda run: math.inf if run["best"] is None else sign * run["best"])
+    grouped: dict[Any, list[dict[str, Any]]] = {}
+    for run in runs:
+        key = tuple(sorted((name, str(value)) for name, value in run["notes"].items() if name != _SEED))
+        grouped.setdefault(key, []).append(run)
+    groups = [_group(members) for members in grouped.values()]
+    has_groups = any(group["runs"] > 1 for group in groups)
+    return Comparison(by, monitor.mode, runs, groups if has_groups else [])
+
+
+def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
+    spent, attempts = accounts.goodput(workdir), run_log.read(workdir)
+    notes = attempts[-1].described.get("notes")
+    best, step = _best(files.absolute(workdir) / HISTORY_FILE, monitor)
+    return {
+        "workdir": os.fspath(workdir),
+        "best": best,
+        "step": step,
+        "secs": spent.total,
+        "productive": spent.productive / max(spent.total, 1e-9),
+        "notes": notes if isinstance(notes, dict) else {},
+    }
+
+
+def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]:
+    """Returns the best finite value in a history, and its step. Broken lines are left out."""
+    wanted = monitor.name.replace("/", ".")
+    number = re.compile(
+        re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)'
+    )
+    try:
+        content = files.read_bytes(path)
+    except FileNotFoundError:
+        return None, None
+    sign = -1.0 if monitor.mode == "max" else 1.0
+    # Values of other paths with the same last name are among these, so the lines of the best ones are parsed.
+    for signed, place in sorted((sign * float(match[1]), match.start()) for match in number.finditer(content)):
+        line = content[content.rfind(b"\n", 0, place) + 1 : (content.find(b"\n", place) + 1 or None)]
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            row = files.parse_json(line)
+            value = dict(run_log.flat(row["logs"])).get(wanted)
+            if isinstance(value, int | float) and math.isfinite(value) and sign * value == signed:
+                return float(value), int(row["elapsed"]["steps"])
+    return None, None
+
+
+def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    values = [run["best"] for run in runs if run["best"] is not None]
+    return {
+        "notes": {name: value for name, value in runs[0]["notes"].items() if name != _SEED},
+        "runs": len(runs),
+        "mean": statistics.fmean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the names of the notes that are not the same everywhere."""
+    names = dict.fromkeys(name for each in notes for name in each)
+    return [name for name in names if len({str(each.get(name)) for each in notes}) > 1]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

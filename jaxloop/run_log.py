@@ -1,0 +1,367 @@
+"""The run log: when a run started, how far it got and how it ended, over all of its restarts."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import mmap
+import os
+import platform
+import re
+import secrets
+import shlex
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop import files
+from jaxloop.timing import Spent
+
+FILE = "goodput.jsonl"
+"""The name of the run log in a work directory."""
+
+_LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
+_MAX_LINE_BYTES = 100_000
+_PULSE = struct.Struct("<qd")  # The number of updates that were begun, and the time of the newest one.
+_ID = re.compile(r"[0-9a-f]{16}")
+_KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
+_has_claimed_start = False  # Whether a run has counted the time since this process started.
+
+
+@final
+class RunLog:
+    """Writes the run log of one call of an `OuterLoop`.
+
+    A line is appended when the run starts, when it knows its first step, at log points (at most once per second), and
+    when it ends. Between the lines, each batch stores its step and the time in shared memory, the pulse, which survives
+    SIGKILL. On the same machine, the next run in the directory copies the pulse of a killed run to the log; on another
+    machine, it is only known how far the run was at its last line.
+
+    The log never stops a run: if it can't be written, it logs one warning and writes no more.
+
+    Args:
+      workdir: The directory; None, or a remote one, for no log.
+      spent: Returns the time report of the call so far.
+      clock: Returns the time in seconds since the epoch.
+    """
+
+    def __init__(
+        self, workdir: epath.PathLike | None, spent: Callable[[], Spent], clock: Callable[[], float] = time.time
+    ):
+        has_log = workdir is not None and not files.is_remote(workdir)
+        self._path = os.path.join(files.absolute(workdir), FILE) if has_log else None
+        self._spent, self._clock = spent, clock
+        self._run = secrets.token_hex(8)
+        self._descriptor: int | None = None
+        self._pulse: Any = None
+        self._newest_line = -math.inf
+
+    def start(self, **described: Any) -> None:
+        """Writes the line of a start.
+
+        Args:
+          **described: What to say of the run, as JSON types. The notes get the commit of the program.
+        """
+        if self._path is None:
+            return
+        with self._writing():
+            earlier = read(os.path.dirname(self._path))
+            self._descriptor = files.open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            _end_torn_line(self._descriptor)
+            if earlier and earlier[-1].pulse is not None:
+                then, step = earlier[-1].pulse
+                self._write("killed", then, run=earlier[-1].run, step=step)
+                with contextlib.suppress(OSError):
+                    os.unlink(_pulse_path(earlier[-1].run))
+            now = self._clock()
+            process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
+            notes = _commit() | described.pop("notes", {})
+            self._write("start", now, **process, **described, notes=notes, environment=_environment())
+
+    def begin(self, step: int) -> None:
+        """Writes the line of the step at which the run begins, or from which it resumes."""
+        self._line("begin", step)
+
+    @contextlib.contextmanager
+    def beating(self, step: int, updates_per_step: int, observers: list[Callable[[Any], None]]) -> Iterator[None]:
+        """Stores the step and the time at each batch while the context is open.
+
+        Args:
+          step: The number of completed updates.
+          updates_per_step: By how much each batch advances it.
+          observers: The functions that are called with each batch.
+        """
+        if self._descriptor is None:
+            yield
+            return
+        with contextlib.suppress(OSError, ValueError):  # Without a pulse, the lines tell how far the run was.
+            self._pulse = _new_pulse(self._run, step, self._clock())
+        pulse, clock, pack_into = self._pulse, self._clock, _PULSE.pack_into
+
+        def beat(_: Any) -> None:
+            nonlocal step
+            step += updates_per_step
+            pack_into(pulse, 0, step, clock())
+
+        mine = [] if pulse is None else [beat]
+        observers += mine
+        try:
+            yield
+        finally:
+            for each in mine:
+                observers.remove(each)
+
+    def log(self, step: int) -> None:
+        """Writes the line of a log point, unless the newest line is less than a second old."""
+        if self._descriptor is not None and self._clock() - self._newest_line >= _LINE_SECS:
+            self._line("log", step)
+
+    def end(self, step: int, reason: str) -> None:
+        """Writes the last line, and removes the pulse.
+
+        Args:
+          step: The number of completed updates.
+          reason: How the run ended, see `Attempt.reason`.
+        """
+        self._line("end", step, reason=reason)
+        self._close()
+
+    def _line(self, event: str, step: int, **others: Any) -> None:
+        if self._descriptor is None:
+            return
+        with self._writing():
+            spent = self._spent()
+            seconds = {kind: round(getattr(spent, kind), 6) for kind in _KINDS if getattr(spent, kind)}
+            self._write(event, self._clock(), step=step, spent=seconds, **others)
+
+    def _write(self, event: str, when: float, **others: Any) -> None:
+        assert self._descriptor is not None
+        line = {"event": event, "time": round(when, 6), "run": self._run} | others
+        os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+        self._newest_line = when
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            logging.warning("The run continues without its log, which can't be written: %s", error)
+            self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            if self._pulse is not None:
+                os.unlink(_pulse_path(self._run))
+        self._descriptor = self._pulse = None
+
+
+@final
+@dataclasses.dataclass
+class Attempt:
+    """One start of a run, as the log tells it.
+
+    Attributes:
+      run: The number of the start, in hexadecimal.
+      started: When the call of the `OuterLoop` started, in seconds since the epoch.
+      since: When the process started; `started` for later calls in one process, and in notebooks.
+      described: The rest of the line of the start: `pid`, `host`, `total_steps`, `notes`.
+      points: The lines since, each a `(time, step, seconds by kind)`. The first one is of the step from which it began.
+      reason: How it ended: `"finished"`, `"stopped"` by an output or an action, `"SIGTERM"` or another signal,
+        `"error: ..."`; None if it was killed, or still runs.
+      killed: The time and the step of the last sign of life of a run that was killed; None if that is not known.
+    """
+
+    run: str
+    started: float
+    since: float
+    described: dict[str, Any]
+    points: list[tuple[float, int, dict[str, float]]] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    killed: tuple[float, int] | None = None
+
+    @property
+    def pulse(self) -> tuple[float, int] | None:
+        """The time and the step of the last sign of life, from shared memory; None if the run has ended."""
+        if self.reason is not None or self.killed is not None:
+            return None
+        return _read_pulse(self.run)
+
+    def is_alive(self) -> bool:
+        """Returns whether the process of this start still runs, if that was on this machine."""
+        pid = self.described.get("pid")
+        if type(pid) is not int or not 0 < pid < 2**31:
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # It belongs to another user.
+            pass
+        began = _began_at(pid)
+        return began is None or began <= self.started + 1.0  # Otherwise, another process has the same number now.
+
+    @property
+    def last(self) -> tuple[float, int]:
+        """The time and the step of the last sign of life."""
+        known = [(when, step) for when, step, _ in self.points[-1:]]
+        newer = self.killed or self.pulse
+        return max([(self.started, 0), *known, *([newer] if newer else [])])
+
+
+def read(workdir: epath.PathLike) -> list[Attempt]:
+    """Reads the run log of a directory; returns the starts in their order. Broken lines are left out.
+
+    Raises:
+      OSError: The file is not a regular file, or can't be read.
+      ValueError: The file is too large.
+    """
+    path = files.absolute(workdir) / FILE
+    if not path.exists():
+        return []
+    attempts: dict[str, Attempt] = {}
+    for line in files.read_bytes(path).splitlines():
+        if len(line) <= _MAX_LINE_BYTES:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                _take(files.parse_json(line), attempts)
+    return list(attempts.values())
+
+
+def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
+    """Adds a line of the log to the attempts. Raises any error if the line is broken."""
+    event, when, run = line["event"], _seconds(line["time"]), line["run"]
+    if event == "start":
+        if _ID.fullmatch(run) and run not in attempts:
+            others = {key: value for key, value in line.items() if key not in ("event", "time", "run", "since")}
+            attempts[run] = Attempt(run, when, min(_seconds(line["since"]), when), others)
+        return
+    attempt, step = attempts[run], line["step"]
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise ValueError("step is no step number")
+    if event == "killed":
+        attempt.killed = when, step
+    elif event in ("begin", "log", "end"):
+        attempt.points.append((when, step, {kind: _seconds(line["spent"].get(kind, 0.0)) for kind in _KINDS}))
+        if event == "end":
+            attempt.reason = str(line["reason"])
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("no number of seconds")
+    return float(value)
+
+
+def _end_torn_line(descriptor: int) -> None:
+    """Ends the last line, if a process was killed while it wrote it."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+
+
+def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the paths and values of a nested dict, such as the logs of a history's row."""
+    for key, value in logs.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}".replace("/", "."), value
+
+
+def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the notes of a run as JSON types.
+
+    Raises:
+      TypeError: They are not strings, numbers and booleans by name.
+      ValueError: They are too long, or a number is not finite.
+    """
+    checked = {}
+    for name, value in (notes or {}).items():
+        value = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+            raise TypeError(
+                f"OuterLoop.notes takes strings, numbers and booleans by name, got {value!r} for {name!r}. Write "
+                f"str(...), or several notes."
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"OuterLoop.notes takes finite numbers, got {name}={value!r}.")
+        checked[name] = value
+    if len(json.dumps(checked)) > _MAX_LINE_BYTES // 2:
+        raise ValueError("OuterLoop.notes has more than 50,000 characters. Note less, or the name of a file.")
+    return checked
+
+
+def _commit() -> dict[str, str]:
+    """Returns the commit of the Git repository that contains the program, as a note; empty if there is none."""
+    directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return {"commit": found.stdout.strip()}
+    return {}
+
+
+def _environment() -> dict[str, str]:
+    devices = jax.devices()
+    return {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processes": str(jax.process_count()),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "command": shlex.join(sys.orig_argv)[:200],
+    }
+
+
+# The pulse -----------------------------------------------------------------------------------------------
+
+
+def _pulse_path(run: str) -> str:
+    directory = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    return os.path.join(directory, f"jaxloop-{run}.pulse")
+
+
+def _new_pulse(run: str, step: int, now: float) -> mmap.mmap:
+    descriptor = os.open(_pulse_path(run), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, _PULSE.pack(step, now))
+        return mmap.mmap(descriptor, _PULSE.size)
+    finally:
+        os.close(descriptor)
+
+
+def _read_pulse(run: str) -> tuple[float, int] | None:
+    try:
+        step, when = _PULSE.unpack(files.read_bytes(_pulse_path(run), _PULSE.size))
+    except (OSError, ValueError, struct.error):
+        return None
+    return (when, step) if math.isfinite(when) and step >= 0 else None
+
+
+def _started_at(now: float) -> float:
+    """Returns when the process started, for its first run; `now` for later ones, and in notebooks."""
+    global _has_claimed_start
+    is_first, _has_claimed_start = not _has_claimed_start, True
+    if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return now
+    return _began_at(os.getpid()) or now
+
+
+def _began_at(pid: int) -> float | None:
+    """Returns when a process began, in seconds since the epoch; None if the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
+            ticks = int(stat.read().rpartition(b")")[2].split()[19])
+            return time.time() - max(0.0, float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):  # Not Linux.
+        return None

@@ -1,0 +1,138 @@
+"""The status of a run, from the files in its work directory."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from typing import Any, final
+
+from etils import epath
+
+from jaxloop import checkpoint, files, run_log
+from jaxloop.history import HISTORY_FILE
+from jaxloop.text import printable
+from jaxloop.timing import duration
+
+_NEWEST_ROWS = 1000  # The rows among which the newest values are looked for.
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """The status of a run.
+
+    Attributes:
+      workdir: The work directory.
+      state: "running"; "killed"; "silent" if that can't be told from here, because it started on another host; or the
+        `Attempt.reason` of its end: "finished", "stopped", "SIGTERM", "error: ...". "no step was taken" if its last
+        start took none and did not reach `total_steps`.
+      step: The number of completed updates; None if the last start has not reached its first step.
+      total_steps: The planned number of updates; None if only the data or a schedule ends the run.
+      steps_per_sec: The speed since the last log points; None if unknown.
+      secs_left: An estimate of the seconds until the end; None if unknown.
+      metrics: The newest step and value of each path of the history: `{"test.accuracy": (100, 0.9)}`.
+      checkpoint: The step of the newest checkpoint; None if there is none.
+      starts: The number of starts.
+      quiet_secs: Seconds since the last sign of life.
+    """
+
+    workdir: str
+    state: str
+    step: int | None
+    total_steps: int | None
+    steps_per_sec: float | None
+    secs_left: float | None
+    metrics: dict[str, tuple[int, Any]]
+    checkpoint: int | None
+    starts: int
+    quiet_secs: float | None
+
+    def __str__(self) -> str:
+        shown: dict[str, str] = {}
+        if self.step is not None:
+            of = "" if self.total_steps is None else f" of {self.total_steps:,}"
+            speed = "" if self.steps_per_sec is None else f", {self.steps_per_sec:,.1f} steps/s"
+            left = "" if self.secs_left is None else f", {duration(self.secs_left)} left"
+            shown["step"] = f"{self.step:,}{of}{speed}{left}"
+        shown["checkpoint"] = "none" if self.checkpoint is None else f"step {self.checkpoint:,}"
+        for name, (step, value) in self.metrics.items():
+            number = f"{value:.4g}" if isinstance(value, float) else printable(value)
+            shown[printable(name)] = f"{number} at step {step:,}"
+        if self.quiet_secs is not None:
+            starts = "1 start" if self.starts == 1 else f"{self.starts:,} starts"
+            shown["last sign"] = f"{duration(self.quiet_secs)} ago, in {starts}"
+        width = max(map(len, shown))
+        lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
+        return "\n".join([f"{printable(self.workdir)}: {printable(self.state)}", *lines])
+
+
+def status(workdir: epath.PathLike) -> Status:
+    """Returns the status of the run in a work directory, while it runs or afterwards. Changes nothing there.
+
+    Raises:
+      FileNotFoundError: The directory has no run log.
+    """
+    attempts = run_log.read(workdir)
+    if not attempts:
+        raise FileNotFoundError(
+            f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
+        )
+    newest, now = attempts[-1], time.time()
+    seen_at, step = newest.last
+    total = newest.described.get("total_steps")
+    total = total if type(total) is int else None
+    speed = _speed(newest, (seen_at, step))
+    state = _state(newest, total)
+    return Status(
+        workdir=os.fspath(workdir),
+        state=state,
+        step=step if newest.points else None,
+        total_steps=total,
+        steps_per_sec=speed,
+        secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
+        metrics=_newest_values(files.absolute(workdir) / HISTORY_FILE),
+        checkpoint=_newest_checkpoint(newest.described.get("checkpoints")),
+        starts=len(attempts),
+        quiet_secs=max(now - seen_at, 0.0),
+    )
+
+
+def _state(attempt: run_log.Attempt, total_steps: int | None) -> str:
+    if attempt.reason is not None:
+        steps = [step for _, step, _ in attempt.points]
+        took_none = bool(steps) and steps[0] == steps[-1] != total_steps
+        return "no step was taken" if took_none and attempt.reason == "finished" else attempt.reason
+    if attempt.killed is not None:
+        return "killed"
+    if attempt.described.get("host") != socket.gethostname():
+        return "silent"
+    return "running" if attempt.is_alive() else "killed"
+
+
+def _newest_checkpoint(directories: Any) -> int | None:
+    steps: list[int] = []
+    for directory in directories if isinstance(directories, list) else ():
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            steps += checkpoint.all_steps(directory)
+    return max(steps, default=None)
+
+
+def _speed(attempt: run_log.Attempt, last: tuple[float, int]) -> float | None:
+    """Returns the steps per second since the last log point but one."""
+    points = [(when, step) for when, step, _ in attempt.points[-2:]]
+    if not points or last[1] <= points[0][1] or last[0] <= points[0][0]:
+        return None
+    return (last[1] - points[0][1]) / (last[0] - points[0][0])
+
+
+def _newest_values(path: epath.Path) -> dict[str, tuple[int, Any]]:
+    values: dict[str, tuple[int, Any]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in reversed(files.read_bytes(path).splitlines()[-_NEWEST_ROWS:]):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                row = files.parse_json(line)
+                step = int(row["elapsed"]["steps"])
+                for name, value in run_log.flat(row["logs"]):
+                    values.setdefault(name, (step, value))
+    return dict(sorted(values.items()))

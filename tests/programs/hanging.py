@@ -1,0 +1,121 @@
+"""A run that hangs at a place, in one of its processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import data, distributed, every, seal
+
+AT = 7
+# What is said of the process that hangs, for each place. All processes run the same program, and hang in it.
+PLACES = {
+    "data": "reading batch 8",
+    "begin": "in HangingStep.begin, step 8",
+    "run": "running step 8",
+    "action": "in HangingAction",
+    "save": "in CheckpointAction",
+    "eval": "reading batch 8 of the evaluation 'test'",
+}
+LIMIT_SECS = 2
+
+
+def problems_of(directory, place, *, processes, process):
+    """Runs this program in so many processes, one of which hangs; returns what is wrong with how they end."""
+    command = [sys.executable, __file__, directory, place, str(process)]
+    if processes > 1:
+        launcher = ["-m", "jaxloop.launch", f"--processes={processes}", "--devices=1"]
+        command = [sys.executable, *launcher, *command[1:]]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    printed = job.stdout + job.stderr
+    if place == "none":
+        is_well = job.returncode == 0 and printed.count("ended\n") == processes and "Nothing happened" not in printed
+        return [] if is_well else [f"it ended with {job.returncode}: {printed[-3000:]}"]
+    (hung,) = pathlib.Path(directory).glob("failures/hang-*")
+    reports = {number: (hung / f"process-{number}.txt").read_text() for number in range(processes)}
+    expected, problems = PLACES[place], []
+    for number, text in reports.items():
+        said, secs = text.splitlines()[:2]
+        if (said == expected) != (number == process or place == "run"):
+            problems.append(f"process {number} of {processes} is said to be {said!r}, and {process} hangs in {place}")
+        if float(secs.split()[3]) > LIMIT_SECS + 5:
+            problems.append(f"process {number}: {secs}")
+    who = f"process {process} is " if processes > 1 and place != "run" else ""
+    if f"{who}{expected}" not in printed or job.returncode != 75 or printed.count("exit code 75") not in (0, processes):
+        problems.append(f"it ended with {job.returncode} and said: {printed[-3000:]}")
+    return problems
+
+
+def main(directory, place, process):
+    distributed.initialize()
+    is_here = jax.process_index() == process
+    logging.set_verbosity(logging.INFO)
+
+    def hang(where):
+        if is_here and where == place:
+            time.sleep(1000)
+
+    class HangingStep(jaxloop.Step):
+        def begin(self, state, batch):
+            if self.train and batch["number"][0] == AT:
+                hang("begin")
+            return state, batch["x"]
+
+        def run(self, state, batch):
+            def loss_fn(params):
+                return (state.apply_fn({"params": params}, batch) ** 2).mean()
+
+            loss, grads = jax.value_and_grad(loss_fn)(state.params)
+            if self.train and place == "run":
+                stuck = state.step == AT  # Every process hangs: the program is the same in all of them.
+                loss = jax.lax.while_loop(lambda x: stuck & (x < jnp.inf), lambda x: x * 0.5 + 1.0, loss)
+            return (state.apply_gradients(grads=grads) if self.train else state), {"loss": loss}
+
+    class HangingAction(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, **kwargs):
+            if step_num == AT:
+                hang("action")
+
+    def batch_of(number, name="data", rows=4):
+        if number == AT:
+            hang(name)
+        return {"x": np.ones([rows, 3], np.float32), "number": np.full([rows], number)}
+
+    write_seal = seal.write
+
+    def write(*arguments):
+        hang("save")
+        return write_seal(*arguments)
+
+    seal.write = write
+    partitioner = jaxloop.SingleDevicePartitioner()
+    if jax.process_count() > 1:
+        partitioner = jaxloop.DataParallelPartitioner(jaxloop.partition.create_mesh(data=-1), "data")
+    train_step = HangingStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=True)
+    eval_step = HangingStep(jax.random.key(0), nn.Dense(1), partitioner=partitioner)
+    save = jaxloop.CheckpointAction(os.path.join(directory, "checkpoints"), every(steps=5))
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(train_step, end_actions=[HangingAction(every(steps=1)), save]),
+        [jaxloop.EvalLoop(eval_step)],
+        workdir=directory,
+        watchdog=jaxloop.Watchdog(
+            step_secs=LIMIT_SECS, startup_secs=30, eval_secs=LIMIT_SECS, checkpoint_secs=LIMIT_SECS
+        ),
+    )
+    evaluation = jaxloop.EvalSpec(data.from_index(lambda number: batch_of(number, "eval"), 9), name="test")
+    state = train_step.initialize_model([1, 3])
+    outer_loop(state, data.from_index(batch_of), 12, 6, [evaluation])
+    print("ended")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

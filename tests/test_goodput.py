@@ -1,0 +1,301 @@
+"""Where the time of runs went, how far they are, and which one is best: from the files in their work directories."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from absl import logging
+
+import jaxloop
+from jaxloop import __main__ as command_line
+from jaxloop import actions, every, examples
+
+RUN = "0123456789abcde{:x}".format
+
+
+def write(workdir, *lines):
+    workdir.mkdir(parents=True, exist_ok=True)
+    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    (workdir / "goodput.jsonl").write_text(text)
+
+
+def start(time, run=0, since=None, **others):
+    since = time if since is None else since
+    return {
+        "event": "start",
+        "time": time,
+        "run": RUN(run),
+        "since": since,
+        "pid": 2**22,
+        "host": os.uname().nodename,
+    } | others
+
+
+def line(event, time, step, run=0, **others):
+    spent = {} if event == "killed" else {"spent": others.pop("spent", {})}
+    return {"event": event, "time": time, "run": RUN(run), "step": step} | spent | others
+
+
+def printed(capsys, *arguments):
+    code = command_line.main([str(each) for each in arguments])
+    shown = capsys.readouterr()
+    assert (code == 0) == (shown.err == "")
+    return shown.out + shown.err
+
+
+def train(workdir, total=20, **options):
+    step, state, batches = examples.tiny_regression()
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, **options), workdir=workdir, notes={"lr": 0.1, "seed": 3})
+    return outer_loop(state, batches, total, 10)
+
+
+# The account ----------------------------------------------------------------------------------------------
+
+
+def test_each_second_between_the_first_start_and_the_last_sign_of_life_is_in_one_part(tmp_path):
+    write(
+        tmp_path,
+        start(110.0, since=100.0),
+        line("begin", 112.0, 0, spent={"restores": 1.5}),
+        line("log", 122.0, 40, spent={"restores": 1.5, "compiling": 2.0, "dispatch": 5.0, "device": 1.0, "data": 2.0}),
+        line("killed", 126.0, 60),  # At the pace of the steps before: 5 of 8 seconds are dispatching, 1 is waiting.
+        start(131.0, 1, since=130.0),
+        line("begin", 132.0, 40, run=1, spent={"restores": 1.0}),
+        line("log", 142.0, 80, run=1, spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0}),
+        line(
+            "end",
+            143.0,
+            80,
+            run=1,
+            spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0, "checkpoints": 0.75},
+            reason="finished",
+        ),
+    )
+    found = jaxloop.goodput(tmp_path)
+    assert found == jaxloop.Goodput(
+        productive=6.0 + 3.0 + 4.0,
+        repeated=4.0,  # Of steps 41 to 80, those to 60 had been begun before.
+        compiling=2.0,
+        data=2.0 + 1.0,
+        evals=2.0,
+        checkpoints=0.75,
+        restores=2.5,
+        startup=11.0,
+        downtime=4.0,
+        unknown=0.5 + 0.25,
+        steps=80,
+        repeated_steps=20,
+        starts=2,
+    )
+    assert found.total == 43.0
+    assert "Import and build less" in str(found)
+    both = jaxloop.goodput(tmp_path, tmp_path)
+    assert (both.total, both.steps, both.starts) == (86.0, 160, 4)
+
+
+def test_a_run_without_a_break_accounts_for_its_steps_and_its_time(tmp_path):
+    train(tmp_path)
+    train(tmp_path, 40)  # From the start again: there is no checkpoint.
+    found = jaxloop.goodput(tmp_path)
+    assert (found.steps, found.repeated_steps, found.starts) == (40, 20, 2)
+    assert found.productive > 0 and found.compiling > 0
+    with pytest.raises(FileNotFoundError, match="has no run log"):
+        jaxloop.goodput(tmp_path / "elsewhere")
+
+
+KILLED = """
+import os, signal, sys
+from jaxloop import examples
+import jaxloop
+
+step, state, batches = examples.tiny_regression()
+
+def watched(batches):
+    for number, batch in enumerate(batches):
+        if number == 33:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(sys.argv[1], jaxloop.every(steps=10))])
+jaxloop.OuterLoop(loop, None, jaxloop.CheckpointSpec(sys.argv[1]))(state, watched(batches), 100, 50)
+"""
+
+
+def test_the_steps_of_a_killed_process_are_known_to_the_last_one(tmp_path, capsys):
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True)
+    assert process.returncode == -9, process.stderr
+    assert jaxloop.goodput(tmp_path).steps == 33
+    assert "killed\n  step        33 of 100" in printed(capsys, "status", tmp_path)
+    step, state, batches = examples.tiny_regression()
+    saves = jaxloop.CheckpointAction(tmp_path, every(steps=10))
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[saves]), None, jaxloop.CheckpointSpec(tmp_path))
+    outer_loop(state, batches, 100, 50)
+    found = jaxloop.goodput(tmp_path)
+    assert (found.steps, found.starts) == (100, 2)
+    assert found.repeated_steps in (3, 13)  # The checkpoint of step 30 may have been under way.
+    assert found.restores > 0 and found.downtime >= 0
+    shown = printed(capsys, "status", tmp_path)
+    assert "finished\n  step        100 of 100" in shown and "checkpoint  step 100" in shown
+
+
+JUNK = [
+    "\0\xff\n",
+    "{\n",
+    "[]\n",
+    "[" * 10_000 + "\n",
+    "x" * 200_000 + "\n",
+    '{"event": "log"}\n',
+    '{"event": "st',
+    line("log", "soon", 3),
+    line("log", 1e308 * 10, 3),
+    line("log", 101.0, 10**30),
+    line("killed", 101.0, -1),
+    {**start(101.0), "run": "/../x"},
+]
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_broken_lines_are_left_out_and_a_run_continues_the_log(tmp_path, junk):
+    write(tmp_path, start(100.0), line("begin", 100.5, 0), line("end", 101.0, 5, reason="finished"), junk)
+    assert jaxloop.goodput(tmp_path).steps == 5
+    train(tmp_path)
+    assert jaxloop.goodput(tmp_path).steps == 20 and jaxloop.goodput(tmp_path).starts == 2
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
+def test_a_log_that_cannot_be_written_stops_no_run(tmp_path, make, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: warnings.append(text % values))
+    make(tmp_path / "goodput.jsonl")
+    state, _ = train(tmp_path)
+    assert int(state.step) == 20
+    assert len([text for text in warnings if "continues without its log" in text]) == 1
+
+
+# Status ---------------------------------------------------------------------------------------------------
+
+
+class FailingAction(actions.Action):
+    def __call__(self, *_, **kwargs):
+        raise RuntimeError("no\nroom")
+
+
+@pytest.mark.parametrize(
+    "options, state",
+    [
+        ({}, "finished"),
+        ({"end_actions": [FailingAction()]}, r"error: RuntimeError: no\nroom"),
+        ({"end_actions": [jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=100.0)]}, "stopped"),
+    ],
+)
+def test_the_status_tells_how_a_run_ended(tmp_path, capsys, options, state):
+    with contextlib.suppress(RuntimeError):
+        train(tmp_path, **options)
+    shown = printed(capsys, "status", tmp_path)
+    assert shown.startswith(f"{tmp_path}: {state}\n"), shown
+    assert "train.loss" in shown and "checkpoint  none" in shown
+
+
+def test_the_status_tells_running_from_killed_and_no_step_from_an_end(tmp_path, capsys):
+    alive, dead, elsewhere, idle = (tmp_path / name for name in ("alive", "dead", "elsewhere", "idle"))
+    now = 1e12  # No process is younger.
+    write(alive, start(now, pid=os.getpid(), total_steps=100), line("begin", now, 0), line("log", now + 10, 50))
+    write(dead, start(now), line("begin", now, 0))
+    write(elsewhere, start(now, host="another"), line("begin", now, 0))
+    write(idle, start(now, total_steps=10), line("begin", now, 0), line("end", now, 0, reason="finished"))
+    found = json.loads(printed(capsys, "status", alive, dead, elsewhere, idle, "--json"))
+    assert [each["state"] for each in found] == ["running", "killed", "silent", "no step was taken"]
+    assert (found[0]["steps_per_sec"], found[0]["secs_left"]) == (5.0, 10.0)
+
+
+# Comparing ------------------------------------------------------------------------------------------------
+
+
+def history(workdir, *values, name="accuracy"):
+    rows = [
+        {"elapsed": {"steps": 10 * n}, "logs": {"train": {name: 99.0}, "test": {name: v}}} for n, v in enumerate(values)
+    ]
+    (workdir / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
+
+
+def test_runs_are_compared_by_their_best_values_and_grouped_over_seeds(tmp_path, capsys):
+    values = {"a": (0.1, 0.7, 0.3), "b": (0.9, "NaN", 0.2), "c": (0.5,), "d": ("NaN",)}
+    notes = {"a": {"lr": 1, "seed": 0}, "b": {"lr": 1, "seed": 1}, "c": {"lr": 2, "seed": 0}, "d": {"lr": 2, "seed": 1}}
+    for name in values:
+        write(
+            tmp_path / name,
+            start(0.0, notes=notes[name] | {"commit": "abc"}),
+            line("begin", 1.0, 0),
+            line("log", 9.0, 9),
+        )
+        history(tmp_path / name, *values[name])
+    directories = [tmp_path / name for name in values]
+    (found,) = json.loads(printed(capsys, "compare", *directories, "--by", "test/accuracy", "--json"))
+    assert [(run["workdir"][-1], run["best"], run["step"]) for run in found["runs"]] == [
+        ("b", 0.9, 0),
+        ("a", 0.7, 10),
+        ("c", 0.5, 0),
+        ("d", None, None),
+    ]
+    assert [(group["runs"], group["notes"]["lr"], group["mean"]) for group in found["groups"]] == [
+        (2, 1, 0.8),
+        (2, 2, 0.5),
+    ]
+    assert found["groups"][0]["deviation"] == pytest.approx(0.2 / 2**0.5)
+    shown = printed(capsys, "compare", *directories, "--by", "test.accuracy", "--mode", "min")
+    assert shown.splitlines()[0].split() == "run best test.accuracy step time productive lr seed".split()
+    assert shown.splitlines()[1].split()[0].endswith("/a")  # 0.1.
+    assert "No history has a finite value of 'test.acuracy'" in printed(
+        capsys, "compare", *directories, "--by", "test.acuracy"
+    )
+
+
+def test_the_notes_of_a_run_are_in_its_log(tmp_path, capsys):
+    train(tmp_path)
+    (found,) = json.loads(printed(capsys, "compare", tmp_path, "--by", "train.loss", "--json"))
+    assert found["mode"] == "min" and found["runs"][0]["step"] == 20
+    assert {"lr": 0.1, "seed": 3}.items() <= found["runs"][0]["notes"].items()
+
+
+@pytest.mark.parametrize("notes", [{"lr": [1]}, {"lr": None}, {3: 1}, {"lr": float("nan")}, {"text": "x" * 100_000}])
+def test_notes_that_cannot_be_kept_are_refused(notes):
+    step, _, _ = examples.tiny_regression()
+    with pytest.raises((TypeError, ValueError), match=r"OuterLoop\.notes"):
+        jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
+
+
+# A report -------------------------------------------------------------------------------------------------
+
+HOSTILE = "--></svg><script>alert(1)</script>&"
+
+
+def test_a_report_shows_the_curves_the_time_and_the_starts_of_a_run(tmp_path, capsys):
+    train(tmp_path / "run")
+    page = tmp_path / "report.html"
+    assert printed(capsys, "report", tmp_path / "run", "-o", page) == ""
+    text = page.read_text()
+    for part in ("finished", "20 of 20", "<svg", "productive steps", "from step", "seed", "command"):
+        assert part in text, part
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
+
+
+def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
+    write(
+        tmp_path,
+        start(0.0, notes={HOSTILE: HOSTILE}, environment=[1], checkpoints=[3, HOSTILE, {}]),
+        line("begin", 1.0, 0),
+        line("end", 9.0, 9, reason=HOSTILE),
+    )
+    history(tmp_path, 0.5, 0.7, name=HOSTILE)
+    text = printed(capsys, "report", tmp_path)
+    assert "&lt;script&gt;" in text and "<script" not in text
+
+
+def test_a_report_of_several_runs_does_not_go_to_one_file(tmp_path, capsys):
+    train(tmp_path)
+    assert "takes one run" in printed(capsys, "report", tmp_path, tmp_path, "-o", tmp_path / "page.html")
