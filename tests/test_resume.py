@@ -111,7 +111,7 @@ def test_an_action_that_has_come_or_gone_is_said(tmp_path, warnings_logged):
     stopping = lambda: EarlyStoppingAction("loss", patience=50, interval=every(steps=5))
     run(tmp_path, 10, train_actions=[stopping()])
     run(tmp_path, 15)
-    assert any("has the state of an action of class EarlyStoppingAction" in text for text in warnings_logged())
+    assert any("contains the state of an action of class EarlyStoppingAction" in text for text in warnings_logged())
     run(tmp_path, 20, train_actions=[stopping()])
     assert any("was not part of the run when it was saved, so it starts fresh" in text for text in warnings_logged())
 

@@ -176,7 +176,9 @@ class Program:
     # Several steps in one dispatch ---------------------------------------------------------------------
 
     def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
-        """Runs `size` steps in one dispatch; returns False, without running any, if the batches can't be stacked.
+        """Runs `size` steps in one dispatch; returns whether it ran them.
+
+        It runs none if fewer batches are left, if they differ in shape, or if a dispatch of several steps failed.
 
         Raises:
           FusingError: The step can't be fused.
