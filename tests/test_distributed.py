@@ -119,7 +119,7 @@ def test_processes_with_different_versions_of_a_step_say_so_before_they_run_it(t
     job, _ = launch(JOB, tmp_path, "--version=0.5", processes=2)
     assert job.returncode == 1
     assert "LossStep.run, with its model, loss and optimizer, is not the same in all processes." in job.stdout
-    assert re.search(r"compiled program \w+, of \d+ characters -> compiled program \w+", job.stdout)
+    assert re.search(r"compiled program \w+, \d+ characters -> compiled program \w+", job.stdout)
 
 
 def joint(batches, **options):
