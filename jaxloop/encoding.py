@@ -19,7 +19,7 @@ def encode(value: Any) -> Any:
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
     Raises:
-      TypeError: The value contains another type. The error names its path.
+      TypeError: The value contains an unsupported type. The message gives its path.
     """
     return _encode(value, "value")
 

@@ -123,10 +123,10 @@ class Evaluations:
         return self._run_due(state, self.items, EvalContext(False, step_num, 0), Elapsed(step_num))
 
     def of_checkpoints(self, state: Any, spec: CheckpointSpec, history: History) -> metrics.LoopOutputs | None:
-        """Evaluates each checkpoint as it appears, in the order of their steps; returns the last outputs.
+        """Evaluates checkpoints as they appear, in the order of their steps. Returns the last outputs.
 
         Args:
-          state: A state with the structure of those in the checkpoints.
+          state: A state with the same structure as those in the checkpoints.
           spec: The checkpoints.
           history: Receives the rows. Its rows from the first checkpoint on are dropped.
         """

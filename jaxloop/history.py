@@ -298,20 +298,18 @@ class History:
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
         """Drops the rows and outputs after a step, because the steps after it will be repeated.
 
-        With a path, the rows are those of the file, if it is there, and the file is written anew if any was dropped. A
-        last line that a killed process left incomplete is dropped too. Where no row is kept, the old file stays beside
-        the new one, as `<path>.before`: somebody may have run a program twice who did not mean to. Of several such
-        files the longest stays.
+        With a path, the rows are read from the file if it exists, and the file is rewritten if any row was dropped. An
+        incomplete last line, which a killed process has left, is dropped too. If no row is kept, the old file is saved
+        as `<path>.before`, in case a program was run twice by mistake. Of several such files, the longest is kept.
 
         Args:
-          steps: where the run goes on, the number of completed updates; 0 to start anew.
-          num_rows: how many rows there were when it was there, where that is known: those of the same step that came
-            later will be made again.
-          checksum: what `checksum` returned there. If the file no longer begins with these bytes, the rows that can
-            still be read are kept, the file is moved to `<path>.damaged`, and a warning lists what was lost.
+          steps: The number of completed updates from which the run continues; 0 to start over.
+          num_rows: The number of rows at that point, if known. Later rows of the same step will be repeated.
+          checksum: The result of `checksum` at that point. If the file no longer begins with these bytes, the rows that
+            can still be read are kept, the file is moved to `<path>.damaged`, and a warning lists what was lost.
 
         Raises:
-          ValueError: without a checksum, a line of the file is broken.
+          ValueError: A line of the file is broken, and no checksum was given.
         """
         if isinstance(steps, bool) or not hasattr(steps, "__index__"):
             raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
@@ -444,16 +442,16 @@ class History:
         return Elapsed(*self._elapsed[column.rows[-1]]), column.values[-1]
 
     def collect(self, *names: str) -> Any:
-        """Returns lists of the values of the names, over the rows in which all of them appear.
+        """Returns the values of names as lists, over the rows that contain all of them.
 
         Args:
-          *names: steps, samples, time and loops are those of elapsed; other names are looked up as by `find`.
+          *names: `steps`, `samples`, `time` and `loops` are those of `elapsed`. Other names are looked up as in `find`.
 
         Returns:
-          A tuple of lists, one a name; for one name its list. For an empty history the lists are empty.
+          A tuple with a list per name, or the list if there is only one name. The lists are empty for an empty history.
 
         Raises:
-          ValueError: no value has this name, or several have.
+          ValueError: No value has this name, or several do.
         """
         if not names:
             raise ValueError("History.collect takes at least one name, got none. Write collect('steps', 'loss').")

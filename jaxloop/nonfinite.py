@@ -222,12 +222,12 @@ class Watch:
         return carry, outputs
 
     def look(self, state: Any, *, in_step: bool = False) -> list[Found]:
-        """Returns the bad steps among the flags that have arrived, without waiting. Call it after each chunk of steps.
+        """Returns the bad steps among the flags that have already arrived. Call it after each chunk of steps.
 
         Args:
           state: Any state with the structure of the train state.
-          in_step: Whether all processes of a job must get the same result after the same step. It then waits for all
-            flags except the newest.
+          in_step: Whether all processes of a job must get the same result after the same step. If True, the call waits
+            for all flags except the newest.
         """
         if self.steps - self._sent >= self._chunk_size:
             self._send()

@@ -221,7 +221,7 @@ class Attempt:
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
-    """Reads the run log of a directory; returns the starts in their order. Broken lines are left out.
+    """Reads the run log of a directory, and returns the starts in order. Malformed lines are skipped.
 
     Raises:
       OSError: The file is not a regular file, or can't be read.

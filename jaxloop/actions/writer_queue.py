@@ -202,15 +202,14 @@ class WriterQueue:
             self._is_halted, self._begins_from = False, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
-        """Has the writer, before anything else, hide what a killed run wrote after its newest checkpoint.
+        """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
 
-        A run that resumes does so, once for all actions that share the writer. One that begins does so only if this
-        process has written nothing yet: what is there then was written by a run that was killed before its first
-        checkpoint.
+        A resumed run does this once for all actions that share the writer. A new run does it only if this process has
+        written nothing yet, because existing values then come from a run that was killed before its first checkpoint.
 
         Args:
-          action: asks for it.
-          step: the checkpoint's; the first step of the run if there is none.
+          action: The action that requests it.
+          step: The step of the checkpoint, or the first step of the run if there is none.
         """
         with self._lock:
             state_dict, self._begins_from = self._begins_from, None

@@ -153,7 +153,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
-    """Returns the number of examples of a row; after steps without a row, their mean."""
+    """Returns the number of examples in a row; after steps that have no row, the mean over these steps."""
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 

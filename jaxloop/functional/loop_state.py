@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """A moment outside the steps: a key of tasks that is not a schedule."""
+    """A point in the run outside of the steps, which serves as a key of tasks instead of a schedule."""
 
     def __init__(self, name: str):
         self._name = name

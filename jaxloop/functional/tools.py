@@ -221,11 +221,12 @@ def inner_loop(
     """Returns a callback that runs another loop, such as an evaluation during training, and logs its results.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`.
-    An evaluation that Ctrl-C interrupts logs nothing.
+    An evaluation that is interrupted by Ctrl-C logs nothing.
 
     Args:
       name: The collection of the logged values.
-      run: A function with the arguments of a callback and the results of `loop`. The state that it returns is ignored.
+      run: A function that takes the arguments of a callback and returns the values of `loop`. The returned state is
+        ignored.
       aggregation: "mean" (weighted by examples), "sum", "min", "max", "last", or a function of the list of values.
     """
     if not callable(aggregation) and aggregation not in ["mean", *REDUCTIONS]:

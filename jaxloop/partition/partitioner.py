@@ -82,7 +82,7 @@ class Partitioner(abc.ABC):
         """Places all rows of a host batch on the devices."""
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
-        """Places a batch of an evaluation, which may not divide over the devices if it is the last one."""
+        """Places an evaluation batch on the devices. The size of the last one may not be divisible by their number."""
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
