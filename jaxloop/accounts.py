@@ -1,4 +1,4 @@
-"""Where the wall time of runs went, over all of their restarts."""
+"""The wall time of runs over all of their restarts, divided by purpose."""
 
 import dataclasses
 from typing import final
@@ -30,9 +30,10 @@ _OF_STEPS = ("dispatch", "device", "data", "actions")
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of runs went. The parts add up to the time from the first start to the last sign of life.
+    """The wall time of runs, divided by purpose.
 
-    `str` makes a table of it, and a sentence that says what would help most.
+    The parts add up to the time from the first start to the last sign of life. `str` formats it as a table, followed by
+    a sentence with the most useful advice.
 
     >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
@@ -42,8 +43,8 @@ class Goodput:
     Read batches ahead with jaxloop.prefetch, or make the dataset faster.
 
     Attributes:
-      productive: Seconds of steps that no earlier process had taken: dispatching them and waiting for the devices.
-      repeated: Seconds of steps that a killed process had already taken, after its last checkpoint.
+      productive: Seconds spent on new steps: dispatching them and waiting for the devices.
+      repeated: Seconds spent on steps that a killed process had already done after its last checkpoint.
       compiling: Seconds spent tracing and compiling the train step.
       data: Seconds spent waiting for the next batch.
       actions: Seconds spent in actions other than checkpoints.
@@ -85,7 +86,7 @@ class Goodput:
 
     @property
     def advice(self) -> str:
-        """A sentence that says what would help most; empty if 95% of the time was productive."""
+        """A sentence with the most useful advice; empty if 95% of the time was productive."""
         part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)
         return "" if self.productive >= 0.95 * self.total else _PARTS[part][1]
 
@@ -109,10 +110,10 @@ class Goodput:
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Returns where the wall time of the runs in these work directories went, also of runs that have not ended.
+    """Divides the wall time of runs by purpose. It also works while a run is in progress.
 
-    Every `OuterLoop` with a local work directory writes `goodput.jsonl` there: when it starts and ends, and at log
-    points.
+    It reads `goodput.jsonl`, to which every `OuterLoop` with a local work directory writes when it starts and ends, and
+    at log points.
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples

@@ -1,4 +1,4 @@
-"""A table of runs: the best value of a metric, and what tells the runs apart."""
+"""A table of runs, with the best value of a metric and the notes that differ."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ _SEED = "seed"
 @final
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Runs in the order of the best value of a metric. `str` makes a table of them.
+    """Runs, sorted by the best value of a metric. `str` formats them as a table.
 
     Attributes:
       by: The path of the metric.
       mode: "max" or "min": which values are better.
       runs: A dict for each run: `workdir`, `best`, `step` (of the best value), `secs` (of wall time), `productive` (the
-        share of it in new steps), `notes`. `best` and `step` are None if the run has no finite value.
+        fraction spent on new steps), `notes`. `best` and `step` are None if the run has no finite value.
       groups: A dict for each group of runs whose notes are equal except for `seed`: `notes`, `runs` (their number),
         `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty if no group has
         more than one run.
@@ -113,7 +113,7 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 
 
 def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]:
-    """Returns the best finite value in a history, and its step. Broken lines are left out."""
+    """Returns the best finite value in a history, and its step. Malformed lines are skipped."""
     wanted = monitor.name.replace("/", ".")
     number = re.compile(
         re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)'
@@ -145,7 +145,7 @@ def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _differing(notes: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the names of the notes that are not the same everywhere."""
+    """Returns the names of the notes that differ between runs."""
     names = dict.fromkeys(name for each in notes for name in each)
     return [name for name in names if len({str(each.get(name)) for each in notes}) > 1]
 

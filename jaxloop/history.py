@@ -79,7 +79,7 @@ class _Form:
 
     Raises:
       TypeError: A value is not a scalar, or a key is not a string.
-      ValueError: Two values have the same path, or one has the name of a number of `elapsed`.
+      ValueError: Two values have the same path, or one has the name of a field of `elapsed`.
     """
 
     def __init__(self, logs: Mapping[str, Any]):
@@ -276,9 +276,9 @@ class History:
         self.outputs.append((elapsed.without_previous(), outputs))
 
     def flush(self) -> None:
-        """Waits for the values still on their way; with a path, all rows are in the file then.
+        """Waits for all pending values, and writes all rows to the file if there is one.
 
-        Whoever saves a checkpoint calls it before: the rows up to that step are part of the run.
+        Called before each checkpoint, which includes the rows up to its step.
         """
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
@@ -407,7 +407,7 @@ class History:
         """Returns the full path of a value. A name that is a complete path refers to that one.
 
         Raises:
-          ValueError: no value has this name, or several have.
+          ValueError: No value has this name, or several do.
         """
         end = _dotted(name)
         if end in self._columns:
@@ -429,10 +429,10 @@ class History:
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
         """Returns the newest value of a name, with the progress of the run; None if there is no value yet.
 
-        Costs the same for each length of the history, and waits for the devices only if that value is on its way.
+        Its cost doesn't depend on the length of the history. It waits for the devices only if that value is pending.
 
         Raises:
-          ValueError: several values have this name.
+          ValueError: Several values have this name.
         """
         if _dotted(name) not in self._paths_by_end:
             return None
@@ -491,7 +491,7 @@ class History:
     # Keeping ---------------------------------------------------------------------------------------
 
     def save(self, path: epath.PathLike) -> None:
-        """Writes all rows to a file in this class's format, in one atomic move. The outputs are not written."""
+        """Writes all rows to a file atomically, in the format of this class. The outputs are not written."""
         written = _write(_absolute(path), self.rows)
         if _absolute(path) == self._path:
             self._in_file = written
@@ -503,8 +503,8 @@ class History:
         An incomplete last line, which a process killed while writing has left, is dropped with a warning.
 
         Raises:
-          FileNotFoundError: there is no such file.
-          ValueError: a line is broken; the error gives its number.
+          FileNotFoundError: There is no such file.
+          ValueError: A line is malformed. The message contains its number.
         """
         history = cls()
         for row in _Reader(_absolute(path), history._read).rows():
@@ -514,16 +514,16 @@ class History:
     def plot(self, *names: str, x: str = "steps") -> "Figure":
         """Returns a figure with learning curves: one plot per name, one line per value whose path ends in that name.
 
-        So `plot("loss")` shows `train.loss` and `eval.loss` together, under the labels `train` and `eval`. The figure
-        shows itself at the end of a notebook's cell; `figure.savefig("loss.png")` writes it. Needs matplotlib, of
-        which pyplot, the backend and the settings are left alone.
+        So `plot("loss")` shows `train.loss` and `eval.loss` together, under the labels `train` and `eval`. At the end
+        of a notebook cell, the figure is displayed; `figure.savefig("loss.png")` writes it to a file. It requires
+        matplotlib, and doesn't change its backend or settings.
 
         Args:
-          *names: what to draw; none for all numbers but the statistics of loops (`jaxloop/...`).
-          x: steps, samples, time (in seconds) or loops.
+          *names: The values to plot; all numbers except the statistics of loops (`jaxloop/...`) if there are none.
+          x: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
-          ValueError: there is nothing to draw, or no number has this name.
+          ValueError: There is nothing to plot, or no number has this name.
           ImportError: matplotlib is not installed.
         """
         if x not in _UNITS:
@@ -591,7 +591,7 @@ class History:
         self._may_append = True
 
     def _read(self, logs: Mapping[str, Any]) -> tuple[_Form, list[Any]]:
-        """Returns the form of logs, and their values; raises what `_Form` does."""
+        """Returns the form of logs and their values; raises the errors of `_Form`."""
         key, values = _key_and_values(logs)
         form = self._known_forms.get(key)
         if form is None:
@@ -599,7 +599,7 @@ class History:
         return form, form.checked(values)
 
     def _add(self, elapsed: tuple[Any, ...], form: _Form, values: Sequence[Any]) -> None:
-        """Appends a row, given the numbers of its elapsed."""
+        """Appends a row, given the fields of its `Elapsed`."""
         number = len(self)
         self._elapsed.append(elapsed)
         self._forms.append(form)
@@ -635,7 +635,7 @@ class History:
         self._append_to_file(numbers)
 
     def _on_their_way(self, number: int) -> dict[str, Any]:
-        """Returns the values of a row that were on the devices."""
+        """Returns the values of a row that have not been copied from the devices yet."""
         return self._forms[number].on_device(self._values_at(number))
 
     def _values_at(self, number: int) -> list[Any]:
@@ -849,8 +849,8 @@ class _Reader:
     """Reads the rows of a file, one line at a time.
 
     Attributes:
-      is_in_order: once the rows are read, whether the lines are just these, in order and complete.
-      broken_lines: the numbers of the lines that are no rows, in a lenient reading.
+      is_in_order: Whether the lines that were read are exactly the rows, in order and complete.
+      broken_lines: The numbers of the lines that are not rows, if broken lines are skipped.
     """
 
     def __init__(
@@ -866,7 +866,7 @@ class _Reader:
         self.broken_lines: list[str] = []
 
     def rows(self) -> Iterable[_ReadRow]:
-        """Yields each row's numbers of `elapsed`, form and values; those of a damaged file in the order of steps."""
+        """Yields the `Elapsed` fields, form and values of each row; in the order of steps if the file is damaged."""
         if not self._is_lenient:
             return self._by_number()
         rows = list(self._by_number()) if self._path.exists() else []
@@ -935,7 +935,7 @@ class _Reader:
 
 
 def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
-    """Writes a file of rows, in one atomic move."""
+    """Writes a file of rows atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished, checksum = path.with_name(f"{path.name}.tmp"), _Checksum()
     with files.open_file(unfinished, "wb") as file:

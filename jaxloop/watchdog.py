@@ -1,4 +1,4 @@
-"""The watchdog: ends a run that hangs, and tells which process hangs where."""
+"""The watchdog, which ends a hanging run and reports which process hangs, and where."""
 
 import collections
 import contextlib
@@ -38,12 +38,12 @@ _DONE_FILE = "reported"
 @final
 @dataclasses.dataclass(frozen=True)
 class Watchdog:
-    """Ends a run in which nothing happens for too long, and tells where it hangs.
+    """Ends a run that makes no progress for too long, and reports where it hangs.
 
     Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, with its place in the run and the stacks
     of all threads. The first process logs one sentence, such as "process 3 is reading batch 5,113; 7 others are waiting
-    for the other processes", and all exit with code 75, so that a scheduler starts them again. The run then resumes
-    from its newest checkpoint. A thread looks about once per second; steps cost nothing.
+    for the other processes", and all exit with code 75, so that a scheduler restarts them. The run then resumes
+    from its newest checkpoint. A thread checks about once per second, so steps cost nothing.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -127,7 +127,7 @@ class _Watching(threading.Thread):
                 self._end(now - since)
 
     def _activity(self) -> tuple[Any, ...]:
-        """Returns what changes while the run makes progress, with the kind of work first."""
+        """Returns a tuple that changes while the run makes progress, with the kind of work first."""
         kind = self._train.progress.stopwatch.kind
         counts = [(each.progress.loops, len(each.stepper.call.num_examples)) for each in self._evals]
         return kind, self._steps(), *counts
@@ -210,7 +210,7 @@ class _Watching(threading.Thread):
 
 
 def sentence(places: dict[int, str], count: int) -> str:
-    """Describes where the processes of a job are, the rarest place first.
+    """Describes what the processes of a job are doing, the rarest activity first.
 
     >>> sentence({0: "waiting for the others", 1: "reading batch 8", 2: "waiting for the others"}, 4)
     'process 1 is reading batch 8; processes 0, 2 are waiting for the others; process 3 did not report'
@@ -244,7 +244,7 @@ _STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
 
 
 def place_of(frame: FrameType | None, step: int) -> str:
-    """Describes what a thread does, from its stack: "reading batch 5,113".
+    """Describes what a thread is doing, from its stack: "reading batch 5,113".
 
     Args:
       frame: The innermost frame; None if the thread has ended.
@@ -287,7 +287,7 @@ def _what(code: CodeType, names: Any) -> str | None:
 
 
 def _is_at_barrier(frame: FrameType | None) -> bool:
-    """Returns whether a thread of Orbax waits for the same threads of the other processes."""
+    """Returns whether an Orbax thread is waiting for the other processes."""
     while frame is not None:
         if "multihost" in frame.f_code.co_filename:
             return True

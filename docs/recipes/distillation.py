@@ -1,4 +1,4 @@
-"""Train a small network to imitate a large one, whose parameters are in the state and stay as they are."""
+"""Trains a small network to imitate a large one, whose parameters are in the state and never change."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Train on a Hugging Face dataset."""
+"""Trains on a Hugging Face dataset."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Load the best checkpoint of a run, and predict the classes of any number of images."""
+"""Loads the best checkpoint of a run, and predicts the classes of any number of images."""
 
 import tempfile
 

@@ -1,4 +1,8 @@
-"""Train a small language model on sums, with a loss per token, and sample from it at evaluations."""
+"""Trains a transformer to write numbers in digits, as in "four hundred twelve = 412".
+
+The texts differ in length, so the batches are padded. The loss and its means count each character once, and the padding
+not at all. Each evaluation also completes texts that the model has not seen.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,79 +13,82 @@ from flax import linen as nn
 import jaxloop
 from jaxloop import every
 
-ALPHABET = "\0\n+=0123456789"  # The first character is padding.
-LENGTH = 9
-LINES = [f"{a}+{b}={a + b}\n" for a in range(40) for b in range(40)]
-np.random.default_rng(0).shuffle(LINES)
+ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen""".split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+ALPHABET = "\n -=0123456789abcdefghijklmnopqrstuvwxyz"  # The end of a text has the code 0, as has the padding.
+LENGTH = 36
 
 
-def encode(lines):
-    return np.array([[ALPHABET.index(char) for char in line.ljust(LENGTH, "\0")] for line in lines], np.int32)
+def in_words(n):
+    if n < 20:
+        return ONES[n]
+    if n < 100:
+        return TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
+    return f"{ONES[n // 100]} hundred" + (f" {in_words(n % 100)}" if n % 100 else "")
+
+
+def encode(texts):
+    return np.array([[ALPHABET.index(char) for char in text.ljust(LENGTH, "\n")] for text in texts], np.int32)
 
 
 class Transformer(nn.Module):
     @nn.compact
-    def __call__(self, tokens):
-        positions = self.param("positions", nn.initializers.normal(0.02), [LENGTH, 64])
-        x = nn.Embed(len(ALPHABET), 64)(tokens) + positions[: tokens.shape[1]]
-        mask = nn.make_causal_mask(tokens)
-        for _ in range(2):
-            x += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
-            x += nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+    def __call__(self, tokens):  # Predicts each token from those before it.
+        tokens = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+        x = nn.Embed(len(ALPHABET), 64)(tokens) + nn.Embed(LENGTH, 64)(jnp.arange(LENGTH))
+        x += nn.SelfAttention(num_heads=4)(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
+        x += nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
         return nn.Dense(len(ALPHABET))(nn.LayerNorm()(x))
 
 
-class LanguageModelStep(jaxloop.Step):
-    def num_examples(self, batch):
-        """Counts tokens, so that means over several batches are means over tokens."""
-        return int(np.sum(batch[:, 1:] != 0))
+class LanguageStep(jaxloop.Step):
+    def num_examples(self, batch):  # The weight of the batch in means: its characters, and the end of each text.
+        return np.count_nonzero(batch["tokens"]) + len(batch["tokens"])
 
     def run(self, state, batch):
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        weights = (targets != 0).astype(jnp.float32)
+        tokens = batch["tokens"]
+        counts = jnp.arange(LENGTH) <= (tokens != 0).sum(-1, keepdims=True)
 
         def loss_fn(params):
-            logits = state.apply_fn({"params": params}, inputs)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            return jnp.sum(losses * weights) / jnp.sum(weights)
+            logits = state.apply_fn({"params": params}, tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean(where=counts)
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return (state.apply_gradients(grads=grads) if self.train else state), {"nats_per_token": loss}
+        if self.train:
+            state = state.apply_gradients(grads=grads)
+        return state, {"loss": loss}
+
+
+class CompleteAction(jaxloop.Action):
+    """Completes "four hundred twelve = " and other texts, and counts those that are right."""
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        prompts = [f"{in_words(n)} = " for n in test_numbers]
+        texts = ["".join(ALPHABET[code] for code in row) for row in np.asarray(complete(state, encode(prompts)))]
+        answers = [text.partition("= ")[2].partition("\n")[0] for text in texts]
+        share = np.mean([answer == str(n) for answer, n in zip(answers, test_numbers, strict=True)])
+        print(f'step {step_num}: {share:.0%} are right; "{prompts[0]}{answers[0]}"')
 
 
 @jax.jit
-def complete(state, tokens, start):
-    """Writes the most likely characters after `start`, one at a time."""
+def complete(state, prompts):
+    def add_char(place, tokens):
+        chosen = state.apply_fn({"params": state.params}, tokens)[:, place].argmax(-1)
+        return tokens.at[:, place].set(jnp.where(prompts[:, place] == 0, chosen, prompts[:, place]))
 
-    def write(place, tokens):
-        logits = state.apply_fn({"params": state.params}, tokens)[jnp.arange(len(tokens)), place - 1]
-        return tokens.at[:, place].set(jnp.where(place < start, tokens[:, place], logits.argmax(-1)))
-
-    return jax.lax.fori_loop(1, LENGTH, write, tokens)
+    return jax.lax.fori_loop(0, LENGTH, add_char, prompts)
 
 
-class Sample(jaxloop.Action):
-    """Completes the test lines after "=", prints three of them and how many are correct."""
-
-    def __call__(self, state, outputs, *, step_num, **kwargs):
-        prompts = [line.partition("=")[0] + "=" for line in LINES[:200]]
-        tokens = np.asarray(complete(state, encode(prompts), np.array([len(each) for each in prompts])))
-        written = ["".join(ALPHABET[token] for token in row).partition("\n")[0] + "\n" for row in tokens]
-        correct = np.mean([found == line for found, line in zip(written, LINES, strict=False)])
-        print(
-            f"step {step_num}: {'  '.join(line.strip() for line in written[:3])}  ({correct:.0%} correct)", flush=True
-        )
-
-
-def batch_of(number):
-    return encode(np.random.default_rng(number).choice(LINES[200:], 128))
-
-
-schedule = optax.cosine_decay_schedule(3e-3, 600)
-train_step = LanguageModelStep(jax.random.key(0), Transformer(), optax.adamw(schedule), train=True)
-eval_loop = jaxloop.EvalLoop(LanguageModelStep(jax.random.key(0), Transformer()), end_actions=[Sample()])
-outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [eval_loop])
-test = jaxloop.EvalSpec([encode(LINES[:128]), encode(LINES[128:200])], interval=every(steps=200), name="test")
+train_numbers, test_numbers = np.split(np.random.default_rng(0).permutation(1000), [900])
+train_texts, test_texts = (encode([f"{in_words(n)} = {n}" for n in each]) for each in (train_numbers, test_numbers))
+train_data = jaxloop.from_index(lambda index: {"tokens": np.random.default_rng(index).choice(train_texts, 32)})
+test_data = [{"tokens": rows} for rows in np.split(test_texts, 4)]
+optimizer = optax.adam(optax.cosine_decay_schedule(5e-3, 400))
+train_step = LanguageStep(jax.random.key(0), Transformer(), optimizer, train=True)
+test_loop = jaxloop.EvalLoop(LanguageStep(jax.random.key(0), Transformer()), end_actions=[CompleteAction()])
+outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [test_loop])
 state = train_step.initialize_model(([1, LENGTH], jnp.int32))
-outer_loop(state, jaxloop.from_index(batch_of), 600, eval_specs=[test])
-print(f"test loss: {outer_loop.history.last('test.nats_per_token')[1]:.2f} nats per token")
+evaluation = jaxloop.EvalSpec(test_data, interval=every(steps=200), name="test")
+state, _ = outer_loop(state, train_data, train_total_steps=400, eval_specs=[evaluation])
+print("test loss per character:", *(f"{loss:.3f}" for loss in outer_loop.history.collect("test.loss")))

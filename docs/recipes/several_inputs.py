@@ -1,4 +1,4 @@
-"""Train a model with two inputs, an image and a table of numbers, from nested batches."""
+"""Trains a model with two inputs, an image and a table of numbers, from nested batches."""
 
 import jax
 import jax.numpy as jnp

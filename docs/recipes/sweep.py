@@ -1,4 +1,4 @@
-"""Sweep the learning rate with three-fold cross-validation: a table, and a plot. Start it again to resume."""
+"""Sweeps the learning rate with three-fold cross-validation. If it is interrupted, start it again to resume."""
 
 import pathlib
 import sys

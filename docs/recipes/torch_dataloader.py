@@ -1,4 +1,4 @@
-"""Train on a PyTorch DataLoader with worker processes, and resume at the right batch."""
+"""Trains on a PyTorch DataLoader with worker processes, and resumes at the right batch."""
 
 import jax
 import numpy as np

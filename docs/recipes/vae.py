@@ -1,75 +1,93 @@
-"""Train a variational autoencoder on digits, and draw reconstructions and samples at evaluations."""
+"""Trains a variational autoencoder (VAE) on digits, and draws what it generates at each evaluation.
+
+The pictures go to runs/vae: to PNG files, and to the event files that `tensorboard --logdir=runs/vae` shows.
+"""
+
+import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib.image
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import linen as nn
-from sklearn import datasets
+from sklearn.datasets import load_digits
 
 import jaxloop
-from jaxloop import every
+from jaxloop import at, every
 
-LATENTS = 8
+WORKDIR = pathlib.Path("runs/vae")
 
 
 class VAE(nn.Module):
+    num_latents: int = 8
+
     def setup(self):
-        self.encoder = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(2 * LATENTS)])
-        self.decoder = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(64)])
+        self.encoder = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(2 * self.num_latents)])
+        self.decoder = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(64)])
 
-    def __call__(self, images, key=None):
-        mean, log_var = jnp.split(self.encoder(images), 2, axis=-1)
-        latents = mean if key is None else mean + jnp.exp(log_var / 2) * jax.random.normal(key, mean.shape)
-        return self.decoder(latents), mean, log_var
+    def __call__(self, pixels, key):
+        mean, log_std = jnp.split(self.encoder(pixels), 2, axis=-1)
+        latents = mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+        return self.decode(latents), mean, log_std
 
-    def decode(self, latents):
-        return nn.sigmoid(self.decoder(latents))
+    def decode(self, latents):  # Returns the logits of the pixels.
+        return self.decoder(latents)
 
 
 class VAEStep(jaxloop.Step):
     def run(self, state, batch):
+        pixels, key = batch["pixels"], self.prng_key(state.step)
+
         def loss_fn(params):
-            key = self.prng_key(state.step) if self.train else None
-            logits, mean, log_var = state.apply_fn({"params": params}, batch["image"], key)
-            reconstruction = optax.sigmoid_binary_cross_entropy(logits, batch["image"]).sum(axis=-1).mean()
-            kl = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum(axis=-1).mean()
-            outputs = {"elbo": -reconstruction - kl, "kl": kl}
-            if not self.train:
-                outputs["reconstructed"] = nn.sigmoid(logits[:10])
-            return reconstruction + kl, outputs
+            logits, mean, log_std = state.apply_fn({"params": params}, pixels, key)
+            # A pixel is the mean of 16 black or white points.
+            reconstruction = 16 * optax.sigmoid_binary_cross_entropy(logits, pixels).sum(-1).mean()
+            divergence = (0.5 * (mean**2 + jnp.exp(2 * log_std) - 1) - log_std).sum(-1).mean()
+            loss = reconstruction + divergence
+            return loss, (logits, {"loss": loss, "reconstruction": reconstruction, "divergence": divergence})
 
-        grads, outputs = jax.grad(loss_fn, has_aux=True)(state.params)
-        return (state.apply_gradients(grads=grads) if self.train else state), outputs
+        if self.train:
+            grads, (_, outputs) = jax.grad(loss_fn, has_aux=True)(state.params)
+            return state.apply_gradients(grads=grads), outputs
+
+        _, (logits, outputs) = loss_fn(state.params)
+        latents = jax.random.normal(jax.random.key(0), [10, VAE.num_latents])  # The same at each evaluation.
+        generated = state.apply_fn({"params": state.params}, latents, method="decode")
+        images = jnp.concatenate([pixels[:10], nn.sigmoid(logits[:10]), nn.sigmoid(generated)])
+        return state, {**outputs, "images": images.reshape(-1, 8, 8, 1)}
 
 
-class DrawImages(jaxloop.Action):
-    """Draws ten test images, their reconstructions and ten samples."""
+class DrawAction(jaxloop.Action):
+    """Draws the images of an evaluation: test digits, their reconstructions, and generated digits."""
 
     def __call__(self, state, outputs, *, step_num, **kwargs):
-        noise = np.random.default_rng(0).normal(size=[10, LATENTS]).astype(np.float32)
-        samples = state.apply_fn({"params": state.params}, noise, method="decode")
-        rows = [test_images[:10], outputs["reconstructed"][0], samples]
-        image = np.block(
-            [[np.pad(digit.reshape(8, 8), 1, constant_values=1) for digit in np.asarray(row)] for row in rows]
-        )
-        matplotlib.image.imsave(f"vae_{step_num}.png", np.kron(image, np.ones([6, 6])), cmap="gray_r")
+        figure, axes = plt.subplots(3, 10, figsize=(7, 2.6), layout="constrained")
+        for axis, image in zip(axes.flat, outputs["images"][-1], strict=True):
+            axis.imshow(image, cmap="gray_r", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+        for axis, name in zip(axes[:, 0], ["test", "reconstructed", "generated"], strict=True):
+            axis.set_ylabel(name, rotation=0, ha="right", va="center")
+        figure.suptitle(f"after {step_num} steps", fontsize="medium")
+        figure.savefig(WORKDIR / f"step_{step_num}.png", dpi=100)
+        plt.close(figure)
 
 
-images = (datasets.load_digits().images.reshape(-1, 64) / 16).astype(np.float32)
-train_images, test_images = images[:1500], images[1500:]
+images, _ = load_digits(return_X_y=True)
+images = np.random.default_rng(0).permutation(images / 16).astype(np.float32)
+batches = [{"pixels": rows} for rows in images[:1536].reshape(24, 64, 64)]
 
-
-def batch_of(number):
-    return {"image": train_images[np.random.default_rng(number).choice(1500, 64)]}
-
-
-train_step = VAEStep(jax.random.key(0), VAE(), optax.adam(2e-3), train=True)
-eval_loop = jaxloop.EvalLoop(VAEStep(jax.random.key(0), VAE()), end_actions=[DrawImages()])
-outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [eval_loop])
-test = jaxloop.EvalSpec([{"image": test_images}], interval=every(steps=1000), name="test")
-outer_loop(train_step.initialize_model([1, 64]), jaxloop.from_index(batch_of), 3000, eval_specs=[test])
-
-for step, elbo, kl in zip(*outer_loop.history.collect("steps", "test.elbo", "test.kl"), strict=True):
-    print(f"step {step}: ELBO {elbo:.1f} nats, of which KL {kl:.1f}")
+train_step = VAEStep(jax.random.key(0), VAE(), optax.adam(3e-3), train=True)
+test_step = VAEStep(jax.random.key(0), VAE())
+summaries = jaxloop.SummaryAction(jaxloop.default_writer(WORKDIR), prefix="test/")
+outer_loop = jaxloop.OuterLoop(
+    jaxloop.TrainLoop(train_step), [jaxloop.EvalLoop(test_step, end_actions=[DrawAction(), summaries])]
+)
+state, _ = outer_loop(
+    train_step.initialize_model([[1, 64], jax.random.key(0)]),
+    train_dataset=batches,
+    train_epochs=50,
+    eval_specs=[jaxloop.EvalSpec([{"pixels": images[1536:]}], interval=at(100) | every(steps=600), name="test")],
+)
+for step, loss, divergence in zip(*outer_loop.history.collect("steps", "test.loss", "test.divergence"), strict=True):
+    print(f"step {step:4}: test loss {loss:.1f} nats, of which {divergence:.1f} are the divergence of the latents")

@@ -1,4 +1,4 @@
-"""Event files of TensorBoard that lose nothing when the process is killed."""
+"""TensorBoard event files that lose no event when the process is killed."""
 
 import os
 import re
@@ -23,17 +23,17 @@ _NUM_FRAME_BYTES = _LENGTH.size + 2 * _CRC.size
 
 @final
 class EventFile:
-    """The event file of one process. Each event is in the file when `add_event` returns.
+    """The event file of one process. When `add_event` returns, the event is in the file.
 
-    Takes the place of tensorboardX's `FileWriter`, which keeps events in a queue and two buffers: a killed process
-    loses them, a `flush` does not wait for the queue, and if the disk is full, its thread ends without an error.
-    An event that could not be written raises an error and leaves the file as it was. Thread-safe.
+    It replaces tensorboardX's `FileWriter`, which keeps events in a queue and two buffers: a killed process loses them,
+    `flush` doesn't wait for the queue, and on a full disk its thread ends without an error. Here, an event that can't
+    be written raises an error and leaves the file as it was. Thread-safe.
 
-    The file is made with the first event, and closed by `close` or when this object is garbage. Its name sorts after
-    those of all event files that are there already, since TensorBoard reads them in the order of their names.
+    The first event creates the file; `close`, or garbage collection of this object, closes it. TensorBoard reads event
+    files in the order of their names, so the name sorts after those of all existing event files.
 
     Args:
-      directory: where to write.
+      directory: The directory of the file.
     """
 
     def __init__(self, directory: str):
@@ -59,7 +59,7 @@ class EventFile:
         """Adds an event.
 
         Raises:
-          OSError: it could not be written; the error has the path of the file.
+          OSError: The event could not be written. The error contains the path of the file.
         """
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
@@ -74,7 +74,7 @@ class EventFile:
                 self._newest_step, self._begins = event.step, begins
 
     def flush(self) -> None:
-        """Waits until the disk has all events."""
+        """Waits until all events are on disk."""
         with self._lock:
             if self._file is not None:
                 try:
@@ -92,20 +92,20 @@ class EventFile:
             self._close_file()
 
     def position(self) -> dict[str, Any]:
-        """Returns how far the file goes, and where the events of the newest step begin; `resume` takes it."""
+        """Returns the end of the file and the start of the newest step's events, for `resume`."""
         with self._lock:
             return {"file": self._name, "begins": self._begins, "ends": self._size}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Has TensorBoard hide what was written after a position: a run resumes there, or begins again.
+        """Makes TensorBoard hide everything after a position at which a run resumes or starts over.
 
         TensorBoard hides all points from a given step on. Those of the step itself that belong to the position are
         therefore copied from the earlier file.
 
         Args:
-          step: where the run resumes.
-          position: what `position` returned when that step was saved. None if that is not known: then points of the
-            step itself are kept, except for step 0.
+          step: The step at which the run resumes.
+          position: The result of `position` when that step was saved. If it is unknown (None), points of the step
+            itself are kept, except for step 0.
         """
         with self._lock:
             if not self._numbers():
@@ -162,7 +162,7 @@ class EventFile:
         self._size += len(record)
 
     def _restore(self, error: OSError) -> None:
-        """Cuts off half a record, which would hide all that come after it, and adds the path to the error."""
+        """Removes a partly written record, which would hide all later ones, and adds the path to the error."""
         if self._file is not None and hasattr(self._file, "fileno"):
             os.ftruncate(self._file.fileno(), self._size)
             self._file.seek(self._size)
@@ -170,7 +170,7 @@ class EventFile:
             error.filename = self._path
 
     def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
-        """Returns the events from a step on that belong to a position; None if its file can't be read."""
+        """Returns the events of a position from a step on; None if its file can't be read."""
         name: Any
         name, begins, ends = (position.get(key, -1) for key in ("file", "begins", "ends"))
         if name is None:

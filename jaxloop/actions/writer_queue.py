@@ -1,4 +1,4 @@
-"""The queue in front of a writer, and the base of the actions that write through it."""
+"""The queue in front of a writer, and the base class of the actions that use it."""
 
 import atexit
 import copy
@@ -33,16 +33,16 @@ _METHODS = frozenset(
 @final
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A call of a writer's method: `write_scalars` with values by name, `flush` with none, `resume` with a position.
+    """A pending call of a writer's method, such as `write_scalars`, `flush` or `resume`.
 
     Attributes:
-      action: asks for it.
-      step: the step that it describes.
-      method: the name of the method.
-      values: what is written, by name.
-      options: further keyword arguments.
-      number: its place among all calls of the writer; 0 comes before all others.
-      is_in_checkpoint: a checkpoint of this process has it, so that a later process will make it.
+      action: The action that requested it.
+      step: The step that the values belong to.
+      method: The name of the method.
+      values: The values to write, by name.
+      options: Further keyword arguments.
+      number: Its place among all calls of the writer; 0 comes before all others.
+      is_in_checkpoint: Whether a checkpoint of this process contains it, so that a resumed run will make the call.
     """
 
     action: Any
@@ -54,7 +54,7 @@ class Call:
     is_in_checkpoint: bool = False
 
     def make(self, writer: Any) -> None:
-        """Calls the method of a writer. An error gets a note of the action, the step and the names."""
+        """Calls the writer's method. If it raises an error, adds a note with the action, the step and the names."""
         try:
             if self.method == "resume":
                 _resume(writer, self.step, **self.options)
@@ -67,7 +67,7 @@ class Call:
             raise
 
     def keep(self) -> dict[str, Any] | None:
-        """Returns what a checkpoint keeps of it; None, and an error in the log, if it has a value of another type."""
+        """Returns the call for a checkpoint. If it can't be stored, logs an error and returns None."""
         kept = {name: getattr(self, name) for name in ("number", "step", "method", "values", "options")}
         try:
             encoding.encode(kept)
@@ -81,7 +81,7 @@ class Call:
 
 @final
 class WriterQueue:
-    """Calls the methods of a writer in the order in which actions ask for it, in a thread.
+    """Calls the methods of a writer in a thread, in the order in which actions request them.
 
     >>> import types
     >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
@@ -90,19 +90,19 @@ class WriterQueue:
     >>> queue.flush()
     10 {'loss': 0.5}
 
-    All actions with the same writer share its queue. The thread begins with the first call, waits a tenth of a second
-    for more, makes them all, and ends; so a process that is killed may lose that much, unless a checkpoint was saved:
-    `state_dict` waits until everything is written and flushed. A program that ends makes all calls before; one that
-    was forked from it makes none of them. In a job of many processes, only the first one calls anything.
+    All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
+    second for more, makes all calls, and ends. A killed process can lose the calls of that time, but none before a
+    checkpoint, because `state_dict` waits until everything is written and flushed. A program that exits makes all
+    pending calls first; a forked process makes none. In a job of several processes, only the first one calls the
+    writer.
 
-    No row is lost or written twice if a call raises: that call and those behind it stay in the queue, and the thread
-    ends. The error is raised when an action next asks for something, or flushes. When an action asks for more after
-    that, the calls are made again. A checkpoint that is saved in between keeps them, and a run that resumes makes them
-    first.
+    If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
+    thread ends. The next request or flush raises the error, and the request after that makes the calls again. A
+    checkpoint saved in between stores them, and a resumed run makes them first.
 
     Args:
-      writer: any object with the methods of `clu.metric_writers.MetricWriter`.
-      has_thread: False to make each call at once, where the action asks for it.
+      writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
+      has_thread: False to make each call immediately, in the thread that requests it.
     """
 
     # By the ids of the writers, which these objects keep alive: not every writer can be hashed, or weakly referred to.
@@ -110,7 +110,7 @@ class WriterQueue:
 
     @classmethod
     def of(cls, writer: Any, has_thread: bool = True) -> "WriterQueue":
-        """Returns the queue of a writer. clu's `AsyncWriter`, which has a thread itself, gets no second one."""
+        """Returns the queue of a writer. clu's `AsyncWriter` has its own thread, so its queue starts none."""
         is_async = any(each.__module__ == "clu.metric_writers.async_writer" for each in type(writer).__mro__)
         has_thread = has_thread and not is_async
         return cls._all.setdefault((id(writer), has_thread), cls(writer, has_thread))
@@ -129,14 +129,15 @@ class WriterQueue:
         self._process = os.getpid()
 
     def put(self, *calls: Call, waits: bool = False) -> None:
-        """Adds calls behind those before, all or none of them. If there are too many, waits until all are made.
+        """Adds calls to the end of the queue, all or none of them. If the queue is full, waits until it is empty.
 
         Args:
-          calls: the calls. Their values are copied.
-          waits: until they are made. An error in them is raised the next time nevertheless, as they stay in the queue.
+          calls: The calls. Their values are copied.
+          waits: Whether to wait until they are made. If one raises an error, it stays in the queue, and the next
+            request raises that error.
 
         Raises:
-          BaseException: that of an earlier call; without a thread, of these calls.
+          BaseException: The error of an earlier call; without a thread, that of these calls.
         """
         if not calls or not distributed.is_first_process():
             return
@@ -164,7 +165,7 @@ class WriterQueue:
         """Waits until all calls are made and the thread has ended, and flushes the writer.
 
         Raises:
-          BaseException: that of an earlier call, once.
+          BaseException: The error of an earlier call, once.
         """
         self._drain()
         try:
@@ -174,9 +175,9 @@ class WriterQueue:
             self._unflushed_step = None
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Writes and flushes everything; returns what could not be written for an action, and the writer's position.
+        """Flushes everything; returns an action's failed calls and the writer's position, for a checkpoint.
 
-        A checkpoint is about to be saved, and an error must not prevent that: it is raised later.
+        It doesn't raise errors, so that the checkpoint can be saved. They are raised later.
         """
         if not distributed.is_first_process():
             return {}
@@ -190,7 +191,7 @@ class WriterQueue:
         return unwritten | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
-        """Adds what could not be written before all that actions will ask for."""
+        """Puts the failed calls of a checkpoint at the front of the queue."""
         calls = list(_calls_in(action, state_dict)) if distributed.is_first_process() else []
         self._join()
         with self._lock:
@@ -224,7 +225,7 @@ class WriterQueue:
         self._pending += calls
 
     def _start(self) -> None:
-        """Starts the thread, if there is something to do for it."""
+        """Starts the thread if there are pending calls."""
         if self._pending and not self._is_halted and self._thread is None:
             self._hurry.clear()
             # After what the writer itself may have registered, and so called before: it is still open then.
@@ -235,7 +236,7 @@ class WriterQueue:
             self._thread = thread
 
     def _drain(self) -> None:
-        """Makes all calls, or those before one that raises, and ends the thread."""
+        """Makes calls until one raises an error or none are left, and ends the thread."""
         if not self._has_thread:
             self._make_calls()
             return
@@ -279,7 +280,7 @@ class WriterQueue:
             raise self._errors.pop()
 
     def _finish(self) -> None:
-        """Makes what is pending, at the end of the program; logs what raises."""
+        """Makes the pending calls when the program exits, and logs errors."""
         if os.getpid() != self._process:  # The thread is that of the process from which this one was forked.
             return
         self._join()
@@ -292,13 +293,13 @@ class WriterQueue:
 
 
 class WriterAction(Action):
-    """An action that writes through a writer like clu's; actions with the same writer share its queue.
+    """The base class of actions that write summaries. Actions with the same writer share its queue.
 
     Args:
-      summary_writer: any object with the methods of `clu.metric_writers.MetricWriter`. It stays yours: it is flushed
-        when a run ends, and not closed.
-      interval: see `Action`.
-      background: whether a thread writes.
+      summary_writer: Any object with the methods of `clu.metric_writers.MetricWriter`. The end of a run flushes it but
+        doesn't close it, because the caller owns it.
+      interval: See `Action`.
+      background: Whether to write in a thread.
     """
 
     def __init__(self, summary_writer: Any, interval: int | Schedule, background: bool):
@@ -313,11 +314,11 @@ class WriterAction(Action):
 
     @property
     def summary_writer(self) -> Any:
-        """The writer that it was given."""
+        """The writer that was passed to the constructor."""
         return self._summary_writer
 
     def before_checkpoint(self) -> None:
-        """Does nothing: `state_dict` flushes the writer, and keeps what it could not write."""
+        """Does nothing, because `state_dict` flushes the writer and returns what it could not write."""
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         if can_resume:
@@ -334,7 +335,7 @@ class WriterAction(Action):
 
 
 def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
-    """Calls `resume` of a writer that has it; does the same for TensorFlow's writers, which clu's writers hold."""
+    """Calls the `resume` of a writer, or does the same for the TensorFlow writer inside a clu writer."""
     if hasattr(writer, "resume"):
         writer.resume(step, position)
     elif hasattr(writer, "_summary_writer") and "tensorflow" in sys.modules:
@@ -352,7 +353,7 @@ def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
 
 
 def _calls_in(action: Any, state_dict: Mapping[str, Any]) -> Iterable[Call]:
-    """Yields the calls that are kept in an action's state."""
+    """Yields the calls that are stored in an action's state."""
     if set(state_dict) - {"unwritten", "position"}:
         raise ValueError(f"{action!r} remembers what is unwritten, and was given {sorted(state_dict)}: of another?")
     for kept in state_dict.get("unwritten", ()):

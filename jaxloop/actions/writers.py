@@ -14,17 +14,17 @@ from jaxloop.text import printable
 
 
 def default_writer(workdir: epath.PathLike) -> Any:
-    """Makes a writer of TensorBoard event files in `workdir` which also logs scalars.
+    """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars.
 
-    The files are written by tensorboardX. Where it is missing, and TensorFlow and TensorBoard are installed, it is
-    `clu.metric_writers.create_default_writer`, with the accelerators hidden from TensorFlow, which would take their
-    memory; its first row takes seconds, and each about fifty times as long. Without either, scalars are only logged,
-    with a warning.
+    It writes the files with tensorboardX. If that is not installed but TensorFlow and TensorBoard are, it returns
+    `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which would allocate
+    their memory. The first row then takes seconds, and each row about fifty times as long. With neither package, it
+    only logs scalars, and warns.
 
-    In a job of many processes, only the first one writes files.
+    In a job of several processes, only the first one writes files.
 
     Raises:
-      OSError: a directory that can't be written.
+      OSError: The directory can't be written to.
     """
     if not distributed.is_first_process():
         return LogWriter()
@@ -61,11 +61,11 @@ class LogWriter:
     """Logs scalars and texts, and the shapes of other values. Has the methods of clu's `MetricWriter`.
 
     Hooks:
-      write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: by the actions that have
+      write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: Called by the actions with
         this writer, in their thread.
-      write_summaries, write_hparams: by you, without an action.
-      flush: by the actions, before a checkpoint and when a run ends.
-      close: by you, or by `fit`, which makes its writer.
+      write_summaries, write_hparams: Never called by actions; call them yourself.
+      flush: Called by the actions, before a checkpoint and when a run ends.
+      close: Called by the owner of the writer, which is `fit` if `fit` created it.
     """
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -110,8 +110,8 @@ class LogWriter:
 class TensorBoardWriter(LogWriter):
     """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does.
 
-    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If one is missing, a warning says
-    so once, and the rest is written. The file is made when there is something to write.
+    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If one is missing, those values
+    are skipped with one warning. The first write creates the file.
     """
 
     def __init__(self, workdir: epath.PathLike):
@@ -176,15 +176,15 @@ class TensorBoardWriter(LogWriter):
         self._file.close()
 
     def position(self) -> dict[str, Any]:
-        """Returns how far the event file goes; a checkpoint keeps it."""
+        """Returns the position in the event file, for a checkpoint."""
         return self._file.position()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Has TensorBoard hide the points that a killed run wrote after its checkpoint of this step.
+        """Makes TensorBoard hide the points that a killed run wrote after its checkpoint of this step.
 
         Args:
-          step: where the run resumes, or begins.
-          position: what `position` returned when the checkpoint was saved; None if that is not known.
+          step: The step at which the run resumes or starts.
+          position: The result of `position` when the checkpoint was saved; None if unknown.
         """
         self._file.resume(step, position)
 

@@ -108,7 +108,7 @@ class CallbackOf(abc.ABC):
         return type(self.of).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it remembers between calls, for `load_state_dict`."""
+        """Returns the memory of the callback, for `load_state_dict`."""
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What callbacks report, and what many reports come to."""
+"""The values that callbacks report, and their aggregation."""
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Logs(dict[str, Any]):
-    """What a step reports: values by collection and name. A nested dictionary, and a pytree, so that jit returns it.
+    """The values that a step reports, by collection and name. A pytree, so that jitted functions can return it.
 
     >>> logs = Logs()
     >>> logs.add_metric("accuracy", 0.9).add_loss("loss", 0.3)
@@ -101,7 +101,7 @@ class Logs(dict[str, Any]):
 
 
 def _nearest_method(name: str) -> str:
-    """Returns the method of logs that a misspelt name probably means, with its arguments."""
+    """Returns the method of `Logs` that a misspelled name probably means, with its arguments."""
     nearest = next((kind for kind in ("metric", "loss") if kind in name), None)
     return f"add_{nearest}(name, value)" if nearest else "add(collection, name, value)"
 
