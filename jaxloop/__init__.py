@@ -32,6 +32,7 @@ from jaxloop.actions import (
     default_writer,
 )
 from jaxloop.checkpoint import CheckpointError
+from jaxloop.commands import tell
 from jaxloop.compilation_cache import enable_compilation_cache
 from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
@@ -119,6 +120,7 @@ __all__ = [
     "replay",
     "skippable",
     "summarize",
+    "tell",
 ]
 
 _PUBLIC_MODULES = """action_loop actions checkpoint data distributed eval_loop functional history loop metrics

@@ -1,4 +1,4 @@
-"""Commands that describe runs: `python -m jaxloop status|goodput|compare WORKDIR...`."""
+"""The command line: `python -m jaxloop status|goodput|compare|report WORKDIR...` and `tell WORKDIR COMMAND...`."""
 
 import argparse
 import dataclasses
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxloop.accounts import goodput
+from jaxloop.commands import tell
 from jaxloop.comparison import compare
 from jaxloop.html_report import report
 from jaxloop.status import status
@@ -16,7 +17,7 @@ from jaxloop.status import status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxloop", description="Tells of runs, from their work directories."
+        prog="python -m jaxloop", description="Describes runs from their work directories, and commands them."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
@@ -37,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("-o", "--output", help="a file to write instead of printing; for one run")
         else:
             command.add_argument("--json", action="store_true", help="print JSON")
+    command = commands.add_parser("tell", help="give commands to a run", description="Gives commands to a run.")
+    command.add_argument("workdirs", nargs=1, metavar="workdir", help="the work directory of an OuterLoop that trains")
+    known = "save, stop, profile=5, log_every=10, early_stopping.patience=5, summary.interval=100, ..."
+    command.add_argument("commands", nargs="+", metavar="command", help=known)
+    command.add_argument("--wait", type=float, default=30.0, help="seconds to wait for each answer (30)")
     options = parser.parse_args(arguments)
     try:
         match options.command:
@@ -46,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = [goodput(*options.workdirs)]
             case "compare":
                 found = [compare(options.workdirs, options.by, options.mode)]
-            case _:
+            case "report":
                 return _report(options.workdirs, options.output)
+            case _:
+                return _tell(options.workdirs[0], options.commands, options.wait)
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -68,6 +76,19 @@ def _report(workdirs: Sequence[str], output: str | None) -> int:
         else:
             pathlib.Path(output).write_text(text)
     return 0
+
+
+def _tell(workdir: str, given: Sequence[str], wait_secs: float) -> int:
+    code = 0
+    for command in given:
+        answer = tell(workdir, command, wait_secs)
+        if answer is None:
+            text = f"{command}: no answer within {wait_secs:g} s. The run executes the command after its next step."
+            print(text, file=sys.stderr)
+        else:
+            print(answer, file=sys.stdout if answer.error is None else sys.stderr)
+        code |= answer is None or answer.error is not None
+    return code
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ class Job:
         """
         if not self.is_shared:
             return stops
-        messages = _send_message(_VOTES, _OK, int(stops), self.requests.outermost.unconfirmed or 0).read()
+        messages = _send_message(_VOTES, _OK, int(stops), self.requests.outermost.to_confirm).read()
         if np.any(messages[:, 0] == _FAILED):
             raise _error_for(messages[:, 0] == _FAILED)
         if messages[:, 2].any():
@@ -327,7 +327,7 @@ class JointReader:
         self._clock = secs, size
         per_step = max((secs - before) / max(steps, 1), 1e-6)
         next_size = int(np.clip(_SECS_BETWEEN / per_step, 1, _MAX_BATCHES))
-        signum, clock = self._requests.outermost.unconfirmed or 0, map(int, np.array([secs]).view(np.int32))
+        signum, clock = self._requests.outermost.to_confirm, map(int, np.array([secs]).view(np.int32))
         about = f"reads batches from the one after {self._num_sent} on, for {self._who}"
         self._num_sent += size
         replies = _send_message(about, self._message(), len(batches), signum, *clock, next_size, *sizes)
@@ -386,7 +386,7 @@ class JointReader:
         what = f"The processes have batches of {', '.join(map(str, sizes))} rows for one step"
         if self._fill_to is None:
             return ValueError(
-                f"{what}, but their sizes must be equal. Drop the remainder, or use a LossStep, which fills up short "
+                f"{what}, but their sizes must be equal. Drop the remainder, or use a LossStep, which pads short "
                 "batches (in training, with batch_size=...)."
             )
         if is_empty.any():

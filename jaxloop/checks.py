@@ -30,6 +30,14 @@ def batch_leaves(batch: Any) -> dict[str, Any]:
     return {batch_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
 
 
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of an array; a `jax.ShapeDtypeStruct` is returned unchanged."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    is_weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=is_weak)
+
+
 def describe(leaf: Any) -> str:
     """Describes an array as `float32[32, 10]`, and another leaf by the name of its class."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

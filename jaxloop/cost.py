@@ -34,8 +34,8 @@ class Cost:
     """XLA's estimate of the cost of one dispatch of a compiled step. `str` makes one sentence of it.
 
     Attributes:
-      flops: Floating-point operations of the whole step over all devices, counted by XLA before optimization; None if
-        it doesn't count them. The body of a loop counts once.
+      flops: Floating-point operations of the whole step over all devices, counted by XLA before optimization (for a
+        topology, after it); None if it doesn't count them. The body of a loop counts once.
       argument_bytes: Bytes of one device's memory for the state and the batch.
       output_bytes: Bytes for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses donated arguments.
@@ -69,6 +69,46 @@ class Cost:
         )
 
 
+class DeviceMemoryError(MemoryError):
+    """The error of a program that needs more memory than its devices have.
+
+    Attributes:
+      needed_bytes: Bytes that it needs on one device, including its arguments.
+      available_bytes: Bytes that are available there.
+    """
+
+    def __init__(self, needed_bytes: int, available_bytes: int):
+        super().__init__(
+            f"The program needs {readable(needed_bytes)} of a device's memory, and {readable(available_bytes)} are "
+            "available."
+        )
+        self.needed_bytes: int = needed_bytes
+        self.available_bytes: int = available_bytes
+
+
+# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and what older versions say.
+_TOO_LARGE = re.compile(
+    r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)|"
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
+)
+
+
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program.
+
+    Raises:
+      DeviceMemoryError: The compiler has found that it needs too much memory. Only that of TPUs does.
+    """
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if found := _TOO_LARGE.search(str(error)):
+            needed, needed_unit, available, available_unit = [each for each in found.groups() if each is not None]
+            bytes_of = lambda number, unit: int(float(number) * 1024 ** " KMGT".index(unit or " "))
+            raise DeviceMemoryError(bytes_of(needed, needed_unit), bytes_of(available, available_unit)) from error
+        raise
+
+
 def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_devices: int) -> Cost:
     """Returns the cost of a program."""
     memory: Any = compiled.memory_analysis()
@@ -78,12 +118,22 @@ def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_d
     collectives = (
         collectives_of(compiled.as_text() or "") if num_devices > 1 else ()
     )  # The text is long, so it is read only if needed.
-    return Cost(flops_of(lowered), argument, output, alias, temp, code, collectives)
+    flops = flops_of(lowered)
+    if flops is None:  # For devices that exist only on paper, XLA counts the optimized program of one device.
+        flops = _flops_in(compiled.cost_analysis())
+        flops = None if flops is None else flops * num_devices
+    return Cost(flops, argument, output, alias, temp, code, collectives)
 
 
 def flops_of(lowered: jax.stages.Lowered) -> float | None:
     """Returns the floating-point operations of a program over all devices; None if XLA doesn't count them."""
-    costs: Any = lowered.cost_analysis()
+    try:
+        return _flops_in(lowered.cost_analysis())
+    except jax.errors.JaxRuntimeError:  # The devices exist only on paper.
+        return None
+
+
+def _flops_in(costs: Any) -> float | None:
     return (costs or {}).get("flops")
 
 

@@ -90,6 +90,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     steps_per_dispatch: int | Literal["auto"] = 1,
     actions: Sequence[Action] = (),
     dry_run: bool = False,
+    topology: str | None = None,
 ) -> tuple[Any, History] | Report:
     """Trains a model in one call. It builds the loops and actions that you would build, and runs them.
 
@@ -154,6 +155,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       actions: Further end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: If True, `fit` trains nothing, allocates no memory for the state, and returns the report of
         `OuterLoop.check`: the plan of the run and every problem it finds.
+      topology: TPUs to compile for in a dry run, such as "v5e:2x4", see `OuterLoop.check`. A batch must be that of all
+        devices.
 
     Returns:
       `(state, history)`; for a dry run, the report.
@@ -167,6 +170,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
             f"A dry run would consume the first batch of the iterator {train_dataset!r}. Give a list, a dataset, or a "
             "function that returns a new iterator."
         )
+    if topology is not None and not dry_run:
+        raise ValueError(f"topology={topology!r} is for a dry run. Pass dry_run=True, too.")
     eval_schedule = _eval_schedule(eval_interval, eval_dataset)
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
@@ -217,7 +222,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
             eval_loops.append(EvalLoop(step_for_eval, end_actions=eval_actions, steps_per_dispatch=steps_per_dispatch))
             eval_specs.append(EvalSpec(eval_passes, interval=eval_schedule))
         outer_loop = OuterLoop(train_loop, eval_loops, checkpoint_spec, workdir=workdir, log_interval=log_points)
-        run = outer_loop.check if dry_run else outer_loop
+        run = functools.partial(outer_loop.check, topology=topology) if dry_run else outer_loop
         result = run(state, passes, train_total_steps, eval_specs=eval_specs, train_epochs=num_passes)
         return result if isinstance(result, Report) else (result[0], outer_loop.history)
 

@@ -1,4 +1,4 @@
-"""A report of a run: one HTML file with its curves, its time, its starts and its environment."""
+"""A report of a run as one HTML file: curves, time, starts and environment."""
 
 import datetime
 import html

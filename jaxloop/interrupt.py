@@ -1,4 +1,7 @@
-"""Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately."""
+"""Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately.
+
+It also passes on the requests of other threads: to pause a run between two steps, or to end it.
+"""
 
 import contextlib
 import ctypes
@@ -26,6 +29,10 @@ _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
     (signal.SIGTERM, signal.SIG_DFL),
 )
 _EXIT_CODE = 128 + signal.SIGTERM
+# Requests that are not signals. Their numbers are smaller, because in a job the largest number is confirmed.
+_PAUSE = 1
+STOP = -1
+"""The number with which `Interruptible.confirm` ends a run as Ctrl-C does."""
 # The time for cleanup after the second signal, and the time in which a job must agree on the first one.
 _CLEANUP_SECS = 5.0
 _AGREEMENT_SECS = 15.0
@@ -70,6 +77,8 @@ class Interruptible:
         self.signum: int | None = None  # The first signal.
         self.unconfirmed: int | None = None  # A signal that has no effect yet.
         self._confirmed_elsewhere: int | None = None  # A confirmed signal that this process has not received.
+        self.pauses: bool = False  # Whether the run pauses after the current dispatch.
+        self._pause_is_unconfirmed = False
         self._times: dict[int, float] = {}  # The last time of each signal, also in an earlier run.
         self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
         self._watch: _Watch | None = None
@@ -91,23 +100,48 @@ class Interruptible:
 
     @property
     def signal_name(self) -> str | None:
-        """The first signal, "Ctrl-C" or "SIGTERM"; None if no signal came."""
+        """The first signal, "Ctrl-C" or "SIGTERM"; "a command" for `STOP`; None if no signal came."""
         if self._outer is not None:
             return self._outer.signal_name
-        return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self.signum]
+        return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command"}[self.signum]
+
+    @property
+    def reason(self) -> str | None:
+        """The reason that a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
+        return "stopped by a command" if self.signum == STOP else self.signal_name
+
+    def request_pause(self) -> None:
+        """Makes the run pause after the current dispatch. Any thread may call it."""
+        if self._defers:
+            self._pause_is_unconfirmed = True
+        else:
+            self.pauses = True
+
+    def end_pause(self) -> None:
+        """Ends a pause, or the request for one."""
+        self.pauses = self._pause_is_unconfirmed = False
+
+    @property
+    def to_confirm(self) -> int:
+        """The request that the processes of a job must confirm; 0 for none."""
+        return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
     def confirm(self, signum: int) -> None:
-        """Makes a signal effective, whichever process of the job received it.
+        """Makes a request effective, whichever process of the job received it.
 
-        If it reaches this process later, it counts as the same signal: the hosts of a cluster don't get it at the same
-        time.
+        If a signal reaches this process later, it counts as the same signal: the hosts of a cluster don't get it at the
+        same time.
         """
+        if signum == _PAUSE:
+            self.pauses, self._pause_is_unconfirmed = True, False
+            return
         if self.signum is None and self.unconfirmed != signum:
             self._confirmed_elsewhere = signum
         self.signum, self.unconfirmed = self.signum or signum, None
 
     def __enter__(self) -> "Interruptible":
         self.signum = self.unconfirmed = self._confirmed_elsewhere = None
+        self.end_pause()
         self._outer = _find_open()
         if self._outer is None and threading.current_thread() is threading.main_thread():
             self._pid = os.getpid()

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxloop import (
 )
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
+from jaxloop.commands import Commands
 from jaxloop.engine.moments import Run
 from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
@@ -246,10 +247,8 @@ class OuterLoop:
                     self._passes = training.run.passes
             self._close_actions(raise_errors=True)
             self._spent = first_loop.spent - spent_before
-            log.end(
-                first_loop.step_num,
-                requests.signal_name or ("stopped" if first_loop.engine.moments.stop_requested else "finished"),
-            )
+            ended = "stopped" if first_loop.engine.moments.stop_requested else "finished"
+            log.end(first_loop.step_num, requests.outermost.reason or ended)
             logging.info("%s", self._spent)
             if training is not None:
                 _warn_of_nan(outputs, self._history, first_loop.step_num)
@@ -276,6 +275,7 @@ class OuterLoop:
         stop: Schedule | None = None,
         train_epochs: int | None = None,
         on_exhausted: str = "stop",
+        topology: str | None = None,
     ) -> preflight.Report:
         """Returns the plan of a call with these arguments and every problem it finds, without running a step.
 
@@ -301,6 +301,9 @@ class OuterLoop:
             donated.
           train_dataset: The arguments of the call, also the following ones. The first batch of an iterator is read, and
             the next call of this object begins with it.
+          topology: TPUs to compile the train step for, which this machine need not have, such as "v5e:16x16". The
+            report then contains the memory, FLOPs and communication per device there, and an error if the step doesn't
+            fit. It needs libtpu (`pip install 'jaxloop[tpu-check]'`). A batch must be that of all devices.
 
         Returns:
           A report of all problems. `report.raise_errors()` ends a program that has errors. The only thing that remains
@@ -317,6 +320,7 @@ class OuterLoop:
             self._log_interval,
             self._source_of,
             self._passes,
+            topology,
         )
         return preflight.check(experiment, state, self._errors_of(spec))
 
@@ -352,7 +356,7 @@ class OuterLoop:
           The evaluations of the call, and its training; None if nothing is trained.
         """
         train_loop, specs = self._train_loop, spec.eval_specs
-        training, run = None, Run(self._history, spec.total_steps, stop=spec.stop)
+        training, recorder, run = None, None, Run(self._history, spec.total_steps, stop=spec.stop)
         iterators = {each.name: each.dataset_iterator for each in specs if each.dataset_iterator is not None}
         sources = {name: self._source_of(iterator) for name, iterator in iterators.items()}
         evaluations = Evaluations(
@@ -363,17 +367,29 @@ class OuterLoop:
         if train_loop is not None:
             parts = {each.spec.name: each.loop.engine for each in evaluations.items}
             keys = train_loop.step.base_prng
-            whole = WholeRun(train_loop.engine, parts, sources, self._history, keys, self._job, self._passes)
+            recorder = _Recorder(self._history, "train", self._log_interval)
+            commands = Commands(
+                self._workdir,
+                train_loop.engine.job,
+                train_loop.engine.moments.agenda,
+                _all_actions(self._loops),
+                recorder,
+                self._history,
+            )
+            recorder.observers += [log.log, lambda _: commands.poll()]
+            whole = WholeRun(
+                train_loop.engine, parts, sources, self._history, keys, self._job, self._passes, commands=commands
+            )
             training = Training(
                 train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers, log
             )
-            run.snapshot, run.can_resume = whole.snapshot, bool(self._savers)
+            run.snapshot, run.can_resume, run.commands = whole.snapshot, bool(self._savers), commands
             run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
         for loop in self._loops:
             loop.engine.moments.detach_all()
             loop.engine.moments.run = dataclasses.replace(run)
-        if train_loop is not None:
-            train_loop.engine.moments.attach(_Recorder(self._history, "train", self._log_interval, log))
+        if train_loop is not None and recorder is not None:
+            train_loop.engine.moments.attach(recorder)
         for each in evaluations.items:
             each.loop.engine.moments.attach(_Recorder(self._history, each.spec.name, 1))
         return evaluations, training
@@ -506,11 +522,16 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
 
 
 class _Recorder(Action):
-    """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step."""
+    """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step.
 
-    def __init__(self, history: History, name: str, interval: int | Schedule, log: run_log.RunLog | None = None):
+    Attributes:
+      observers: Functions that are called with the step after each row.
+    """
+
+    def __init__(self, history: History, name: str, interval: int | Schedule):
         super().__init__(interval)
-        self._history, self._name, self._log = history, name, log
+        self._history, self._name = history, name
+        self.observers: list[Callable[[int], None]] = []
 
     def __call__(self, state, outputs, *, elapsed, **kwargs):
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
@@ -518,8 +539,8 @@ class _Recorder(Action):
         measured = metrics.summarize(outputs)
         if measured:
             self._history.commit(elapsed, {self._name: measured})
-        if self._log is not None:
-            self._log.log(elapsed.steps)
+        for observe in self.observers:
+            observe(elapsed.steps)
 
 
 def _all_actions(loops: Sequence[ActionLoop]) -> list[Action]:

@@ -1,4 +1,4 @@
-"""The run log: when a run started, how far it got and how it ended, over all of its restarts."""
+"""The run log, which records every start of a run, its progress, and how it ended."""
 
 import contextlib
 import dataclasses
@@ -42,12 +42,12 @@ _has_claimed_start = False  # Whether a run has counted the time since this proc
 class RunLog:
     """Writes the run log of one call of an `OuterLoop`.
 
-    A line is appended when the run starts, when it knows its first step, at log points (at most once per second), and
-    when it ends. Between the lines, each batch stores its step and the time in shared memory, the pulse, which survives
-    SIGKILL. On the same machine, the next run in the directory copies the pulse of a killed run to the log; on another
-    machine, it is only known how far the run was at its last line.
+    A line is appended when the run starts, when its first step is known, at log points (at most once per second), and
+    when it ends. In between, each batch stores its step and the time in shared memory (the pulse), which survives
+    SIGKILL. The next run in the directory copies the pulse of a killed run to the log if it is on the same machine.
+    Otherwise, the last line is the last known progress of the killed run.
 
-    The log never stops a run: if it can't be written, it logs one warning and writes no more.
+    The log never stops a run: if it can't be written, one warning is logged, and nothing more is written.
 
     Args:
       workdir: The directory; None, or a remote one, for no log.
@@ -70,7 +70,7 @@ class RunLog:
         """Writes the line of a start.
 
         Args:
-          **described: What to say of the run, as JSON types. The notes get the commit of the program.
+          **described: A description of the run, as JSON types. The commit of the program is added to its notes.
         """
         if self._path is None:
             return
@@ -98,7 +98,7 @@ class RunLog:
 
         Args:
           step: The number of completed updates.
-          updates_per_step: By how much each batch advances it.
+          updates_per_step: The number of updates with each batch.
           observers: The functions that are called with each batch.
         """
         if self._descriptor is None:
@@ -170,14 +170,14 @@ class RunLog:
 @final
 @dataclasses.dataclass
 class Attempt:
-    """One start of a run, as the log tells it.
+    """One start of a run, as recorded in the log.
 
     Attributes:
       run: The number of the start, in hexadecimal.
       started: When the call of the `OuterLoop` started, in seconds since the epoch.
       since: When the process started; `started` for later calls in one process, and in notebooks.
       described: The rest of the line of the start: `pid`, `host`, `total_steps`, `notes`.
-      points: The lines since, each a `(time, step, seconds by kind)`. The first one is of the step from which it began.
+      points: The later lines, each a `(time, step, seconds by kind)`. The first is that of its first step.
       reason: How it ended: `"finished"`, `"stopped"` by an output or an action, `"SIGTERM"` or another signal,
         `"error: ..."`; None if it was killed, or still runs.
       killed: The time and the step of the last sign of life of a run that was killed; None if that is not known.
@@ -199,7 +199,7 @@ class Attempt:
         return _read_pulse(self.run)
 
     def is_alive(self) -> bool:
-        """Returns whether the process of this start still runs, if that was on this machine."""
+        """Returns whether the process of this start is still running on this machine."""
         pid = self.described.get("pid")
         if type(pid) is not int or not 0 < pid < 2**31:
             return False
@@ -264,14 +264,14 @@ def _seconds(value: Any) -> float:
 
 
 def _end_torn_line(descriptor: int) -> None:
-    """Ends the last line, if a process was killed while it wrote it."""
+    """Ends an incomplete last line, which a killed process has left."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         os.write(descriptor, b"\n")
 
 
 def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the paths and values of a nested dict, such as the logs of a history's row."""
+    """Yields the paths and values of a nested dict, such as the logs of a history row."""
     for key, value in logs.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -349,7 +349,7 @@ def _read_pulse(run: str) -> tuple[float, int] | None:
 
 
 def _started_at(now: float) -> float:
-    """Returns when the process started, for its first run; `now` for later ones, and in notebooks."""
+    """Returns the start time of the process for its first run; `now` for later runs, and in notebooks."""
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
@@ -358,7 +358,7 @@ def _started_at(now: float) -> float:
 
 
 def _began_at(pid: int) -> float | None:
-    """Returns when a process began, in seconds since the epoch; None if the system does not tell."""
+    """Returns the start time of a process, in seconds since the epoch; None if the system doesn't report it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat, open("/proc/uptime", "rb") as uptime:
             ticks = int(stat.read().rpartition(b")")[2].split()[19])

@@ -24,9 +24,9 @@ class Status:
 
     Attributes:
       workdir: The work directory.
-      state: "running"; "killed"; "silent" if that can't be told from here, because it started on another host; or the
+      state: "running"; "killed"; "silent" if that is unknown because the run started on another host; or the
         `Attempt.reason` of its end: "finished", "stopped", "SIGTERM", "error: ...". "no step was taken" if its last
-        start took none and did not reach `total_steps`.
+        start did not run a step and did not reach `total_steps`.
       step: The number of completed updates; None if the last start has not reached its first step.
       total_steps: The planned number of updates; None if only the data or a schedule ends the run.
       steps_per_sec: The speed since the last log points; None if unknown.
@@ -68,7 +68,7 @@ class Status:
 
 
 def status(workdir: epath.PathLike) -> Status:
-    """Returns the status of the run in a work directory, while it runs or afterwards. Changes nothing there.
+    """Returns the status of a run from its work directory, during the run or afterwards. It changes no file.
 
     Raises:
       FileNotFoundError: The directory has no run log.
@@ -119,7 +119,7 @@ def _newest_checkpoint(directories: Any) -> int | None:
 
 
 def _speed(attempt: run_log.Attempt, last: tuple[float, int]) -> float | None:
-    """Returns the steps per second since the last log point but one."""
+    """Returns the steps per second since the second-to-last log point."""
     points = [(when, step) for when, step, _ in attempt.points[-2:]]
     if not points or last[1] <= points[0][1] or last[0] <= points[0][0]:
         return None

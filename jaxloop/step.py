@@ -1,15 +1,17 @@
 """The base class of all steps, which process one batch."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import logging
 from etils import epath
@@ -17,6 +19,7 @@ from jax.extend import core as jax_core
 from jax.interpreters import partial_eval
 
 from jaxloop import checkpoint, checks, cost, data, metrics, models, nonfinite, partition, types
+from jaxloop import topology as topologies
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
@@ -197,6 +200,7 @@ class Step:
         self._num_params: int | None = None
         self._num_flops: float | None = None
         self._cost: cost.Cost | None = None
+        self._is_moved = False
 
     def __repr__(self) -> str:
         named = self._model if inspect.isclass(self._model) else type(self._model)
@@ -428,7 +432,7 @@ class Step:
         placed = self.place_stacked(example) if fused else self.place(example, evaluates=evaluates)
         lowered = self._compiled_for(evaluates=evaluates, fuses=fused, watch=self._watch).lower(state, placed)
         mesh = self._partitioner.mesh
-        self._cost = cost.cost_of(lowered, lowered.compile(), num_devices=1 if mesh is None else mesh.size)
+        self._cost = cost.cost_of(lowered, cost.compiled(lowered), num_devices=1 if mesh is None else mesh.size)
         if not fused and not evaluates:
             self._num_flops = self._cost.flops
 
@@ -443,7 +447,7 @@ class Step:
 
     def _as_after_first_step(self, shapes: Any) -> Any:
         """Returns the shapes with the layout of a state during a run, so that jit finds the compiled function again."""
-        if self._partitioner.mesh is not None:
+        if self._partitioner.mesh is not None or self._is_moved:
             return shapes
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
         return jax.tree.map(plain, shapes)
@@ -506,19 +510,78 @@ class Step:
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # `_added_to_leaf` runs the program.
             return Traced(new_state, outputs, None if place is None else _added_to_leaf(jaxpr, place))
 
-    def cost_analysis(self, state: Any = None, batch: types.BatchSpec = None) -> cost.Cost:
+    def cost_analysis(
+        self, state: Any = None, batch: types.BatchSpec = None, *, topology: str | None = None
+    ) -> cost.Cost:
         """Returns the FLOPs and the memory of a compiled step.
 
         Without arguments, they are those of the last `compile`. With a state and a batch, it compiles for them first.
 
+        Args:
+          state: See `compile`.
+          batch: See `compile`. With a topology, the batch of all devices.
+          topology: TPUs to compile for, which this machine need not have: "v5e:16x16". None for the devices of the
+            step's partitioner. With a topology, its data axis spans all devices that the other axes leave.
+
         Raises:
-          ValueError: `compile` was not called, and there is no state.
+          jaxloop.cost.DeviceMemoryError: The step needs more memory than a device of the topology has.
+          ImportError: There is a topology, and libtpu is not installed.
+          ValueError: `compile` was not called, and there is no state; or there is no such topology.
         """
+        if topology is not None:
+            there = self.moved_to(topologies.devices_of(topology))
+            return there.cost_analysis(there.partitioner.layout_of(jax.tree.map(checks.shape_of, state)), batch)
         if state is not None:
             self.compile(state, batch)
         if self._cost is None:
             raise ValueError(f"{self!r} is not compiled yet. Call step.cost_analysis(state, batch).")
         return self._cost
+
+    def moved_to(self, devices: Sequence[Any]) -> Self:
+        """Returns a copy of this step that can be compiled for other devices, see `Partitioner.moved_to`."""
+        moved = copy.copy(self)
+        moved._partitioner, moved._compiled, moved._cost = self._partitioner.moved_to(devices), {}, None
+        moved._known_state, moved._known_leaf, moved._is_moved = _NOTHING, _NOTHING, True
+        return moved
+
+    def largest_batch(self, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:
+        """Returns the largest number of rows per device with which a training step fits into the devices' memory.
+
+        It compiles the step for several sizes of the batch, by bisection. Nothing is allocated.
+
+        Args:
+          state: The state, or its shapes from `abstract_state`.
+          batch: A batch or its shapes, see `compile`. The size of its leading axis doesn't matter.
+          topology: See `cost_analysis`. None for the devices of the step's partitioner, if they report their memory.
+
+        Returns:
+          The number of rows; 0 if not even one fits. At most 2**20.
+
+        Raises:
+          ValueError: The memory of the devices is unknown.
+        """
+        step = self if topology is None else self.moved_to(topologies.devices_of(topology))
+        state = jax.tree.map(checks.shape_of, state)
+        state = state if topology is None else step.partitioner.layout_of(state)
+        mesh = step.partitioner.mesh
+        device = mesh.devices.flat[0] if mesh is not None else next(iter(step.partitioner.sharding.device_set))
+        memory = partition.memory_of(device) if topology is None else topologies.memory_of(device)
+        if memory is None:
+            raise ValueError(
+                f"The memory of {device.device_kind} is unknown, so no batch can be too large for it. Give a topology, "
+                'such as "v5e:2x4".'
+            )
+        example = models.example_batch(batch)
+
+        def fits(rows: int) -> bool:
+            resize = lambda leaf: np.broadcast_to(leaf[:1], (rows * step.partitioner.shards, *leaf.shape[1:]))
+            resized = jax.tree.map(lambda leaf: resize(leaf) if np.ndim(leaf) else leaf, example)
+            try:
+                return step.cost_analysis(state, resized).peak_bytes <= memory
+            except cost.DeviceMemoryError:
+                return False
+
+        return _largest(fits, 2**20)
 
     def prng_key(self, step: Any) -> Any:
         """Returns the key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
@@ -863,3 +926,18 @@ def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
     """Copies the outputs that are leaves of the state, because the next step donates it before they are read."""
     donated = {id(leaf) for leaf in jax.tree.leaves(state)}
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Returns the largest number from 1 to `most` that fits, given that all smaller ones do; 0 if there is none.
+
+    >>> _largest(lambda number: number <= 11, 100)
+    11
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle <= most and fits(middle) else (low, middle)
+    return low

@@ -57,10 +57,12 @@ class Training:
           logs_total_steps: Whether to log the first and the last step of the training.
         """
         loop, spec, run, run_info = self.loop, self.spec, self.run, self.loop.engine.moments.run
-        assert run_info is not None
+        assert run_info is not None and run.commands is not None
         with loop.engine.progress.stopwatch.counting("restores"):
             state, step_num, resumed = self._resume(state)
         self.log.begin(step_num)
+        if resumed is None:
+            run.commands.forget()
         if spec.total_steps is not None or spec.loop_steps is not None:
             checks.check_multiple("state.step", step_num, loop.step)
         for action in dict.fromkeys(action for each in self._loops for action in each.actions):
@@ -90,7 +92,7 @@ class Training:
             logging.warning("Stopped by %s before the first step.", run.job.requests.signal_name)
             return state, None
         self.newest, self.has_begun = (state, step_num), True
-        with self.log.beating(step_num, loop.step.updates_per_step, loop.engine.observers):
+        with self.log.beating(step_num, loop.step.updates_per_step, loop.engine.observers), run.commands.polling():
             state, outputs, has_ended = self._train(state)
         if has_ended and (loop.step_num > step_num or resumed is not None):
             # Runs everything that is due at the last step, now that it is known to be the last.

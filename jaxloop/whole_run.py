@@ -12,6 +12,7 @@ from etils import epath
 from jaxloop import agreement, checkpoint, encoding
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
+from jaxloop.commands import Commands
 from jaxloop.history import History
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
@@ -92,6 +93,7 @@ class WholeRun:
       job: The processes that train together, each with its own data.
       passes: Completed epochs.
       source: Iterator over the current epoch of the train data; None between two epochs.
+      commands: The commands to the run; None if it takes none.
     """
 
     main: Part
@@ -102,6 +104,7 @@ class WholeRun:
     job: agreement.Job = dataclasses.field(default_factory=lambda: agreement.Job(False))
     passes: int = 0
     source: PositionedIterator | None = None
+    commands: Commands | None = None
 
     def __post_init__(self) -> None:
         self._keys = encoding.encode_keys(self.keys)
@@ -131,6 +134,7 @@ class WholeRun:
             "run": {
                 "jaxloop": checkpoint.own_version(),
                 "keys": self._keys,
+                "commands": [] if self.commands is None else self.commands.state_dict(),
                 "parts": states,
                 "kept_states": sorted(trees),
                 "data_sizes": {name: array.size for name, array in arrays.items()},
@@ -170,6 +174,8 @@ class WholeRun:
             self._check_is_this_run(run, opened, resumed.elapsed)
             arrays = {name: np.zeros(size, np.uint8) for name, size in run["data_sizes"].items()}
             trees = opened.trees({**dict.fromkeys(run["kept_states"], state), _POSITION_ARRAYS: arrays})
+            if self.commands is not None:  # First, because a command may have added an action.
+                self.commands.load_state_dict(run["commands"], opened.step)
             for name, part in self._parts.items():
                 if name in run["parts"]:
                     prefix = f"{name}."

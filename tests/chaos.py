@@ -44,7 +44,7 @@ from absl import logging
 from programs import copies, directories, hanging, launching, leaving, pipelines, stubborn, summaries, whole_run
 
 import jaxloop
-from jaxloop import checkpoint, seal
+from jaxloop import checkpoint, commands, seal
 
 PATIENCE_SECS = 120.0
 
@@ -1005,6 +1005,48 @@ def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
         yield 1, problems
 
 
+COMMANDS = "save", "log_every=7", "log_every=3", "summary.interval=5", "checkpoint.interval=11", "profile=2"
+
+
+def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
+    """Commands runs at random moments, and kills them; compares each with one that repeats the commands unbroken."""
+    rng = random.Random(seed)
+    for number in range(count):
+        options: dict[str, Any] = {"source": "many", "total": 150, "loop_steps": [10, None][number % 2], "save": 7}
+        options |= {"keep": 1000, "pace": 0.02, "steps_per_dispatch": [1, 4][number // 2 % 2]}
+        directory, problems, given = arena.new_directory("told"), [], []
+        for attempt in range(kills + 1):
+            child = arena.server.start(directory, **options)
+            child.wait_for("action")
+            for _ in range(rng.randint(1, 2)):
+                with contextlib.suppress(ValueError):  # The run has ended.
+                    given.append(jaxloop.tell(directory, rng.choice(COMMANDS), wait_secs=rng.choice([0, 3])))
+            if attempt < kills:
+                time.sleep(rng.uniform(0, 0.5))
+                child.send(signal.SIGKILL)
+            code = child.wait()
+            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
+                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+            if code == 0:
+                break
+        found, first = child.result(), checkpoint.all_steps(directory / "checkpoints")[0]
+        again = whole_run.as_of(first, directory, arena.new_directory("told_again"))
+        shutil.copy(directory / "commands.jsonl", again)
+        unbroken = arena.server.start(again, **options)
+        if unbroken.wait() != 0:
+            problems.append(f"the unbroken one failed: {unbroken.log.read_text()[-3000:]}")
+        for what in ("state", "history"):
+            if found[what] != unbroken.result()[what]:
+                problems.append(f"the {what} differs: {commands.answers(directory)}")
+        rows = [(elapsed["steps"], logs["command"]) for elapsed, logs in found["history"] if "command" in logs]
+        done = [(answer.step, answer.command) for answer in commands.answers(directory) if answer.error is None]
+        if sorted(rows) != sorted(done):
+            problems.append(f"the history has {rows}, and the answers are {done}")
+        if lost := [each for each in given if each is not None and each not in commands.answers(directory)]:
+            problems.append(f"answers were lost: {lost}")
+        yield 1, problems
+
+
 def hangs(arena: Arena, count: int, seed: int) -> Broken:
     """Has each place of a run hang, alone and in one of four processes; a fifth of the runs does not hang."""
     rng, places = random.Random(seed), [*hanging.PLACES, "none"]
@@ -1051,6 +1093,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "lost_directories": (lost_directories, 9),
     "impostors": (impostors, 10),
     "goodput": (goodput, 20),
+    "told": (told, 20),
     "hangs": (hangs, 42),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),

@@ -32,7 +32,15 @@ def small(monkeypatch):
 def options(workdir, **others):
     defaults = {"size": "small", "partitioner": "fsdp", "model_devices": 2, "accumulate": 1, "write": 8, "seed": 0}
     return types.SimpleNamespace(
-        **{"workdir": workdir, "batch_size": None, "train_steps": None, "check": False, **defaults, **others}
+        **{
+            "workdir": workdir,
+            "batch_size": None,
+            "train_steps": None,
+            "check": False,
+            "topology": None,
+            **defaults,
+            **others,
+        }
     )
 
 

@@ -49,6 +49,9 @@ class Action(abc.ABC):
     time_category: str = "actions"
     """The part of the time report that its calls count for: "actions", "evals" or "checkpoints"."""
 
+    settings: Sequence[str] = ()
+    """The names of the settings that `change` accepts."""
+
     _interval: int | Schedule = 1  # The default for a subclass that does not call `super().__init__`.
 
     def __init__(self, interval: int | Schedule = 1):
@@ -77,6 +80,24 @@ class Action(abc.ABC):
             number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); and
             `snapshot`, a function that returns what a checkpoint stores besides the state. More may be added.
         """
+
+    def reschedule(self, interval: Schedule) -> None:
+        """Replaces the interval during a run. `jaxloop.tell(workdir, "<action>.interval=100")` calls it."""
+        self._interval = interval
+
+    def change(self, name: str, value: Any) -> None:
+        """Changes a setting during a run. `jaxloop.tell(workdir, "<action>.<name>=<value>")` calls it.
+
+        A resumed run calls it again with the same value, before the first step.
+
+        Args:
+          name: One of `settings`.
+          value: A number, a string or a boolean. It may be invalid.
+
+        Raises:
+          ValueError: The value is invalid. Nothing was changed.
+        """
+        raise ValueError(f"{type(self).__name__} has no setting {name!r}.")
 
     @property
     def monitors(self) -> Sequence[str]:

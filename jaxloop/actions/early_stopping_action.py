@@ -20,7 +20,7 @@ from jaxloop.text import printable
 
 @dataclasses.dataclass
 class _Memory:
-    """What the action remembers between calls.
+    """The memory of the action between calls.
 
     Attributes:
       best: The best value.
@@ -69,6 +69,7 @@ class EarlyStoppingAction(Action):
     """
 
     runs_last = True
+    settings: Sequence[str] = ("patience", "min_delta")
 
     def __init__(
         self,
@@ -95,6 +96,16 @@ class EarlyStoppingAction(Action):
         self._memory = _Memory()
         self.kept_state: Any = None
         self._is_over = False
+
+    def change(self, name: str, value: Any) -> None:
+        """Changes `patience`, in the unit of the argument, or `min_delta`."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if name == "patience" and is_number and value > 0 and (self._unit or value == int(value)):
+            self._patience = value
+        elif name == "min_delta" and is_number and value >= 0:
+            self._min_delta = value
+        else:
+            raise ValueError(f"{self!r} can't set {name} to {value!r}.")
 
     @property
     def monitors(self) -> Sequence[str]:

@@ -18,7 +18,9 @@ class Slot:
 
     Attributes:
       called_at: The step after which it was called last; None before the first call.
-      is_postponed: Whether its call at this step waits for the last moment of the run.
+      is_requested: Whether it is due at the next moment, whatever its interval: because a command requests it, or its
+        call was postponed to the last moment of the run.
+      next_interval: The interval after its next call; None for the same.
       spent_before: The time that the loop had spent at the last call.
       cursor: The position in the ledger up to which it has read the outputs.
     """
@@ -31,13 +33,19 @@ class Slot:
         self.reads_outputs: bool = self.action.uses_outputs and self.action.needs_all_outputs
         self.saves: bool = self.action.time_category == "checkpoints"
         self.called_at: int | None = None
-        self.is_postponed: bool = False
+        self.is_requested: bool = False
+        self.next_interval: Schedule | None = None
         self.spent_before: timing.Spent = timing.Spent()
         self.cursor: int = cursor
 
     def reset(self, spent: timing.Spent) -> None:
         """Forgets all calls and outputs, at the beginning of another run."""
-        self.cursor, self.called_at, self.spent_before, self.is_postponed = 0, None, spent, False
+        self.cursor, self.called_at, self.spent_before, self.is_requested = 0, None, spent, False
+
+    def reschedule(self, interval: Schedule) -> None:
+        """Replaces the interval of the action."""
+        self.action.reschedule(interval)
+        self.is_scheduled, self.next_interval = True, None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the action and of its slot, as JSON."""
@@ -50,7 +58,7 @@ class Slot:
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
         """Returns whether the action is due now; `loop` is the number of the loop that ends, None inside a loop."""
-        if self.is_postponed:
+        if self.is_requested:
             return True
         if loop is None and not self.is_scheduled:
             return False
@@ -72,7 +80,10 @@ class Slot:
         """
         series = self.reads(ledger)
         if series is not None:
-            return series.since(self.cursor)
+            outputs = series.since(self.cursor)
+            if self.is_requested and series is ledger.loops:
+                outputs.extend(ledger.whole_loop())  # Empty at the end of a loop.
+            return outputs
         if not self.action.uses_outputs:
             return metrics.LoopOutputs()
         return metrics.LoopOutputs(metrics.newest_scalars(ledger.ended) if newest is None else newest())
@@ -99,6 +110,11 @@ class Agenda:
     def detach_all(self) -> None:
         """Removes the attached actions."""
         self._set_slots(self._own)
+
+    def reschedule(self, slot: Slot, interval: Schedule) -> None:
+        """Replaces the interval of an action."""
+        slot.reschedule(interval)
+        self._set_slots(self.slots)
 
     def _set_slots(self, slots: Sequence[Slot]) -> None:
         self.slots: list[Slot] = list(slots)

@@ -312,10 +312,11 @@ class Engine:
                 if stepper.has_ended():
                     call.data_ended = True
                     break
+                was_commanded = moments.execute_commands()
                 if requests.requested:
                     call.was_interrupted = call.left(num_batches) > 0
                     break
-                if call.left(num_batches) and self.progress.is_due(step, secs):
+                if call.left(num_batches) and (was_commanded or self.progress.is_due(step, secs)):
                     now = moments.now()
                     # The loop continues only if there is another batch. Otherwise, `end` runs what is due.
                     if now.is_last or not stepper.has_more(functools.partial(self._before_reading_ahead, now)):

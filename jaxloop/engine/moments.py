@@ -10,6 +10,7 @@ from absl import logging
 from jaxloop import agreement, metrics
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
+from jaxloop.commands import Commands
 from jaxloop.engine.agenda import Agenda, Slot
 from jaxloop.engine.progress import Progress
 from jaxloop.engine.stepper import Stepper
@@ -38,6 +39,7 @@ class Run:
       can_resume: Whether another call, or process, may continue a loop that a signal interrupted.
       keeps_batches: Whether a train loop keeps its last batches, to record a failure.
       ends_with_data: Whether the run ends when the data end.
+      commands: The commands to the run; None if it takes none.
     """
 
     history: History | None = None
@@ -52,6 +54,13 @@ class Run:
     can_resume: bool = False
     keeps_batches: bool = False
     ends_with_data: bool = False
+    commands: Commands | None = None
+
+    @property
+    def intervals(self) -> Sequence[int | Schedule]:
+        """The intervals of everything in the run except actions."""
+        others = (self.stop, None if self.commands is None else self.commands.replay)
+        return [*self.eval_intervals, *(each for each in others if each is not None)]
 
 
 @final
@@ -128,14 +137,21 @@ class Moments:
         now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.elapsed_now()
-        others = () if run is None else (*run.eval_intervals, *(() if run.stop is None else (run.stop,)))
-        return self.agenda.next(now, others)
+        return self.agenda.next(now, () if run is None else run.intervals)
 
     def next(self) -> tuple[int, float]:
         """Returns the step, and the time on the stopwatch, at which something may be due next."""
         goal = self.goal()
         # Slightly early, so that rounding doesn't make it late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9
+
+    def execute_commands(self) -> bool:
+        """Executes the commands to the run; returns whether there were any."""
+        commands = None if self.run is None or not self._stepper.call.trains else self.run.commands
+        if commands is None or not commands.are_due(self._progress.steps):
+            return False
+        commands.execute(self.elapsed_now())
+        return True
 
     def due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
         """Returns the actions that are due and were not called at this step."""
@@ -149,7 +165,7 @@ class Moments:
         """Begins a call of the loop."""
         self.stop_requested = False
         for slot in self.agenda.slots:
-            slot.is_postponed = False
+            slot.is_requested = False
             if not self._stepper.call.trains:  # Several evaluations may run at the same step.
                 slot.called_at = None
 
@@ -246,8 +262,8 @@ class Moments:
             self.stop_requested = self._job.any_stops(self.stop_requested)
         # Save last: a checkpoint contains everything else at its step, including the state of early stopping.
         for slot in called:
-            slot.is_postponed = slot.saves and ends_run and self.stop_requested
-            if slot.saves and not slot.is_postponed:
+            slot.is_requested = slot.saves and ends_run and self.stop_requested
+            if slot.saves and not slot.is_requested:
                 self._call_action(slot, state, now, newest)
         self.agenda.trim(ledger)
 
@@ -269,6 +285,8 @@ class Moments:
                 snapshot=run.snapshot,
             )
         slot.called_at, slot.spent_before, slot.cursor = now.steps, spent, ledger.position
+        if slot.next_interval is not None:
+            self.agenda.reschedule(slot, slot.next_interval)
         if outputs.asks_to_stop:
             self.stop_requested = True
 

@@ -96,8 +96,8 @@ class Program:
     def run_steps(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
         """Runs up to `room` steps, one per dispatch, and only reads batches in between.
 
-        It ends early with the data, at the deadline, or after a signal. Every step goes through these lines and
-        `_run_one`, which are the overhead of a loop.
+        It ends early with the data, at the deadline, or after a signal or a request to pause. Every step goes through
+        these lines and `_run_one`, which are the overhead of a loop.
         """
         clock, read, interrupt, deadline = dispatches.clock, feed.reader_fn(), dispatches.interrupt, dispatches.deadline
         observers, add_outputs, add_number = self.observers, dispatches.outputs.append, dispatches.num_examples.append
@@ -121,7 +121,7 @@ class Program:
                 add_outputs(outputs)
                 add_number(num_examples)
                 is_in_step = False
-                if came >= deadline or (interrupt is not None and interrupt.signum is not None):
+                if came >= deadline or (interrupt is not None and (interrupt.signum is not None or interrupt.pauses)):
                     break
         except StopIteration:
             if is_in_step:

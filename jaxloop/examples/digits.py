@@ -138,6 +138,7 @@ def run(
     learning_rate: float,
     seed: int,
     check: bool = False,
+    topology: str | None = None,
 ) -> tuple[jaxloop.TrainState, float]:
     """Trains until step `train_steps`, from the newest checkpoint if there is one.
 
@@ -179,7 +180,7 @@ def run(
         test = jaxloop.EvalSpec(data.test_batches, interval=WHEN_TO_TEST, name="test")
         arguments = {"train_dataset": data.train_batches, "train_total_steps": train_steps, "eval_specs": [test]}
         if check:
-            report = outer_loop.check(state, **arguments)
+            report = outer_loop.check(state, **arguments, topology=topology)
             sys.exit(f"{report}" if report.errors else print(report))
         state, _ = outer_loop(state, **arguments)
         writer.close()
@@ -212,7 +213,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"This program takes flags only, got {' '.join(argv[1:])!r}.")
     options = flags.FLAGS
     workdir = pathlib.Path(options.workdir)
-    names = ("dataset", "train_steps", "batch_size", "learning_rate", "seed", "check")
+    names = ("dataset", "train_steps", "batch_size", "learning_rate", "seed", "check", "topology")
     try:
         run(workdir, **{name: getattr(options, name) for name in names})
     except KeyboardInterrupt:  # Ctrl-C before the first step, or pressed twice.
@@ -231,5 +232,6 @@ if __name__ == "__main__":
     flags.DEFINE_float("learning_rate", 2e-3, "The peak learning rate, between the warm-up and the cosine decay.")
     flags.DEFINE_integer("seed", 0, "The seed for the parameters, the batches and dropout.")
     flags.DEFINE_bool("check", False, "Print the plan of the run and its problems, without training.")
+    flags.DEFINE_string("topology", None, 'TPUs to compile for with --check, such as "v5e:2x4".')
     # Log lines below warnings would break up the progress bar; --verbosity=0 shows them.
     app.run(main, argv=[sys.argv[0], "--verbosity=-1", *sys.argv[1:]])

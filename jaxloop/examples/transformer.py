@@ -283,7 +283,7 @@ def run(options) -> float:
     )
     arguments = (state, train_data, train_steps, None, [jaxloop.EvalSpec(held_out, interval=when_to_evaluate)])
     if options.check:
-        report = outer_loop.check(*arguments)
+        report = outer_loop.check(*arguments, topology=options.topology)
         sys.exit(f"{report}" if report.errors else print(report))
     state, outputs = outer_loop(*arguments)
     if state.step < train_steps:  # Only Ctrl-C ends this run early.
@@ -358,6 +358,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("write", 100, "Bytes of text to generate at each evaluation.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "The seed for the parameters and the batches.")
     flags.DEFINE_bool("check", False, "Print the plan of the run and its problems, without training.")
+    flags.DEFINE_string("topology", None, 'TPUs to compile for with --check, such as "v5e:2x4".')
     flags.DEFINE_bool("dry_run", False, "Compile a step and print its cost, without training.")
     flags.DEFINE_integer("devices", None, "The number of devices for --dry_run.", lower_bound=1)
     # Log lines below warnings would break up the progress bar; --verbosity=0 shows them.

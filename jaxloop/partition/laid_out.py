@@ -29,6 +29,16 @@ class _LaidOutPartitioner(MeshPartitioner):
             )
         return self._sharding
 
+    def moved_to(self, devices):
+        moved = super().moved_to(devices)
+        moved._sharding = None
+        return moved
+
+    def layout_of(self, state: Any) -> Any:
+        spec_of = lambda leaf: leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        self._hold(jax.tree.map(lambda leaf: NamedSharding(self._mesh, spec_of(leaf)), state))
+        return super().layout_of(state)
+
     def _sharding_of_leaf(self, path, leaf):
         return checks.leaves_by_path(self.sharding)[path]
 
@@ -63,6 +73,10 @@ class _LeafPartitioner(_LaidOutPartitioner):
     def place_state(self, state: Any) -> Any:
         self._lay_out(state)
         return super().place_state(state)
+
+    def layout_of(self, state: Any) -> Any:
+        self._lay_out(state)
+        return MeshPartitioner.layout_of(self, state)
 
     def _lay_out(self, state: Any) -> None:
         of_leaf = lambda path, leaf: self._sharding_of_leaf(checks.path_name(path), leaf)

@@ -1,9 +1,10 @@
 """The base of the partitioners over a mesh."""
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxloop import checks, structures, types
 from jaxloop.flat_state import compile_donating
-from jaxloop.partition.meshes import mesh_for_tracing, names_of
+from jaxloop.partition.meshes import create_mesh, mesh_for_tracing, names_of
 from jaxloop.partition.partitioner import Partitioner
 
 
@@ -43,13 +44,27 @@ class MeshPartitioner(Partitioner):
         self._had_explicit = self._axis_type == AxisType.Auto and bool(changed)
         if self._had_explicit:
             logging.info("%s makes the explicit mesh axes %s automatic.", type(self).__name__, ", ".join(changed))
-        self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(self._axis_type,) * len(mesh.axis_names))
         self._data_axis = data_axis
+        self._set_mesh(mesh)
+
+    def _set_mesh(self, mesh: Mesh) -> None:
+        self._mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(self._axis_type,) * len(mesh.axis_names))
         self._replicated = NamedSharding(self._mesh, PartitionSpec())
-        self._split = NamedSharding(self._mesh, PartitionSpec(data_axis))
-        along = np.moveaxis(mesh.devices, mesh.axis_names.index(data_axis), 0)
+        self._split = NamedSharding(self._mesh, PartitionSpec(self._data_axis))
+        along = np.moveaxis(mesh.devices, mesh.axis_names.index(self._data_axis), 0)
         is_here = lambda device: device.process_index == jax.process_index()
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
+
+    def moved_to(self, devices: Sequence[Any]) -> Self:
+        """Returns a copy for a mesh of other devices. Its data axis gets longer or shorter, and the other axes don't.
+
+        The copy treats all devices as those of this process.
+        """
+        moved = copy.copy(self)
+        sizes = {**self._mesh.shape, self._data_axis: -1}
+        moved._set_mesh(create_mesh(devices=devices, **{str(name): size for name, size in sizes.items()}))
+        moved._local_shards = moved.shards
+        return moved
 
     @property
     def mesh(self) -> Mesh:

@@ -1,7 +1,7 @@
 """The base class of all partitioners."""
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -136,6 +136,22 @@ class Partitioner(abc.ABC):
     def _reason_not_split(self, path: str, leaf: Any) -> str:
         """Returns the reason that a large leaf is replicated; "" with one device."""
         return ""
+
+    def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
+        """Returns a partitioner that places everything in the same way on other devices, which may exist only on paper.
+
+        Raises:
+          ValueError: The mesh can't be made of these devices.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} can't be moved to other devices, which check(topology=...) needs. Define "
+            "moved_to(devices)."
+        )
+
+    def layout_of(self, state: Any) -> Any:
+        """Returns the shapes of a state that was made with any partitioner, with the shardings of this one."""
+        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.map(place, state, self.shardings_of(state))
 
     @abc.abstractmethod
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:

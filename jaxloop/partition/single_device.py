@@ -1,7 +1,8 @@
 """The partitioner for one device."""
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import jax
 from jax.sharding import Sharding
@@ -23,6 +24,15 @@ class SingleDevicePartitioner(Partitioner):
     True
     """
 
+    def __init__(self):
+        self._device: Any = None  # None for JAX's default device.
+
+    def moved_to(self, devices: Sequence[Any]) -> Self:
+        """Returns a partitioner for the first of other devices."""
+        moved = copy.copy(self)
+        moved._device = devices[0]
+        return moved
+
     @property
     def mesh(self) -> None:
         return None
@@ -33,7 +43,7 @@ class SingleDevicePartitioner(Partitioner):
 
     @property
     def sharding(self) -> Sharding:
-        return jax.sharding.SingleDeviceSharding(_default_device())
+        return jax.sharding.SingleDeviceSharding(self._device or _default_device())
 
     @property
     def places_batches(self) -> bool:

@@ -65,7 +65,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     for name, loop, spec in experiment.evaluations:
         parts.append(_check_evaluation(name, loop, spec, experiment, course, state, found))
     if train_loop is not None:
-        check_memory(parts[0], state, data.first)
+        check_memory(parts[0], state, data.first, experiment.topology)
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
         _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))

@@ -27,6 +27,7 @@ class Experiment:
       checkpoint_spec: See `OuterLoop`, also for `workdir` and `log_interval`.
       source_of: Opens a dataset as the run would.
       passes: The completed epochs, if the run continues the last call.
+      topology: TPUs to compile the train step for; None for the devices of its partitioner.
     """
 
     spec: RunSpec
@@ -37,6 +38,7 @@ class Experiment:
     log_interval: int | Schedule
     source_of: Callable[[Any], PositionedIterator]
     passes: int
+    topology: str | None = None
 
     @property
     def evaluations(self) -> list[tuple[str, ActionLoop, EvalSpec]]:

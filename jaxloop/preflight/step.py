@@ -11,7 +11,9 @@ import numpy as np
 from flax import linen as nn
 
 from jaxloop import checks, metrics, partition, types
-from jaxloop.layout import bytes_of, readable
+from jaxloop import topology as topologies
+from jaxloop.cost import DeviceMemoryError
+from jaxloop.layout import Layout, bytes_of, readable
 from jaxloop.preflight.experiment import Part, State
 from jaxloop.preflight.report import Findings
 from jaxloop.step import NO_OPTIMIZER, Step, Traced
@@ -31,17 +33,11 @@ def check_state(given: Any, here: Findings) -> State:
         checks.check_alive(given, "OuterLoop(...)")
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
             given = values = checks.adopt(given)
-        shapes = jax.tree.map(_shape_of, given)
+        shapes = jax.tree.map(checks.shape_of, given)
         step = getattr(shapes, "step", None)
         checks.check_counter(step, is_scalar=step is None or not step.shape)
         return State(shapes, values)
     return State(None, values)
-
-
-def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=_is_weak(leaf))
 
 
 def _is_weak(leaf: Any) -> bool:
@@ -218,19 +214,19 @@ def _shown_model(model: Any) -> str:
 # Memory -----------------------------------------------------------------------------------------------------
 
 
-def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None:
-    """Compiles the train step, and checks the memory that it and the state need."""
+def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
+    """Compiles the train step, and checks the memory that it and the state need, on a topology if one is given."""
     if state.shapes is None or not first:
         return
     step, here = part.loop.step, part.here
+    if topology is not None:
+        with here:
+            if not part.is_open:
+                _check_topology(here, step, state.shapes, first[0], topology)
+        return
     with here:
         layout = step.partitioner.report(state.shapes)
-        sizes = {
-            name: sum(leaf.bytes_per_device for leaf in layout.leaves if leaf.path.split("/")[0] == field)
-            for name, field in (("parameters", "params"), ("optimizer", "opt_state"))
-        }
-        shown = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size)
-        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device" + (f": {shown}" if shown else "")
+        here.plan["state"] = f"{readable(layout.bytes_per_device)} per device{_listed(_parts_of(layout))}"
     if part.is_open or here.has_errors:  # It can't be compiled, or its batch is unknown.
         return
     with here:
@@ -244,6 +240,62 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch]) -> None
             "activations and gradients"
         )
         _check_memory_limit(here, cost.peak_bytes, memory)
+
+
+def _parts_of(layout: Layout) -> dict[str, int]:
+    """Returns the bytes per device of the parts of a state."""
+    sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
+    for leaf in layout.leaves:
+        field = leaf.path.split("/")[0]
+        sizes[{"params": "parameters", "opt_state": "optimizer"}.get(field, "other state")] += leaf.bytes_per_device
+    return {name: size for name, size in sizes.items() if size >= (2**10 if name == "other state" else 1)}
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{name} {readable(size)}" for name, size in sizes.items()) if sizes else ""
+
+
+def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
+    """Compiles a step for TPUs that this machine need not have, and checks that it fits into their memory."""
+    devices = topologies.devices_of(topology)
+    there = step.moved_to(devices)
+    state = there.partitioner.layout_of(shapes)
+    layout = there.partitioner.report(state)
+    rows, shards = checks.num_examples(batch) or 0, there.partitioner.shards
+    padded = -(-rows // shards) * shards
+    sizes = _parts_of(layout) | {"batch": bytes_of(batch) * padded // max(rows, 1) // shards}
+    memory, cost = topologies.memory_of(devices[0]), None
+    try:
+        cost = there.cost_analysis(state, batch)
+        needed = cost.peak_bytes
+    except DeviceMemoryError as error:
+        needed, memory = error.needed_bytes, error.available_bytes
+    sizes["activations and temporaries"] = max(needed - sum(sizes.values()), 0)
+    of = "" if memory is None else f" of {readable(memory)}"
+    needs = f"needs {readable(needed)}{of} per device{_listed(sizes)}"
+    here.plan[topology] = f"{len(devices)} x {devices[0].device_kind}; a step {needs}"
+    largest = sorted(layout.leaves, key=lambda leaf: -leaf.bytes_per_device)[:3]
+    shown = (f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {readable(leaf.bytes_per_device)}" for leaf in largest)
+    here.plan["largest arrays"] = ", ".join(shown)
+    if cost is not None:
+        flops = "" if cost.flops is None else f"{cost.flops / len(devices):.3g} FLOPs per device"
+        moved = [f"{each.kind} {readable(each.bytes)} in {each.count} operations" for each in cost.collectives]
+        here.plan["step"] = "; ".join(each for each in (flops, ", ".join(moved)) if each)
+        if padded > rows:
+            here.warn(
+                f"On {topology}, {shards} devices share a batch of {rows} rows, which jaxloop pads to {padded}. Give "
+                f"batches of {padded} rows, or of another multiple of {shards}."
+            )
+    if memory is not None and needed > memory:
+        advice = f"step.largest_batch(state, batch, topology={topology!r}) returns the largest batch that fits"
+        fsdp = partition.FSDPPartitioner(partition.create_mesh(devices=devices, data=-1))
+        split = fsdp.report(fsdp.moved_to(devices).layout_of(shapes)).bytes_per_device
+        if split < layout.bytes_per_device:
+            advice = (
+                f"With FSDPPartitioner, the state takes {readable(split)} per device instead of "
+                f"{readable(layout.bytes_per_device)}. {advice}"
+            )
+        here.error(f"On {topology}, a step {needs}. {advice}.")
 
 
 def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:

@@ -1,0 +1,416 @@
+"""Commands to a run: files in its work directory, which the run reads and executes between two steps."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from absl import logging
+from etils import epath
+
+from jaxloop import agreement, files, interrupt, run_log
+from jaxloop.actions.action import Action
+from jaxloop.actions.profile_action import ProfileAction
+from jaxloop.history import History
+from jaxloop.schedules import Elapsed, Schedule, at, every, last
+from jaxloop.text import printable
+
+DIRECTORY = "commands"
+"""The directory of pending commands in a work directory."""
+
+ANSWERS = "commands.jsonl"
+"""The name of the file with the executed and rejected commands in a work directory."""
+
+_POLL_SECS = 1.0
+_FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
+_COMMAND = re.compile(r"(?P<name>[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)?)(=(?P<value>.*))?")
+_MAX_BYTES = 4096
+_MAX_AT_ONCE = 64
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer of a run to a command.
+
+    Attributes:
+      id: The name of the command's file, without its suffix.
+      command: The command: "save".
+      step: The number of completed updates when it was executed or rejected.
+      error: The reason if it was rejected; None if it was executed.
+    """
+
+    id: str
+    command: str
+    step: int
+    error: str | None = None
+
+    def __str__(self) -> str:
+        result = "done" if self.error is None else f"rejected: {self.error}"
+        return printable(f"{self.command}: {result} (step {self.step:,})")
+
+
+def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answer | None:
+    """Gives a command to the run in a work directory, and waits for its answer.
+
+    - `save`: saves a checkpoint.
+    - `stop`: saves a checkpoint and ends the run, as after Ctrl-C.
+    - `profile=5`: records a profile of the next 5 steps in `<workdir>/profile`.
+    - `log_every=10`: adds a row to the history now and every 10 steps.
+    - `summary.interval=100`: calls an end action of the train loop now and every 100 steps.
+    - `early_stopping.patience=5`: changes one of the `settings` of an action.
+
+    An action is named after its class: `early_stopping` for `EarlyStoppingAction`, `summary_2` for the second
+    `SummaryAction`.
+
+    The run executes the command between two steps: after the next log point or within a second, whichever comes first.
+    It records the command in the history and in its checkpoints, so that a resumed run keeps the changed settings.
+
+    >>> import tempfile
+    >>> tell(tempfile.mkdtemp(), "save now")
+    Traceback (most recent call last):
+    ValueError: A command is a name, or a name=value, got 'save now'.
+
+    Args:
+      workdir: The work directory of an `OuterLoop` that trains.
+      command: The command.
+      wait_secs: Seconds to wait for the answer.
+
+    Returns:
+      The answer; None if there was none in time. The run then executes the command later.
+
+    Raises:
+      FileNotFoundError: The directory has no run log.
+      ValueError: The command is malformed, or the run has ended.
+    """
+    parse(command)
+    attempts = run_log.read(workdir)
+    if not attempts:
+        raise FileNotFoundError(f"{workdir} has no {run_log.FILE}, so no OuterLoop has run there.")
+    newest = attempts[-1]
+    if newest.reason is not None:
+        raise ValueError(f"The run in {workdir} has ended: {newest.reason}.")
+    if newest.described.get("host") == socket.gethostname() and not newest.is_alive():
+        raise ValueError(f"The run in {workdir} was killed. Start it again first.")
+    directory = files.absolute(workdir) / DIRECTORY
+    files.make_directory(directory)
+    name = f"{time.time_ns()}-{secrets.token_hex(8)}"
+    path = os.path.join(directory, f"{name}.json")
+    with files.open_file(f"{path}.new", "w") as file:
+        json.dump({"command": command}, file)
+    os.rename(f"{path}.new", path)
+    deadline = time.monotonic() + wait_secs
+    while True:
+        answer = next((each for each in answers(workdir) if each.id == name), None)
+        if answer is not None or time.monotonic() >= deadline:
+            return answer
+        time.sleep(0.1)
+
+
+def answers(workdir: epath.PathLike) -> list[Answer]:
+    """Returns the answers of the runs in a work directory, in order. Malformed lines are skipped."""
+    path, found = files.absolute(workdir) / ANSWERS, []
+    for line in files.read_bytes(path).splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError):
+            answer = Answer(**files.parse_json(line))
+            if type(answer.step) is int and all(isinstance(each, str) for each in (answer.id, answer.command)):
+                found.append(answer)
+    return found
+
+
+def parse(command: str) -> tuple[str, Any]:
+    """Returns the name and the value of a command; None as the value if there is none.
+
+    >>> parse("early_stopping.patience=5"), parse("save")
+    (('early_stopping.patience', 5), ('save', None))
+
+    Raises:
+      ValueError: The command is malformed.
+    """
+    match = _COMMAND.fullmatch(command) if isinstance(command, str) and len(command) <= 200 else None
+    if match is None:
+        raise ValueError(f"A command is a name, or a name=value, got {printable(str(command)[:200])!r}.")
+    text = match["value"]
+    try:
+        value = text if text is None else files.parse_json(text)
+    except ValueError:
+        value = text
+    if isinstance(value, list | dict):
+        raise ValueError(f"The value of a command is a number, a string or a boolean, got {printable(text)}.")
+    return match["name"], value
+
+
+@final
+class Commands:
+    """Executes the commands to one training run.
+
+    A thread of the first process looks for files in `<workdir>/commands` once per second, and so does `poll`, at log
+    points. If there are any, the run pauses after the current dispatch, in all processes at the same step. The first
+    process reads the files, and all processes execute the commands in the order of the names of the files. Each command
+    is first appended to `<workdir>/commands.jsonl` with its step, so that a run that is killed and resumed before the
+    command executes it again at the same step.
+
+    A command changes nothing if its file is malformed, too large or not a regular file.
+
+    Args:
+      workdir: The work directory; None, or a remote one, for no commands.
+      job: The processes that train together.
+      agenda: The `Agenda` of the train loop. (The engine imports this module, so its class can't be named here.)
+      actions: The actions of all loops, whose settings may be changed.
+      recorder: The action that adds the rows of the training to the history.
+      history: The history, to which each command is added.
+    """
+
+    def __init__(
+        self,
+        workdir: epath.PathLike | None,
+        job: agreement.Job,
+        agenda: Any,
+        actions: Sequence[Action],
+        recorder: Action,
+        history: History,
+    ):
+        has_files = workdir is not None and not files.is_remote(workdir)
+        self._workdir = files.absolute(workdir) if has_files else None
+        self._job, self._agenda, self._recorder, self._history = job, agenda, recorder, history
+        self._actions = _named(actions)
+        self._executed: list[Answer] = []
+        self._replayed: list[Answer] = []  # Those after the checkpoint from which the run resumed.
+        self._profiles: list[ProfileAction] = []
+        self._unusable: set[str] = set()  # Files that can't be removed.
+        self._has_ended = threading.Event()
+        self._started = time.time_ns()
+
+    @contextlib.contextmanager
+    def polling(self) -> Iterator[None]:
+        """Looks for commands while the context is open. Those from before the run and after it are rejected."""
+        if self._workdir is None or not self._job.is_first:
+            yield
+            return
+        self._reject([each for each in self._pending() if int(each.partition("-")[0]) < self._started])
+        thread = threading.Thread(target=self._poll_regularly, name="jaxloop-commands", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._has_ended.set()
+            thread.join()
+            self._reject(self._pending())
+            for each in self._profiles:
+                each.close()
+
+    def poll(self) -> None:
+        """Makes the run pause if there are commands."""
+        if self._workdir is not None and self._job.is_first and self._pending():
+            self._requests.request_pause()
+
+    def _poll_regularly(self) -> None:
+        while not self._has_ended.wait(_POLL_SECS):
+            self.poll()
+
+    @property
+    def _requests(self) -> interrupt.Interruptible:
+        return self._job.requests.outermost
+
+    # Executing -------------------------------------------------------------------------------------------
+
+    @property
+    def replay(self) -> Schedule | None:
+        """The step at which a command is executed again; None if there is none."""
+        return at(self._replayed[0].step) if self._replayed else None
+
+    def are_due(self, step: int) -> bool:
+        """Returns whether there may be commands to execute at this step."""
+        return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= step)
+
+    def execute(self, now: Elapsed) -> None:
+        """Executes the commands after a step. All processes call it after the same step."""
+        while self._replayed and self._replayed[0].step <= now.steps:
+            with _warning_of_error():  # The program may have other actions now.
+                self._execute(self._replayed.pop(0), now)
+        if not self._requests.pauses:
+            return
+        self._requests.end_pause()
+        pending = self._pending()[:_MAX_AT_ONCE] if self._job.is_first else []
+        for name, command in self._job.gather([(name, self._read(name)) for name in pending])[0]:
+            answer = Answer(name, command, now.steps)
+            try:
+                self._execute(answer, now)
+            except ValueError as error:
+                answer = dataclasses.replace(answer, error=str(error))
+                logging.warning("The command %s", answer)
+            if self._job.is_first:
+                self._answer(answer)
+
+    def _execute(self, answer: Answer, now: Elapsed) -> None:
+        """Executes a command.
+
+        Raises:
+          ValueError: The command is unknown or has an invalid value. Nothing was changed.
+        """
+        name, value = _target(answer.command)
+        action, _, setting = name.partition(".")
+        slots = self._slots()
+        if name == "save" and value is None:
+            savers = [slot for slot in self._agenda.slots if slot.saves]
+            if not savers:
+                raise ValueError("The train loop has no CheckpointAction.")
+            for slot in savers:
+                slot.is_requested = True
+        elif name == "stop" and value is None:
+            self._requests.confirm(interrupt.STOP)
+        elif name == "profile" and _is_count(value):
+            self._attach_profile(answer)
+        elif setting == "interval" and action in slots and _is_count(value):
+            slots[action].is_requested, slots[action].next_interval = True, _interval(value)
+        elif setting in self._settings(action):
+            self._actions[action].change(setting, value)
+        else:
+            raise ValueError(f"Unknown command or invalid value. Known: {', '.join(self._known(slots))}.")
+        logging.info("Executed the command %r after step %d.", printable(answer.command), now.steps)
+        self._executed.append(answer)
+        self._history.commit(now, {"command": answer.command})
+
+    def _attach_profile(self, answer: Answer) -> None:
+        assert self._workdir is not None
+        action = ProfileAction(self._workdir / "profile", answer.step + 2, _target(answer.command)[1])
+        self._profiles.append(action)
+        self._agenda.attach(action, 0)
+
+    def _settings(self, action: str) -> Sequence[str]:
+        return self._actions[action].settings if action in self._actions else ()
+
+    def _slots(self) -> dict[str, Any]:
+        """Returns the end actions of the train loop by name; "history" is the one that adds rows to it."""
+        slots = {id(slot.action): slot for slot in self._agenda.slots}
+        named = {"history": self._recorder, **self._actions}
+        return {name: slots[id(action)] for name, action in named.items() if id(action) in slots}
+
+    def _known(self, slots: Mapping[str, Any]) -> list[str]:
+        intervals = [f"{name}.interval=N" for name in slots if name != "history"]
+        settings = [f"{name}.{each}=X" for name in self._actions for each in self._settings(name)]
+        return ["save", "stop", "profile=N", "log_every=N", *intervals, *settings]
+
+    # Saving and resuming ---------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Moves the answers of an earlier run in the work directory to `<file>.before`."""
+        if self._workdir is not None and self._job.is_first:
+            path = self._workdir / ANSWERS
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(path, f"{path}.before")
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Returns the executed commands, for a checkpoint."""
+        return [dataclasses.asdict(each) for each in self._executed]
+
+    def load_state_dict(self, state_dict: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Restores the changes by the commands before a checkpoint, and prepares to repeat those after it.
+
+        Args:
+          state_dict: The result of `state_dict`.
+          step: The step of the checkpoint.
+        """
+        self._executed = [Answer(**each) for each in state_dict]
+        slots = self._slots()
+        for answer in self._executed:
+            name, value = _target(answer.command)
+            action, _, setting = name.partition(".")
+            if setting == "interval" and action in slots:
+                self._agenda.reschedule(slots[action], _interval(value))
+            elif setting in self._settings(action):
+                with _warning_of_error():
+                    self._actions[action].change(setting, value)
+            elif name == "profile":  # Even if it is over, because the checkpoint has the state of its action.
+                self._attach_profile(answer)
+        lines = answers(self._workdir) if self._workdir is not None and self._job.is_first else []
+        lines = self._job.gather([dataclasses.asdict(each) for each in lines])[0]
+        known = {answer.id for answer in self._executed}
+        later = [each for each in (Answer(**each) for each in lines) if each.error is None and each.step >= step]
+        self._replayed = sorted((each for each in later if each.id not in known), key=lambda each: each.step)
+
+    # Files -----------------------------------------------------------------------------------------------
+
+    def _pending(self) -> list[str]:
+        """Returns the names of the pending commands, without their suffix, in order."""
+        assert self._workdir is not None
+        directory = self._workdir / DIRECTORY
+        with contextlib.suppress(OSError):
+            if not os.path.islink(directory):
+                names = sorted(name for name in os.listdir(directory) if _FILE.fullmatch(name))
+                return [name.removesuffix(".json") for name in names if name not in self._unusable]
+        return []
+
+    def _reject(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._answer(Answer(name, self._read(name), 0, "It was not given during the run."))
+
+    def _read(self, name: str) -> str:
+        """Returns the command in a file; "" if the file is malformed, too large, or not a regular file."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            command = files.parse_json(files.read_bytes(self._path(name), max_bytes=_MAX_BYTES))["command"]
+            parse(command)
+            return command
+        return ""
+
+    def _answer(self, answer: Answer) -> None:
+        """Appends an answer to the file of answers, and removes the command."""
+        assert self._workdir is not None
+        try:
+            with files.open_file(self._workdir / ANSWERS, "a") as file:
+                file.write(json.dumps(dataclasses.asdict(answer)) + "\n")
+        except OSError as error:
+            logging.warning("The answer to the command %s was not written: %s", answer, error)
+        try:
+            os.unlink(self._path(answer.id))
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._unusable.add(f"{answer.id}.json")
+
+    def _path(self, name: str) -> epath.Path:
+        assert self._workdir is not None
+        return self._workdir / DIRECTORY / f"{name}.json"
+
+
+@contextlib.contextmanager
+def _warning_of_error() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        logging.warning("A command of the run before the resume was dropped: %s", error)
+
+
+def _named(actions: Sequence[Action]) -> dict[str, Action]:
+    """Returns the actions by name: `early_stopping` for `EarlyStoppingAction`, `..._2` for the second of a class."""
+    named: dict[str, Action] = {}
+    for action in actions:
+        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(action).__name__.removesuffix("Action") or "action")
+        name = first = "_".join(words).lower()
+        number = 1
+        while name in named:
+            number += 1
+            name = f"{first}_{number}"
+        named[name] = action
+    return named
+
+
+def _target(command: str) -> tuple[str, Any]:
+    """Returns the name and the value of a command, with `log_every` as the interval of the history."""
+    name, value = parse(command)
+    return ("history.interval" if name == "log_every" else name), value
+
+
+def _interval(steps: int) -> Schedule:
+    return every(steps=steps) | last()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31

@@ -1,0 +1,238 @@
+"""Commands that a run executes while it trains."""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxloop
+from jaxloop import __main__ as command_line
+from jaxloop import checkpoint, commands, every, examples
+
+
+class Commander:
+    """Data that gives commands when they are read: `{batch number: commands}`."""
+
+    def __init__(self, workdir, given):
+        self.workdir, self.given, self.read = workdir, given, []
+        _, _, self.batches = examples.tiny_regression()
+
+    def __call__(self, number):
+        self.read.append(number)
+        for command in self.given.pop(number, ()):
+            if callable(command):
+                command()
+            else:
+                jaxloop.tell(self.workdir, command, wait_secs=0)
+        return self.batches[number % 100]
+
+
+def train(workdir, given=None, total=60, *, saves_every=20, log_interval=None, more=(), **options):
+    """Trains, and returns the state, the outer loop and the outputs. A log point, every 5 steps, looks for commands."""
+    step, state, _ = examples.tiny_regression()
+    save = jaxloop.CheckpointAction(workdir, interval=every(steps=saves_every), keep=None)
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[*more, save], **options),
+        checkpoint_spec=jaxloop.CheckpointSpec(workdir),
+        log_interval=log_interval or every(steps=5),
+    )
+    data = jaxloop.from_index(Commander(workdir, given or {}))
+    state, outputs = outer_loop(state, data, train_total_steps=total)
+    return state, outer_loop, outputs
+
+
+def rows(outer_loop):
+    return [(row.elapsed.steps, row.logs) for row in outer_loop.history]
+
+
+def leaves(state):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state))]
+
+
+def test_save_saves_after_the_next_log_point(tmp_path):
+    train(tmp_path, {11: ["save"]}, saves_every=1000)
+    (answer,) = commands.answers(tmp_path)
+    assert (answer.command, answer.error) == ("save", None)
+    assert 12 <= answer.step <= 17
+    assert checkpoint.all_steps(tmp_path) == [answer.step]
+
+
+def test_stop_saves_and_ends_the_run_which_can_be_resumed(tmp_path):
+    state, _, outputs = train(tmp_path, {11: ["stop"]})
+    stopped_at = int(state.step)
+    assert 12 <= stopped_at <= 17 and outputs[jaxloop.STOP_LOOP] and checkpoint.all_steps(tmp_path)[-1] == stopped_at
+    assert "stopped by a command" in printed(tmp_path, "status")
+    state, again, _ = train(tmp_path)
+    assert int(state.step) == 60
+    whole, _, _ = train(tmp_path / "whole")
+    assert leaves(state) == leaves(whole)
+    assert (stopped_at, {"command": "stop"}) in rows(again)
+
+
+def printed(workdir, command):
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        assert command_line.main([command, os.fspath(workdir)]) == 0
+    return stream.getvalue()
+
+
+def test_log_every_adds_a_row_at_once_and_then_at_its_steps(tmp_path):
+    _, outer_loop, _ = train(tmp_path, {12: ["log_every=20"]}, total=70)
+    steps = [step for step, logs in rows(outer_loop) if "train" in logs]
+    (answer,) = commands.answers(tmp_path)
+    assert steps == sorted({5, 10, 15, answer.step, 20, 40, 60, 70})
+
+
+def test_log_every_in_a_single_long_loop_counts_each_step_once(tmp_path):
+    class PollOften(jaxloop.Action):
+        uses_outputs = False
+
+        def __call__(self, state, outputs, **kwargs):
+            if commands_of:
+                commands_of[0].poll()
+
+    commands_of = []
+    step, state, batches = examples.tiny_regression()
+    loop = jaxloop.TrainLoop(step, end_actions=[PollOften(every(steps=1))])
+    outer_loop = jaxloop.OuterLoop(loop, workdir=tmp_path)
+
+    def give():
+        jaxloop.tell(tmp_path, "log_every=30", wait_secs=0)
+        commands_of.append(loop.engine.moments.run.commands)
+
+    losses = []
+    plain_step, plain_state, _ = examples.tiny_regression()
+    for batch in batches[:70]:
+        plain_state, outputs = plain_step(plain_state, batch)
+        losses.append(float(outputs["loss"]))
+    data = jaxloop.from_index(Commander(tmp_path, {11: [give]}))
+    outer_loop(state, data, train_total_steps=70)
+    (answer,) = commands.answers(tmp_path)
+    steps, means = outer_loop.history.collect("steps", "train.loss")
+    assert steps == [answer.step, 30, 60, 70] and answer.step < 20
+    ends = [0, *steps]
+    expected = [np.mean(losses[one:two]) for one, two in itertools.pairwise(ends)]
+    np.testing.assert_allclose(means, expected, rtol=1e-5)
+
+
+def test_an_action_declares_what_may_be_changed(tmp_path):
+    stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, min_delta=10.0, interval=every(steps=1))
+    state, _, _ = train(tmp_path, {11: ["early_stopping.patience=3"]}, more=[stopping])
+    (answer,) = commands.answers(tmp_path)
+    assert stopping.stopped and int(state.step) == answer.step  # It is called after the command.
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["foo", "save=3", "profile=0", "profile=x", "log_every=-1", "early_stopping.patience=0", "checkpoint.keep=3"],
+)
+def test_what_it_can_not_do_is_rejected_with_what_it_can_do(tmp_path, command):
+    stopping = jaxloop.EarlyStoppingAction("loss", patience=1000, interval=every(steps=1))
+    state, outer_loop, _ = train(tmp_path, {11: [command]}, more=[stopping], total=30)
+    (answer,) = commands.answers(tmp_path)
+    assert answer.error is not None and int(state.step) == 30
+    assert not any("command" in logs for _, logs in rows(outer_loop))
+    if "patience" not in command:
+        for known in ("save", "stop", "profile=N", "log_every=N", "early_stopping.patience=X", "checkpoint.interval=N"):
+            assert known in answer.error
+
+
+def test_a_profile_of_the_next_steps(tmp_path):
+    train(tmp_path, {11: ["profile=3"]}, saves_every=10)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    checkpoint_after = checkpoint.all_steps(tmp_path)[-1]
+    shutil.rmtree(tmp_path / str(checkpoint_after))
+    state, _, _ = train(tmp_path, saves_every=10)  # The checkpoint has the state of the added action.
+    assert int(state.step) == 60
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 8}], ids=["single", "fused"])
+@pytest.mark.parametrize("kept", [20, 40])
+def test_a_killed_run_repeats_the_commands_after_its_checkpoint(tmp_path, options, kept):
+    given = {13: ["log_every=7"], 24: ["checkpoint.interval=9", "early_stopping.patience=6"], 47: ["save", "profile=2"]}
+    make = lambda: [jaxloop.EarlyStoppingAction("loss", patience=100, min_delta=10.0, interval=every(steps=3))]
+    state, whole, _ = train(tmp_path / "whole", given, more=make(), total=80, **options)
+    saved = checkpoint.all_steps(tmp_path / "whole")
+    assert len(commands.answers(tmp_path / "whole")) >= 3
+    last_kept = max(step for step in saved if step <= kept)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for step in saved:
+        if step > last_kept:
+            shutil.rmtree(tmp_path / "killed" / str(step))
+    (tmp_path / "killed" / "STOPPED").unlink(missing_ok=True)
+    again, resumed, _ = train(tmp_path / "killed", more=make(), total=80, **options)
+    assert leaves(again) == leaves(state)
+    assert rows(resumed) == rows(whole)
+    assert checkpoint.all_steps(tmp_path / "killed") == saved
+    assert commands.answers(tmp_path / "killed") == commands.answers(tmp_path / "whole")
+
+
+def hostile_files(directory, number):
+    """Makes a malformed or hostile command."""
+    path = directory / f"{2**62 + number}-{number:016x}.json"
+    kinds = [
+        lambda: path.write_bytes(b"\xff\xfe" * 50),
+        lambda: path.write_text('{"command": "save"' + " " * 100_000 + "}"),
+        lambda: path.symlink_to("/etc/passwd"),
+        lambda: os.mkfifo(path),
+        lambda: path.mkdir(),
+        lambda: path.write_text("[" * 3000),
+        lambda: path.write_text(json.dumps({"command": ["stop"]})),
+        lambda: path.write_text(json.dumps({"command": "stop; rm -rf /"})),
+        lambda: path.write_text(json.dumps({"command": "__class__.x=1"})),
+        lambda: path.write_text(json.dumps({"command": "early_stopping._memory=1"})),
+        lambda: path.write_text(json.dumps({"command": "log_every=" + "9" * 180})),
+        lambda: path.write_text(json.dumps({"command": "log_every=NaN"})),
+        lambda: path.write_text(json.dumps({"order": "stop"})),
+        lambda: path.write_text(""),
+        lambda: (directory / f"../../{number}.json").with_name(f"x{number}.json").write_text('{"command": "stop"}'),
+        lambda: (directory / f"{number}.json.new").write_text('{"command": "stop"}'),
+    ]
+    kinds[number % len(kinds)]()
+
+
+def test_hostile_commands_change_nothing(tmp_path):
+    whole, plain, _ = train(tmp_path / "whole", total=100)
+
+    def attack():
+        directory = tmp_path / "run" / "commands"
+        directory.mkdir()
+        for number in range(200):
+            hostile_files(directory, number)
+
+    state, outer_loop, _ = train(tmp_path / "run", {7: [attack]}, total=100)
+    assert leaves(state) == leaves(whole) and rows(outer_loop) == rows(plain)
+    found = commands.answers(tmp_path / "run")
+    assert len(found) >= 150 and all(answer.error for answer in found)
+
+
+def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"{2**62}-{0:016x}.json").write_text('{"command": "stop"}')
+    state, _, _ = train(tmp_path / "run", {7: [lambda: (tmp_path / "run" / "commands").symlink_to(elsewhere)]})
+    assert int(state.step) == 60 and len(list(elsewhere.iterdir())) == 1
+
+
+def test_a_run_that_ended_takes_no_commands(tmp_path, capsys):
+    train(tmp_path, total=20)
+    assert command_line.main(["tell", os.fspath(tmp_path), "save"]) == 1
+    assert "has ended: finished" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="no OuterLoop has run there"):
+        jaxloop.tell(tmp_path / "nothing", "save")
+    with pytest.raises(ValueError, match="A command is a name"):
+        jaxloop.tell(tmp_path, "save now")
+
+
+def test_another_run_in_the_directory_does_not_repeat_them(tmp_path):
+    step, state, _ = examples.tiny_regression()
+    for given in ({7: ["stop"]}, {}):
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=tmp_path, log_interval=every(steps=5))
+        state = step.initialize_model([1, 3])
+        state, _ = outer_loop(state, jaxloop.from_index(Commander(tmp_path, given)), train_total_steps=40)
+    assert int(state.step) == 40 and commands.answers(tmp_path) == []

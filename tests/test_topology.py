@@ -1,0 +1,203 @@
+"""Compilation for TPUs that the machine doesn't have. What needs libtpu is skipped where that is not installed."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxloop
+from jaxloop import cost, partition, topology
+from jaxloop.partition import create_mesh
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+BATCH = {"x": jax.ShapeDtypeStruct((16, 256), np.float32), "y": jax.ShapeDtypeStruct((16, 1), np.float32)}
+
+
+class Network(nn.Module):
+    width: int = 512
+    annotated: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        init = nn.with_partitioning(init, (None, "data")) if self.annotated else init
+        hidden = nn.relu(nn.Dense(self.width, kernel_init=init, name="hidden")(x))
+        return nn.Dense(1, name="last")(hidden)
+
+
+class PlainStep(jaxloop.Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            return loss(state.apply_fn({"params": params}, batch["x"]), batch).mean()
+
+        value, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+
+def loss(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean(axis=-1)
+
+
+def new_step(partitioner=None, **options):
+    partitioner = partitioner or jaxloop.SingleDevicePartitioner()
+    model = Network(**options)
+    return jaxloop.LossStep(jax.random.key(0), model, optax.sgd(1e-3, momentum=0.9), partitioner, train=True, loss=loss)
+
+
+PARTITIONERS = {
+    "single": lambda: jaxloop.SingleDevicePartitioner(),
+    "data": lambda: jaxloop.DataParallelPartitioner(create_mesh(data=-1), "data"),
+    "fsdp": lambda: jaxloop.FSDPPartitioner(create_mesh(data=-1)),
+    "rules": lambda: jaxloop.RulesPartitioner(
+        create_mesh(data=-1, model=2), "data", [("hidden/kernel", PartitionSpec(None, "model"))]
+    ),
+    "spmd": lambda: jaxloop.SPMDPartitioner(create_mesh(data=-1), "data"),
+    "explicit": lambda: jaxloop.ExplicitPartitioner(jax.make_mesh((len(jax.devices()),), ("data",)), "data"),
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_a_partitioner_moves_to_other_devices_with_the_same_layout(name):
+    partitioner = PARTITIONERS[name]()
+    step = new_step(partitioner, annotated=name == "spmd")
+    shapes = step.abstract_state([1, 256])
+    devices = jax.devices()[:4]
+    moved = step.moved_to(devices)
+    layout = moved.partitioner.layout_of(shapes)
+    kernel = layout.params["hidden"]["kernel"]
+    assert kernel.sharding.device_set <= set(devices)
+    split = {"fsdp": 4, "spmd": 4, "rules": 2}.get(name, 1)
+    assert np.prod(kernel.sharding.shard_shape(kernel.shape)) == 256 * 512 // split
+    assert moved.partitioner.shards == {"single": 1, "rules": 2}.get(name, 4)
+    found = moved.cost_analysis(layout, BATCH)
+    assert found.argument_bytes > 0
+    assert step.partitioner is partitioner and step.abstract_state([1, 256]).params.keys() == shapes.params.keys()
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_rejected():
+    with pytest.raises(ValueError, match="does not fit 3 devices"):
+        PARTITIONERS["rules"]().moved_to(jax.devices()[:3])
+
+
+def test_a_partitioner_of_the_user_says_what_it_lacks():
+    class Mine(jaxloop.SingleDevicePartitioner):
+        moved_to = partition.Partitioner.moved_to
+
+    with pytest.raises(NotImplementedError, match=r"Mine can't be moved to other devices.*Define moved_to\(devices\)"):
+        Mine().moved_to(jax.devices())
+
+
+def test_without_libtpu_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    step, train = new_step(), [{"x": np.zeros([16, 256], np.float32), "y": np.zeros([16, 1], np.float32)}]
+    report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.abstract_state([1, 256]), train, topology="v5e:2x4")
+    (problem,) = report.problems
+    assert problem.is_error and "install libtpu: pip install 'jaxloop[tpu-check]'" in problem.text
+
+
+@pytest.mark.parametrize("name", ["v5e", "", 8])
+def test_a_name_that_is_no_topology_is_rejected(name):
+    with pytest.raises(ValueError, match='such as "v5e:16x16"'):
+        topology.devices_of(name)
+
+
+def test_a_topology_is_for_a_dry_run():
+    with pytest.raises(ValueError, match="Pass dry_run=True"):
+        jaxloop.fit(Network(), [], loss=loss, train_epochs=1, topology="v5e:2x4")
+
+
+def test_the_compilers_error_is_read():
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(self.text)
+
+    lowered = Lowered()
+    lowered.text = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (32.50G) exceeds available HBM (15.75G). HLO module: jit_f."
+    )
+    with pytest.raises(cost.DeviceMemoryError, match=r"needs 32\.5 GiB .* 15\.8 GiB are available") as caught:
+        cost.compiled(lowered)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (int(32.5 * 2**30), int(15.75 * 2**30))
+    lowered.text = "Used 20.41G of 15.75G hbm. Exceeded hbm capacity by 4.66G."
+    with pytest.raises(cost.DeviceMemoryError):
+        cost.compiled(lowered)
+    lowered.text = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        cost.compiled(lowered)
+
+
+# With libtpu ----------------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+def test_gpus_need_gpus():
+    with pytest.raises(ValueError, match="no compiler for GPUs"):
+        topology.devices_of("h100:8")
+
+
+@needs_libtpu
+def test_the_cost_is_that_of_xlas_memory_analysis():
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+    step = PlainStep(jax.random.key(0), Network(), optimizer, PARTITIONERS["data"](), train=True)
+    shapes = step.abstract_state([1, 256])
+    found = step.cost_analysis(shapes, BATCH, topology="v5e:2x4")
+
+    mesh = create_mesh(devices=topology.devices_of("v5e:2x4"), data=8)
+    place = lambda tree, spec: jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), tree
+    )
+
+    arguments = place(shapes, PartitionSpec()), place(BATCH, PartitionSpec("data"))
+    analysis = jax.jit(step.run, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+    assert found.argument_bytes == analysis.argument_size_in_bytes
+    assert found.temp_bytes == analysis.temp_size_in_bytes
+    assert found.output_bytes == analysis.output_size_in_bytes
+    assert abs(found.alias_bytes - analysis.alias_size_in_bytes) <= 1024  # One scalar is a tile of 512 bytes.
+    assert found.flops is not None and found.flops > 4 * 16 * 256 * 512
+    assert [each.kind for each in found.collectives] == ["all-reduce"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_each_partitioner_compiles_for_tpus(name):
+    step = new_step(PARTITIONERS[name](), annotated=name == "spmd")
+    found = step.cost_analysis(step.abstract_state([1, 256]), BATCH, topology="v5e:2x4")
+    assert found.peak_bytes > 0
+
+
+@needs_libtpu
+def test_the_largest_batch_is_the_largest_of_all_sizes_that_fit():
+    step = new_step(width=2**22)  # A row takes 16 MiB for each activation.
+    shapes = step.abstract_state([1, 2])
+    batch = lambda rows: {"x": ((rows, 2), np.float32), "y": ((rows, 1), np.float32)}
+    most = step.largest_batch(shapes, batch(1), topology="v5e:1x1")
+
+    def fits(rows):
+        try:
+            found = step.cost_analysis(shapes, batch(rows), topology="v5e:1x1")
+            return found.peak_bytes <= topology.memory_of(topology.devices_of("v5e:1x1")[0])
+        except cost.DeviceMemoryError:
+            return False
+
+    assert most > 8 and all(map(fits, (1, most // 2, most - 1))) and not any(map(fits, (most + 2, 2 * most)))
+
+    check = lambda rows: jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(
+        shapes,
+        jaxloop.from_index(lambda number: {"x": np.zeros([rows, 2], np.float32), "y": np.zeros([rows, 1], np.float32)}),
+        10,
+        topology="v5e:1x1",
+    )
+    assert check(most).ok
+    (problem,) = check(most + 1).problems
+    assert problem.is_error and "of 15.8 GiB per device" in problem.text and "largest_batch" in problem.text
+
+
+def test_the_largest_batch_needs_to_know_the_memory():
+    step = new_step()
+    with pytest.raises(ValueError, match="The memory of cpu is unknown"):
+        step.largest_batch(step.abstract_state([1, 256]), BATCH)
