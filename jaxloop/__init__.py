@@ -28,6 +28,7 @@ from jaxloop.actions import (
     LearningRateAction,
     ProfileAction,
     ProgressAction,
+    SpikeGuard,
     SummaryAction,
     default_writer,
 )
@@ -52,6 +53,7 @@ from jaxloop.partition import (
     SingleDevicePartitioner,
     SPMDPartitioner,
 )
+from jaxloop.rewinding import rewind
 from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first, last, never
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
@@ -96,6 +98,7 @@ __all__ = [
     "SPMDPartitioner",
     "Schedule",
     "SingleDevicePartitioner",
+    "SpikeGuard",
     "StatLoop",
     "State",
     "Step",
@@ -118,6 +121,7 @@ __all__ = [
     "never",
     "prefetch",
     "replay",
+    "rewind",
     "skippable",
     "summarize",
     "tell",

@@ -64,6 +64,7 @@ _MARKER_FILE = "SAVED_BY_JAXLOOP"
 _RUN_ID_FILE, _RUN_ID = ".run_id", re.compile(r"[0-9a-f]{32}")
 # The subdirectory for damaged checkpoints. Its name is not a step, so neither Orbax nor jaxloop reads it.
 _DAMAGED = "damaged"
+_ABANDONED = "abandoned"
 # Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
 # at the same time, each would wait forever for the directory of the other.
 _save_start_lock = threading.Lock()
@@ -237,7 +238,7 @@ def open_newest(
 def quarantine_damaged(directory: epath.PathLike) -> None:
     """Moves the damaged checkpoints that are newer than the newest undamaged one, like `restore_newest`.
 
-    In a job of several processes, the first process calls it before all processes restore. If all checkpoints are
+    In a multi-process job, the first process calls it before all processes restore. If all checkpoints are
     damaged, none is moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
@@ -265,17 +266,33 @@ def _quarantine(error: CheckpointError, consequence: str) -> None:
     """Moves the damaged checkpoint of an error to the directory of damaged ones, and logs a warning."""
     assert error.directory is not None
     (step,) = error.steps
-    target, count = error.directory / _DAMAGED / str(step), 1
+    try:
+        where = f"It was moved to {_move(error.directory, step, _DAMAGED)}."
+    except OSError as reason:
+        where = f"It could not be moved to {error.directory / _DAMAGED} ({reason})."
+    logging.warning("%s\n%s %s", error, where, consequence)
+
+
+def abandon(directory: epath.PathLike, first_step: int) -> None:
+    """Moves the checkpoints from a step on to the subdirectory `abandoned`, so that no run resumes from them.
+
+    In a multi-process job, the first process calls it.
+    """
+    for step in all_steps(directory):
+        if step >= first_step:
+            moved = _move(absolute(directory), step, _ABANDONED)
+            logging.info("The checkpoint of step %d was moved to %s.", step, moved)
+
+
+def _move(directory: epath.Path, step: int, below: str) -> epath.Path:
+    """Moves a checkpoint to a subdirectory, and returns its new place."""
+    target, count = directory / below / str(step), 1
     while target.exists():
         count += 1
-        target = error.directory / _DAMAGED / f"{step}-{count}"
-    try:
-        files.make_directory(target.parent)
-        (error.directory / str(step)).rename(target)
-        where = f"It was moved to {target}."
-    except OSError as reason:
-        where = f"It could not be moved to {target} ({reason})."
-    logging.warning("%s\n%s %s", error, where, consequence)
+        target = directory / below / f"{step}-{count}"
+    files.make_directory(target.parent)
+    (directory / str(step)).rename(target)
+    return target
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
@@ -589,6 +606,11 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     """Returns arguments without a dtype or shape. Orbax would cast and pad to those, but a difference is an error."""
     sharding = getattr(leaf, "sharding", None)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def template_of(state: Any) -> Any:
+    """Returns what is needed to restore a state like this one: its shapes, without holding on to its memory."""
+    return jax.tree.map(lambda leaf: leaf if _is_typed_key(leaf) else checks.shape_of(leaf), state)
 
 
 def _storable(tree: Any) -> Any:
@@ -971,7 +993,7 @@ def _saved_form(tree: Any, what: str) -> Any:
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
     """Removes the temporary directories of killed saves. No save may be running in the directory.
 
-    In a job of several processes, only the first process removes them.
+    In a multi-process job, only the first process removes them.
 
     Returns:
       The names of the removed temporary directories, which are also logged.

@@ -177,7 +177,7 @@ def check_alive(state: Any, caller: str) -> None:
 
 
 def adopt(state: Any) -> Any:
-    """Returns the state with its Python and NumPy leaves, such as Flax's `step`, as JAX arrays.
+    """Returns the state with its Python and NumPy leaves, such as Flax's `step`, as JAX arrays. Shapes stay shapes.
 
     Raises:
       TypeError: `state.step` is not an integer.
@@ -203,8 +203,8 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
         )
 
 
-def _as_array(leaf: Any) -> jax.Array:
-    if isinstance(leaf, jax.Array):
+def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     # With an explicit dtype, because a weak type would compile the step again.
     return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
@@ -473,7 +473,7 @@ def num_examples(batch: Any) -> int | None:
 
 
 def check_only_process(who: str) -> None:
-    """Raises an error in a job of several processes, for functions that support only one."""
+    """Raises an error in a multi-process job, for functions that support only one."""
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise NotImplementedError(
             f"{who} supports one process only, but this job has {jax.process_count()}. Use an OuterLoop, a TrainLoop "

@@ -209,7 +209,7 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 
 
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
-    """Returns the part of a dataset that this process reads in a job of several processes.
+    """Returns the part of a dataset that this process reads in a multi-process job.
 
     In a job of one process, that is the whole dataset. The parts don't overlap, and together they are the whole
     dataset. In each step, the batches of all processes together contain the same examples for any number of processes,

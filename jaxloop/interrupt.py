@@ -33,6 +33,9 @@ _EXIT_CODE = 128 + signal.SIGTERM
 _PAUSE = 1
 STOP = -1
 """The number with which `Interruptible.confirm` ends a run as Ctrl-C does."""
+DETOUR = -2
+"""The number with which `Interruptible.confirm` interrupts a run that returns to an earlier checkpoint."""
+_NO_SIGNALS = (None, STOP, DETOUR)
 # The time for cleanup after the second signal, and the time in which a job must agree on the first one.
 _CLEANUP_SECS = 5.0
 _AGREEMENT_SECS = 15.0
@@ -66,7 +69,7 @@ class Interruptible:
 
     Args:
       clock: Returns the time in seconds.
-      defers: Whether a signal stays `unconfirmed` until `confirm` is called. A job of several processes confirms a
+      defers: Whether a signal stays `unconfirmed` until `confirm` is called. A multi-process job confirms a
         signal when all processes know of it.
     """
 
@@ -86,7 +89,7 @@ class Interruptible:
     @property
     def awaits_agreement(self) -> bool:
         """True if signals must be confirmed and none has been yet."""
-        return self._defers and self.signum is None
+        return self._defers and self.signum in _NO_SIGNALS
 
     @property
     def requested(self) -> bool:
@@ -103,7 +106,8 @@ class Interruptible:
         """The first signal, "Ctrl-C" or "SIGTERM"; "a command" for `STOP`; None if no signal came."""
         if self._outer is not None:
             return self._outer.signal_name
-        return {None: None, signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command"}[self.signum]
+        names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command", DETOUR: "a detour"}
+        return None if self.signum is None else names[self.signum]
 
     @property
     def reason(self) -> str | None:
@@ -135,9 +139,19 @@ class Interruptible:
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
             return
-        if self.signum is None and self.unconfirmed != signum:
-            self._confirmed_elsewhere = signum
-        self.signum, self.unconfirmed = self.signum or signum, None
+        if signum in _NO_SIGNALS:
+            self.signum = self.signum or signum
+            return
+        if self.signum in _NO_SIGNALS:
+            if self.unconfirmed != signum:
+                self._confirmed_elsewhere = signum
+            self.signum = signum
+        self.unconfirmed = None
+
+    def end_detour(self) -> None:
+        """Lets the run continue after `DETOUR`, unless a signal came since."""
+        if self.signum == DETOUR:
+            self.signum = None
 
     def __enter__(self) -> "Interruptible":
         self.signum = self.unconfirmed = self._confirmed_elsewhere = None
@@ -169,7 +183,7 @@ class Interruptible:
         is_worker = os.getpid() != self._pid  # Forked during the run: `Process.terminate()` must end it.
         if is_worker and signum == signal.SIGTERM:
             _end_at_once(signum)
-        first, now = self.signum or self.unconfirmed, self._clock()
+        first, now = (None if self.signum in _NO_SIGNALS else self.signum) or self.unconfirmed, self._clock()
         since = now - self._times.get(signum, float("-inf"))
         if first == signum == signal.SIGTERM and since < _SAME_WITHIN_SECS:
             return
@@ -179,7 +193,7 @@ class Interruptible:
         # A program may repeat a short run, and each run would swallow one Ctrl-C.
         is_repeated = signum == signal.SIGINT and since < _SECOND_WITHIN_SECS
         self._times[signum] = now
-        if self._defers and self.signum is None:
+        if self._defers and self.signum in _NO_SIGNALS:
             self.unconfirmed = first or signum
         else:
             self.signum = first or signum

@@ -26,12 +26,13 @@ from jaxloop import (
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.action import Action
 from jaxloop.commands import Commands
+from jaxloop.detours import LeftOut
 from jaxloop.engine.moments import Run
 from jaxloop.evaluations import Evaluation, Evaluations
 from jaxloop.history import HISTORY_FILE as HISTORY_FILE
 from jaxloop.history import History
 from jaxloop.position import PositionedIterator
-from jaxloop.schedules import Schedule
+from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.specs import STOPPED_FILE as STOPPED_FILE
 from jaxloop.specs import CheckpointSpec, EvalSpec, RunSpec, named
 from jaxloop.specs import EvalContext as EvalContext
@@ -81,6 +82,15 @@ class OuterLoop:
         They are written to the run log, for `python -m jaxloop compare`. The commit of the program's Git repository is
         added as "commit" if there is one.
       watchdog: Ends a run that hangs; None to let it hang.
+      skip: The numbers of batches to leave out, as if the training data never contained them. They count all batches
+        over all epochs, starting at 1, so that without earlier gaps `skip=[48_213]` leaves out the batch of step
+        48,213. With several processes, each leaves out its own part. The history has a row `left_out.batch` for each.
+
+    Attributes:
+      train_loop: As given.
+      checkpoint_spec: As given.
+      log_interval: As given.
+      skip: As given.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -97,14 +107,15 @@ class OuterLoop:
         log_interval: int | Schedule = 1,
         notes: Mapping[str, Any] | None = None,
         watchdog: Watchdog | None = None,
+        skip: Sequence[int] = (),
     ):
         if isinstance(eval_loops, ActionLoop):
             raise TypeError("eval_loops must be a list of loops, got a loop. Write eval_loops=[eval_loop].")
         if checkpoint_spec is not None and not isinstance(checkpoint_spec, CheckpointSpec):
             raise TypeError(f"checkpoint_spec must be a CheckpointSpec, got {checkpoint_spec!r}.")
-        self._train_loop = train_loop
+        self.train_loop: ActionLoop | None = train_loop
         self._eval_loops = tuple(eval_loops or ())
-        self._checkpoint_spec = checkpoint_spec
+        self.checkpoint_spec: CheckpointSpec | None = checkpoint_spec
         self._loops = (*(() if train_loop is None else (train_loop,)), *self._eval_loops)
         if not self._loops:
             raise ValueError("OuterLoop needs a train_loop, eval_loops, or both; it got neither.")
@@ -129,12 +140,15 @@ class OuterLoop:
         if watchdog is not None and not isinstance(watchdog, Watchdog):
             raise TypeError(f"watchdog must be a Watchdog such as Watchdog(step_secs=600), got {watchdog!r}.")
         self._watchdog = watchdog
+        for number in skip:
+            checks.check_positive("OuterLoop.skip", number)
+        self.skip: Sequence[int] = tuple(skip)
         self._workdir, self._notes = workdir, run_log.checked_notes(notes)
         self._savers = [] if train_loop is None else checkpoint_actions(train_loop)
         self._directory_of_failures = workdir or next((action.directory for action in self._savers), None)
         history_file = None if workdir is None else epath.Path(workdir) / file
         self._history = History(history_file, writes=self._job.is_first)
-        self._log_interval = log_interval
+        self.log_interval: int | Schedule = log_interval
         self._spent = Spent()
         self._passes = 0  # Completed epochs.
         self._sources: dict[int, PositionedIterator] = {}  # By the ids of the iterators of the last call.
@@ -213,24 +227,33 @@ class OuterLoop:
         self._rescued_state, requests = None, self._job.requests
         _begin_counting(self._loops)
         first_loop, spent_before = self._loops[0], self._loops[0].spent
-        is_logged = self._train_loop is not None and self._job.is_first
-        log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - spent_before)
+        is_logged, logged_before = self.train_loop is not None and self._job.is_first, spent_before
+        log = run_log.RunLog(self._workdir if is_logged else None, lambda: first_loop.spent - logged_before)
         # After SIGTERM, closing `requests` exits the process.
         with requests, self._locked() as locks, self._watched(log):
             training = None
             try:
                 saved_in = [os.fspath(action.directory) for action in self._savers]
-                log.start(total_steps=spec.total_steps, notes=self._notes, checkpoints=saved_in)
-                evaluations, training = self._join_loops(spec, log)
-                with first_loop.engine.progress.stopwatch.counting("dispatch"):
-                    if training is None:
-                        outputs = self._evaluate(state, evaluations)
-                    else:
-                        state, outputs = training(state, logs_total_steps=log_train_total_steps)
-                    self._job.any_stops()  # Learns of a signal that came since the last batch.
-                    is_over = not requests.requested  # A signal after this point no longer changes that.
-                    if is_over:
-                        state = _finish_actions(self._loops, state)
+                while True:
+                    log.start(total_steps=spec.total_steps, notes=self._notes, checkpoints=saved_in)
+                    evaluations, training = self._join_loops(spec, log, training)
+                    with first_loop.engine.progress.stopwatch.counting("dispatch"):
+                        if training is None:
+                            outputs = self._evaluate(state, evaluations)
+                        else:
+                            state, outputs = training(state, logs_total_steps=log_train_total_steps)
+                        self._job.any_stops()  # Learns of a signal that came since the last batch.
+                        if training is None or not training.is_interrupted_for_detour:
+                            is_over = not requests.requested  # A signal after this point no longer changes that.
+                            if is_over:
+                                state = _finish_actions(self._loops, state)
+                                if training is not None:
+                                    training.run.warn_of_unreached()
+                            break
+                    self._close_actions(raise_errors=True)
+                    log.end(first_loop.step_num, requests.outermost.reason or "")
+                    state, logged_before = checkpoint.template_of(state), first_loop.spent
+                    training.turn_back()
             except BaseException as error:
                 if training is not None and training.has_begun:
                     self._rescued_state, step_num = training.newest or (first_loop.rescued_state, first_loop.step_num)
@@ -258,9 +281,9 @@ class OuterLoop:
                     each.check()
                 if training is None and outputs is None:
                     logging.warning("Nothing was evaluated: no should_eval_fn agreed, or there was no checkpoint.")
-                if training is not None and self._checkpoint_spec is not None and distributed.is_first_process():
+                if training is not None and self.checkpoint_spec is not None and distributed.is_first_process():
                     # Only after the last checkpoint is committed: an evaluator then stops waiting for more.
-                    files.open_file(self._checkpoint_spec.stopped_file, "wb").close()
+                    files.open_file(self.checkpoint_spec.stopped_file, "wb").close()
         return state, outputs
 
     def check(
@@ -313,28 +336,28 @@ class OuterLoop:
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
         experiment = preflight.Experiment(
             spec,
-            self._train_loop,
+            self.train_loop,
             self._eval_loops,
-            self._checkpoint_spec,
+            self.checkpoint_spec,
             self._workdir,
-            self._log_interval,
-            self._source_of,
+            self.log_interval,
+            self.source_of,
             self._passes,
             topology,
         )
         return preflight.check(experiment, state, self._errors_of(spec))
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
-        step = None if self._train_loop is None else self._train_loop.step
+        step = None if self.train_loop is None else self.train_loop.step
         return spec.errors(step, num_eval_loops=len(self._eval_loops))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
         """Locks the directories that the run writes to against other programs. The first process does so for all."""
-        directories = directories_of(self._train_loop, self._checkpoint_spec, self._workdir)
+        directories = directories_of(self.train_loop, self.checkpoint_spec, self._workdir)
         for directory in directories:  # Fails now rather than after hours of training.
             checkpoint.prepare_directory(directory)
-        name = lock.TRAINER if self._train_loop is not None else lock.EVALUATOR
+        name = lock.TRAINER if self.train_loop is not None else lock.EVALUATOR
         locks = [lock.DirectoryLock(each, name) for each in directories] if distributed.is_first_process() else []
         with contextlib.ExitStack() as held:
             for each in locks:
@@ -349,16 +372,23 @@ class OuterLoop:
         end = lambda reason: log.end(first.stepper.step_num, reason)
         return self._watchdog.watching(first, evals, self._directory_of_failures, end)
 
-    def _join_loops(self, spec: RunSpec, log: run_log.RunLog) -> tuple[Evaluations, Training | None]:
+    def _join_loops(
+        self, spec: RunSpec, log: run_log.RunLog, before: Training | None
+    ) -> tuple[Evaluations, Training | None]:
         """Joins the loops into one run, whose actions this object closes, and which this log describes.
+
+        Args:
+          spec: The arguments of the call.
+          log: The run log.
+          before: The training that turned back to an earlier checkpoint; None at the beginning of a call.
 
         Returns:
           The evaluations of the call, and its training; None if nothing is trained.
         """
-        train_loop, specs = self._train_loop, spec.eval_specs
+        train_loop, specs = self.train_loop, spec.eval_specs
         training, recorder, run = None, None, Run(self._history, spec.total_steps, stop=spec.stop)
         iterators = {each.name: each.dataset_iterator for each in specs if each.dataset_iterator is not None}
-        sources = {name: self._source_of(iterator) for name, iterator in iterators.items()}
+        sources = {name: self.source_of(iterator) for name, iterator in iterators.items()}
         evaluations = Evaluations(
             [Evaluation(*each, sources.get(each[1].name)) for each in zip(self._eval_loops, specs, strict=True)],
             self._job,
@@ -367,7 +397,7 @@ class OuterLoop:
         if train_loop is not None:
             parts = {each.spec.name: each.loop.engine for each in evaluations.items}
             keys = train_loop.step.base_prng
-            recorder = _Recorder(self._history, "train", self._log_interval)
+            recorder = Recorder(self._history, "train", self.log_interval)
             commands = Commands(
                 self._workdir,
                 train_loop.engine.job,
@@ -376,14 +406,31 @@ class OuterLoop:
                 recorder,
                 self._history,
             )
-            recorder.observers += [log.log, lambda _: commands.poll()]
             whole = WholeRun(
-                train_loop.engine, parts, sources, self._history, keys, self._job, self._passes, commands=commands
+                train_loop.engine,
+                parts,
+                sources,
+                self._history,
+                keys,
+                self._job,
+                self._passes,
+                commands=commands,
+                left_out=LeftOut(self.skip) if before is None else before.run.left_out,
             )
+            recorder.observers += [lambda now: log.log(now.steps), lambda _: commands.poll(), whole.record_left_out]
             training = Training(
-                train_loop, spec, evaluations, whole, self._checkpoint_spec, self._source_of, self._savers, log
+                train_loop,
+                spec,
+                evaluations,
+                whole,
+                self.checkpoint_spec,
+                self.source_of,
+                self._savers,
+                log,
+                returns=before is not None,
             )
             run.snapshot, run.can_resume, run.commands = whole.snapshot, bool(self._savers), commands
+            run.detour = None if self.checkpoint_spec is None else whole.detour
             run.keeps_batches = self._directory_of_failures is not None and not self._job.is_shared
         for loop in self._loops:
             loop.engine.moments.detach_all()
@@ -391,18 +438,18 @@ class OuterLoop:
         if train_loop is not None and recorder is not None:
             train_loop.engine.moments.attach(recorder)
         for each in evaluations.items:
-            each.loop.engine.moments.attach(_Recorder(self._history, each.spec.name, 1))
+            each.loop.engine.moments.attach(Recorder(self._history, each.spec.name, 1))
         return evaluations, training
 
     def _evaluate(self, state: Any, evaluations: Evaluations) -> metrics.LoopOutputs | None:
         """Runs a call without a train loop."""
-        if self._checkpoint_spec is not None:
-            return evaluations.of_checkpoints(state, self._checkpoint_spec, self._history)
+        if self.checkpoint_spec is not None:
+            return evaluations.of_checkpoints(state, self.checkpoint_spec, self._history)
         step_num = step_num_of(state)
         self._history.resume(step_num - 1)
         return evaluations.once(state, step_num)
 
-    def _source_of(self, dataset: Any) -> PositionedIterator:
+    def source_of(self, dataset: Any) -> PositionedIterator:
         """Returns the positioned iterator of a dataset. For an iterator it is always the same, so no batch is lost."""
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
@@ -414,7 +461,7 @@ class OuterLoop:
 
     def _record_failure(self, error: BaseException) -> None:
         """Writes a record of the failed step, after all checkpoints are committed."""
-        loop, workdir = self._train_loop, self._directory_of_failures
+        loop, workdir = self.train_loop, self._directory_of_failures
         failed_step = None if loop is None else loop.engine.stepper.call.failed_step
         if not isinstance(loop, TrainLoop) or failed_step is None or workdir is None:
             return
@@ -430,7 +477,7 @@ class OuterLoop:
             loop.nan_policy,
             loop.engine.kept_by_step(),
             state,
-            directories_of(loop, self._checkpoint_spec),
+            directories_of(loop, self.checkpoint_spec),
         )
         failures.record(workdir, loop.step, failure)
 
@@ -521,17 +568,17 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
     return state
 
 
-class _Recorder(Action):
+class Recorder(Action):
     """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step.
 
     Attributes:
-      observers: Functions that are called with the step after each row.
+      observers: Functions that are called with the progress of the run after each row.
     """
 
     def __init__(self, history: History, name: str, interval: int | Schedule):
         super().__init__(interval)
         self._history, self._name = history, name
-        self.observers: list[Callable[[int], None]] = []
+        self.observers: list[Callable[[Elapsed], None]] = []
 
     def __call__(self, state, outputs, *, elapsed, **kwargs):
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
@@ -540,7 +587,7 @@ class _Recorder(Action):
         if measured:
             self._history.commit(elapsed, {self._name: measured})
         for observe in self.observers:
-            observe(elapsed.steps)
+            observe(elapsed)
 
 
 def _all_actions(loops: Sequence[ActionLoop]) -> list[Action]:

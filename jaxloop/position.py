@@ -1,10 +1,11 @@
 """Iterators that know their position in a dataset and can return to it."""
 
+import bisect
 import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -56,7 +57,7 @@ class DatasetPosition:
         - "sequence" and "index": A number.
         - "skip": None, but the order is the same each time, so consumed batches are read again and skipped.
         - "unknown": None.
-      count: Batches consumed since the start of the epoch.
+      count: Batches consumed since the start of the epoch, including those left out.
       state: The state of the source at the newest mark, encoded by `jaxloop.encoding` or with raw bytes; None for the
         start of the epoch.
       skip: Batches consumed since that mark.
@@ -163,6 +164,7 @@ class PositionedIterator(Iterator[types.Batch]):
     _fingerprint: dict[str, list[str]]
     _convert: Callable[[types.Batch], types.Batch]
     _ahead: ReadAhead | None
+    _left_out: Sequence[int]
 
     def __new__(
         cls,
@@ -187,6 +189,7 @@ class PositionedIterator(Iterator[types.Batch]):
         self._fingerprint = {"source": describe_source(dataset)}
         self._convert = lambda batch: batch
         self._ahead = None
+        self._left_out = ()
         self._start_reading(iterator, 0, self._source.read_start())
         return self
 
@@ -215,16 +218,41 @@ class PositionedIterator(Iterator[types.Batch]):
         self._start_reading(self._iterator, *self._marks[-1])
 
     def __next__(self) -> types.Batch:
+        batch = self._next_of_all()
+        while self._left_out and self._count in self._left_out:
+            batch = self._next_of_all()
+        return batch
+
+    def _next_of_all(self) -> types.Batch:
         batch = self._peeked.pop() if self._peeked else self._read_next()
         self._count += 1
         return batch
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Leaves batches of this epoch out. They are read, and not returned.
+
+        >>> iterator = PositionedIterator([{"x": number} for number in range(5)])
+        >>> iterator.leave_out([2, 4])
+        >>> [batch["x"] for batch in iterator], iterator.count, iterator.position().count
+        ([0, 2, 4], 3, 5)
+
+        Args:
+          numbers: The numbers of the batches in the dataset, starting at 1. For those that were read before, the caller
+            states that they were left out then. `seek` forgets all numbers.
+        """
+        self._left_out = tuple(sorted(set(numbers)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self._dataset)}, after {self._count} batches)"
 
     @property
     def count(self) -> int:
-        """Batches returned since the start of the epoch."""
+        """Batches returned since the start of the epoch, which doesn't include those left out."""
+        return self._count - bisect.bisect_right(self._left_out, self._count)
+
+    @property
+    def num_read(self) -> int:
+        """Batches of the epoch up to the last one that was returned, including those left out."""
         return self._count
 
     @property
@@ -242,9 +270,13 @@ class PositionedIterator(Iterator[types.Batch]):
             return NotImplemented
         if self._iterator is self._dataset:
             left = num_batches(self._iterator)
-            return NotImplemented if left is None else left + len(self._peeked)
-        whole = num_batches(self._dataset)
-        return NotImplemented if whole is None else max(whole - self._count, 0)
+            left = None if left is None else left + len(self._peeked)
+        else:
+            whole = num_batches(self._dataset)
+            left = None if whole is None else max(whole - self._count, 0)
+        if left is None:
+            return NotImplemented
+        return left - sum(self._count < number <= self._count + left for number in self._left_out)
 
     @property
     def kind(self) -> str:
@@ -363,14 +395,14 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after `count` batches of this epoch; None for all batches returned so far.
+        """Returns the position after this epoch has returned `count` batches; None for all returned so far.
 
         Raises:
           ValueError: `count` is larger than the number of returned batches, or smaller than at the oldest stored mark.
         """
-        if count is None or count == self._count:
+        count = self._count if count is None else number_of(count, self._left_out)
+        if count == self._count:
             self.mark()
-        count = self._count if count is None else count
         marked, state = next((mark for mark in reversed(self._marks) if mark[0] <= count), (None, None))
         if marked is None or count > self._count:
             raise ValueError(
@@ -394,6 +426,7 @@ class PositionedIterator(Iterator[types.Batch]):
           ValueError: The position belongs to another dataset, or this one ends before it.
         """
         self._check_same_source(saved)
+        self._left_out = ()
         if saved.state is None and saved.count and not self._skippable:
             self.mark()  # For tf.data, this sets `problem`.
             raise PositionUnknownError(
@@ -444,6 +477,19 @@ class PositionedIterator(Iterator[types.Batch]):
         self.close()
         self._source = source_of(self._dataset, iterator, start)
         return iterator
+
+
+def number_of(count: int, left_out: Sequence[int]) -> int:
+    """Returns the number of the last of `count` batches in a dataset of which some are left out, in ascending order.
+
+    >>> [number_of(count, [2, 3, 5]) for count in range(5)]
+    [0, 1, 4, 6, 7]
+    """
+    for number in left_out:
+        if number > count:
+            break
+        count += 1
+    return count
 
 
 def _iterate(dataset: Any) -> Iterator[types.Batch]:

@@ -61,7 +61,7 @@ class RunLog:
         has_log = workdir is not None and not files.is_remote(workdir)
         self._path = os.path.join(files.absolute(workdir), FILE) if has_log else None
         self._spent, self._clock = spent, clock
-        self._run = secrets.token_hex(8)
+        self._run = ""
         self._descriptor: int | None = None
         self._pulse: Any = None
         self._newest_line = -math.inf
@@ -74,6 +74,7 @@ class RunLog:
         """
         if self._path is None:
             return
+        self._run = secrets.token_hex(8)
         with self._writing():
             earlier = read(os.path.dirname(self._path))
             self._descriptor = files.open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

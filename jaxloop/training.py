@@ -1,12 +1,14 @@
 """The training of an experiment, from its start or resume, epoch by epoch, to its end."""
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from absl import logging
 
-from jaxloop import agreement, checkpoint, checks, distributed, metrics, types
+from jaxloop import agreement, checkpoint, checks, distributed, interrupt, metrics, types
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.evaluations import Evaluations
@@ -35,6 +37,7 @@ class Training:
       has_begun: Whether the training has reached its first step.
       newest: The newest state and its step; None while the train loop runs, which holds them.
       epoch_has_ended: Whether the newest epoch was counted.
+      returns: Whether it returns to an earlier checkpoint, even though the given state is past that.
     """
 
     loop: ActionLoop
@@ -48,6 +51,7 @@ class Training:
     has_begun: bool = False
     newest: tuple[Any, int] | None = None
     epoch_has_ended: bool = False
+    returns: bool = False
 
     def __call__(self, state: Any, *, logs_total_steps: bool) -> tuple[Any, metrics.LoopOutputs | None]:
         """Trains to the end; returns the state and the outputs of the last train loop, or None if no loop ran.
@@ -99,10 +103,31 @@ class Training:
             loop.engine.moments.run_moment(state, is_last=True)
         return state, outputs
 
+    def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
+        """Trains from a state to `spec.total_steps`; returns the new state and the next batch, or None at the end.
+
+        It reads and writes no checkpoints.
+
+        Args:
+          state: The state.
+          resumed: The progress of the run at this state; None if it is the initial one.
+        """
+        run_info, stepper, run = self.loop.engine.moments.run, self.loop.engine.stepper, self.run
+        assert run_info is not None
+        self._open_data(resumed)
+        run_info.end_data, run_info.loop_steps = self._end_epoch, self.spec.loop_steps
+        if self.loop.step_num != self.spec.total_steps:
+            state, _, _ = self._train(state)
+        for _ in range(2):
+            with contextlib.suppress(StopIteration):
+                return state, None if run.source is None else stepper.next_batch(run.source)
+            self._end_epoch()
+        return state, None
+
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
         """Saves a checkpoint outside the schedules of the saving actions; returns their errors."""
         errors = []
-        for action in self.savers:
+        for action in () if self.run.left_out.requested else self.savers:  # A detour abandons its state.
             try:
                 action.flush()  # All processes know that a step is saved only after its commit.
                 if step_num not in checkpoint.all_steps(action.directory):
@@ -119,9 +144,50 @@ class Training:
         """Saves the state as of the last completed step before an exception. `state` is None if it is lost."""
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
+        if self.run.left_out.requested:
+            return
         # A save needs all processes. An exception such as KeyboardInterrupt ends the program without one.
         if state is not None and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state, step_num)
+
+    @property
+    def is_interrupted_for_detour(self) -> bool:
+        """Whether an action has requested a detour, and no signal ended the run since."""
+        return self.run.left_out.requested is not None and self.run.job.requests.outermost.signum == interrupt.DETOUR
+
+    def turn_back(self) -> None:
+        """Begins the requested detour: abandons the checkpoints after the one to which the next training returns.
+
+        Raises:
+          RuntimeError: There is no checkpoint before the batches to leave out, or the run has turned back too often.
+        """
+        self.close()
+        self.has_begun = False  # If an exception follows, the state of this training must not be saved.
+        detour, job, spec = self.run.left_out.turn_back(), self.run.job, self.checkpoint_spec
+        job.requests.outermost.end_detour()
+        for directory in {action.directory for action in self.savers}:
+            if job.is_first:
+                checkpoint.abandon(directory, detour.first_step)
+            if job.is_shared:
+                agreement.wait_for_all("after abandoning checkpoints")
+        if len(self.run.left_out.detours) > (self.run.left_out.at_most or math.inf):
+            raise RuntimeError(
+                f"At step {detour.step}, {detour.reason} The run has turned back {len(self.run.left_out.detours) - 1} "
+                "times already. Look at the batches and the learning rate, or allow more with at_most."
+            )
+        if spec is None or not checkpoint.all_steps(spec.checkpoint_dir):
+            raise RuntimeError(
+                f"The run must return to a checkpoint before step {detour.first_step}, and there is none: "
+                f"{detour.reason} Give the run a CheckpointSpec, and save from the first step on: "
+                "CheckpointAction(directory, interval=at(0) | every(steps=...))."
+            )
+        logging.warning(
+            "The run turned back at step %d, and leaves out the batches from %d to %d: %s",
+            detour.step,
+            detour.first_batch,
+            detour.last_batch,
+            detour.reason,
+        )
 
     def close(self) -> None:
         """Releases a training dataset that no later call continues, and ends the thread that reads ahead."""
@@ -174,7 +240,8 @@ class Training:
 
     def _end_by_signal(self, state: Any, step_num: int) -> None:
         saves = "; saving its state" if self.savers else ""
-        logging.info("Stopped by %s at step %d%s.", self.run.job.requests.signal_name, step_num, saves)
+        if not self.is_interrupted_for_detour:
+            logging.info("Stopped by %s at step %d%s.", self.run.job.requests.signal_name, step_num, saves)
         for error in self.save_now(state, step_num):
             raise error
 
@@ -185,11 +252,12 @@ class Training:
         epoch it does so for a run that is resumed for further epochs.
         """
         run, spec, self.epoch_has_ended = self.run, self.spec, True
-        if self.run.job.any_stops(run.source is not None and run.source.count == 0):
+        if self.run.job.any_stops(run.source is not None and run.source.num_read == 0):
             raise checks.empty_dataset(spec.train_dataset)
         if spec.epochs is None:
             return
         run.passes += 1
+        run.left_out.end_epoch(run.source)
         ended, run.source = run.source, None
         if spec.has_iterator:
             return
@@ -198,6 +266,7 @@ class Training:
         self.loop.forget_batches()
         if run.passes < spec.epochs or self.savers:
             run.source = self.source_of(spec.data)
+            run.left_out.apply_to(run.source)
 
     def _is_last_epoch(self, number: int) -> bool:
         """Returns whether the dataset can't be read again, or need not, after this many epochs."""
@@ -282,10 +351,10 @@ class Training:
 
     def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[int]) -> tuple[Any, Resumed | None]:
         """Restores the newest complete checkpoint; keeps the given state if it is past that one."""
-        step_num, resumed, job = step_num_of(state), None, self.run.job
+        step_num, resumed, job = 0 if self.returns else step_num_of(state), None, self.run.job
         if not saved:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
-        elif saved[-1] < step_num:
+        elif saved[-1] < step_num and not self.returns:
             logging.info("The run continues at step %d, which is past the newest checkpoint, %d.", step_num, saved[-1])
         else:
             given = checks.adopt(state)
@@ -303,6 +372,10 @@ class Training:
 
     def _open_data(self, resumed: Resumed | None) -> None:
         """Opens the training dataset at the saved position."""
+        self._open_source(resumed)
+        self.run.left_out.apply_to(self.run.source)
+
+    def _open_source(self, resumed: Resumed | None) -> None:
         run, spec, is_epoch = self.run, self.checkpoint_spec, self.spec.epochs is not None
         run.source = source = self.source_of(self.spec.data)
         if resumed is None or spec is None or (is_epoch and resumed.is_between_passes):
@@ -320,6 +393,8 @@ class Training:
             elif is_epoch and resumed.steps_in_loop:
                 source.skip(resumed.steps_in_loop)
         except PositionUnknownError as error:
+            if self.returns:
+                raise
             logging.warning("%s The run continues with the next batch that the training dataset returns.", error)
         except ValueError as error:
             error.add_note(

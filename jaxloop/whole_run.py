@@ -1,7 +1,7 @@
 """The state of a run apart from its train state: how a checkpoint stores it, and how a resumed run loads it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import jax
@@ -9,10 +9,11 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from jaxloop import agreement, checkpoint, encoding
+from jaxloop import agreement, checkpoint, encoding, interrupt
 from jaxloop.action_loop import ActionLoop
 from jaxloop.actions.checkpoint_action import CheckpointAction
 from jaxloop.commands import Commands
+from jaxloop.detours import Detour, LeftOut
 from jaxloop.history import History
 from jaxloop.position import DatasetPosition, PositionedIterator, PositionUnknownError
 from jaxloop.schedules import Elapsed
@@ -94,6 +95,7 @@ class WholeRun:
       passes: Completed epochs.
       source: Iterator over the current epoch of the train data; None between two epochs.
       commands: The commands to the run; None if it takes none.
+      left_out: The batches of the train data that the run leaves out.
     """
 
     main: Part
@@ -105,6 +107,7 @@ class WholeRun:
     passes: int = 0
     source: PositionedIterator | None = None
     commands: Commands | None = None
+    left_out: LeftOut = dataclasses.field(default_factory=LeftOut)
 
     def __post_init__(self) -> None:
         self._keys = encoding.encode_keys(self.keys)
@@ -135,6 +138,7 @@ class WholeRun:
                 "jaxloop": checkpoint.own_version(),
                 "keys": self._keys,
                 "commands": [] if self.commands is None else self.commands.state_dict(),
+                "left_out": self.left_out.state_dict(self.newest_batch()),
                 "parts": states,
                 "kept_states": sorted(trees),
                 "data_sizes": {name: array.size for name, array in arrays.items()},
@@ -188,6 +192,7 @@ class WholeRun:
             position, is_own = self._load_positions(run["positions"], trees[_POSITION_ARRAYS])
             self.resume_history(opened.step, run["history_rows"], run["history_file"])
             self.passes = run["passes"]
+            self.left_out.load_state_dict(run["left_out"], resumed.elapsed, record=self._record_detour(resumed.elapsed))
             return dataclasses.replace(
                 resumed,
                 has_stopped=run["parts"]["train"]["has_stopped"],
@@ -195,6 +200,49 @@ class WholeRun:
                 knows_position=True,
                 is_own_position=is_own,
             )
+
+    # Batches that are left out ---------------------------------------------------------------------------
+
+    def newest_batch(self, *, before: int = 0) -> int:
+        """Returns the number of the batch of the last completed step, or of one some steps before; 0 for none."""
+        return self.left_out.number_at(self.main.batches_consumed, self.source, before=before)
+
+    def record_left_out(self, now: Elapsed) -> None:
+        """Adds a row to the history for each batch that was left out since the last call."""
+        self.left_out.record(self.newest_batch(), now, self.history)
+
+    def warn_of_unreached(self) -> None:
+        """Warns of batches that the run was to leave out, and did not reach."""
+        self.left_out.warn_of_unreached(self.newest_batch())
+
+    def detour(
+        self, now: Elapsed, first_step: int, last_step: int, reason: str, *, updates: int, at_most: int | None = None
+    ) -> None:
+        """Interrupts the run, which then returns to the newest checkpoint before `first_step`.
+
+        From there it continues without the batches of these steps.
+
+        Args:
+          now: The progress of the run.
+          first_step: The first of the steps whose batches are left out.
+          last_step: The last one; at most the step of `now`.
+          reason: The reason, in words.
+          updates: The number of updates per batch.
+          at_most: The number of detours that the run may make; one more ends it with an error. None for no limit.
+        """
+        if not 0 < first_step <= last_step <= now.steps:
+            raise ValueError(
+                f"A detour leaves out the batches of steps between 1 and {now.steps}, got {first_step} to {last_step}."
+            )
+        number_of = lambda step: self.newest_batch(before=(now.steps - step) // updates)
+        first, last = number_of(first_step), number_of(last_step)
+        self.left_out.requested, self.left_out.at_most = Detour(now.steps, first, last, first_step, reason), at_most
+        self.job.requests.outermost.confirm(interrupt.DETOUR)
+
+    def _record_detour(self, now: Elapsed) -> Callable[[Detour], None]:
+        return lambda detour: self.history.commit(now, {"detour": dataclasses.asdict(detour)})
+
+    # Positions -------------------------------------------------------------------------------------------
 
     def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
         """Returns the positions in the data of each process, and the long byte strings of this process, as arrays.

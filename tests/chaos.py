@@ -18,6 +18,7 @@ import dataclasses
 import faulthandler
 import functools
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -41,7 +42,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from programs import copies, directories, hanging, launching, leaving, pipelines, stubborn, summaries, whole_run
+from programs import (
+    copies,
+    directories,
+    hanging,
+    launching,
+    leaving,
+    pipelines,
+    spikes,
+    stubborn,
+    summaries,
+    topologies,
+    whole_run,
+)
 
 import jaxloop
 from jaxloop import checkpoint, commands, seal
@@ -450,6 +463,8 @@ JOBS: dict[str, Callable[..., Any]] = {
     "long": run_for_long,
     "pipeline": pipelines.run,
     "copies": copies.resume_from_each,
+    "spikes": spikes.run,
+    "without_spikes": spikes.without,
 }
 
 # How runs end --------------------------------------------------------------------------------------------
@@ -1047,6 +1062,45 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
         yield 1, problems
 
 
+def spiking(arena: Arena, count: int, seed: int, kills: int = 2) -> Broken:
+    """Kills runs whose loss spikes; compares each with a run whose data never had the batches that it left out."""
+    rng = random.Random(seed)
+    for number in range(count // spikes.SPIKES):
+        options, directory = {"seed": seed * 1000 + number}, arena.new_directory("spikes")
+        problems = []
+        for attempt in range(kills + 1):
+            child = arena.server.start(directory, "spikes", **options)
+            child.wait_for("action")
+            if attempt < kills:
+                time.sleep(rng.uniform(0, 2))
+                child.send(signal.SIGKILL)
+            code = child.wait()
+            if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
+                problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
+            if code == 0:
+                break
+        if not problems:
+            found = child.result()
+            if missing := set(spikes.spikes_of(options["seed"])) - set(found["left_out"]):
+                problems.append(f"the spikes {missing} were not left out")
+            options |= {"left_out": found["left_out"], "rewinds": directory.name}
+            other = arena.server.start(arena.new_directory("without_spikes"), "without_spikes", **options)
+            if other.wait() != 0:
+                problems.append(f"the run without the batches failed: {other.log.read_text()[-3000:]}")
+            else:
+                problems += other.result()["problems"]
+                problems += [
+                    f"the {what} differs" for what in ("state", "history") if found[what] != other.result()[what]
+                ]
+        yield spikes.SPIKES, problems
+
+
+def topology_checks(arena: Arena, count: int, seed: int) -> Broken:
+    """Compares the verdicts about steps on TPUs, around the largest batch that fits."""
+    for number in range(count):
+        yield 1, topologies.problems_of(seed + number)
+
+
 def hangs(arena: Arena, count: int, seed: int) -> Broken:
     """Has each place of a run hang, alone and in one of four processes; a fifth of the runs does not hang."""
     rng, places = random.Random(seed), [*hanging.PLACES, "none"]
@@ -1095,6 +1149,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "goodput": (goodput, 20),
     "told": (told, 20),
     "hangs": (hangs, 42),
+    "spikes": (spiking, 100),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
     "processes": (processes, 20),
@@ -1112,6 +1167,10 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
 # What was broken, how often, how many of the runs were none the worse, and how many seconds it took.
 Row = tuple[str, int, int, float]
 FORMAT = "{:<60} {:>6} {:>6} {:>8.1f}"
+
+
+if importlib.util.find_spec("libtpu") is not None:
+    PARTS["topologies"] = (topology_checks, 3)
 
 
 def tests_of_faults(directory: pathlib.Path) -> list[Row]:

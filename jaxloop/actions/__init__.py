@@ -9,6 +9,7 @@ from jaxloop.actions.periodic_action import PeriodicAction as PeriodicAction
 from jaxloop.actions.periodic_action import is_periodic as is_periodic
 from jaxloop.actions.profile_action import ProfileAction as ProfileAction
 from jaxloop.actions.progress_action import ProgressAction as ProgressAction
+from jaxloop.actions.spike_guard import SpikeGuard as SpikeGuard
 from jaxloop.actions.summary_action import SummaryAction as SummaryAction
 from jaxloop.actions.writers import LogWriter as LogWriter
 from jaxloop.actions.writers import TensorBoardWriter as TensorBoardWriter

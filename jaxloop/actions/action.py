@@ -77,8 +77,11 @@ class Action(abc.ABC):
             step's outputs, still on the devices. `outputs[STOP_LOOP] = True` ends the experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
             A loop also passes `history`, the measured values so far (a `History`, or None); `total_steps`, the planned
-            number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); and
-            `snapshot`, a function that returns what a checkpoint stores besides the state. More may be added.
+            number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); `snapshot`, a
+            function that returns what a checkpoint stores besides the state; and `detour`, a function that returns to
+            an earlier checkpoint (None if the run has none): `detour(first_step, last_step, reason)` interrupts the
+            run, restores the newest checkpoint before `first_step`, and continues without the batches of these steps.
+            More may be added.
         """
 
     def reschedule(self, interval: Schedule) -> None:

@@ -93,7 +93,7 @@ class WriterQueue:
     All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
     second for more, makes all calls, and ends. A killed process can lose the calls of that time, but none before a
     checkpoint, because `state_dict` waits until everything is written and flushed. A program that exits makes all
-    pending calls first; a forked process makes none. In a job of several processes, only the first one calls the
+    pending calls first; a forked process makes none. In a multi-process job, only the first one calls the
     writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the

@@ -21,7 +21,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
     their memory. The first row then takes seconds, and each row about fifty times as long. With neither package, it
     only logs scalars, and warns.
 
-    In a job of several processes, only the first one writes files.
+    In a multi-process job, only the first one writes files.
 
     Raises:
       OSError: The directory can't be written to.

@@ -111,6 +111,10 @@ class Agenda:
         """Removes the attached actions."""
         self._set_slots(self._own)
 
+    def keep_only(self, action: Action) -> None:
+        """Removes all actions but an attached one, until `detach_all`."""
+        self._set_slots([slot for slot in self.slots if slot.action is action])
+
     def reschedule(self, slot: Slot, interval: Schedule) -> None:
         """Replaces the interval of an action."""
         slot.reschedule(interval)

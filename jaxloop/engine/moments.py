@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -40,6 +41,7 @@ class Run:
       keeps_batches: Whether a train loop keeps its last batches, to record a failure.
       ends_with_data: Whether the run ends when the data end.
       commands: The commands to the run; None if it takes none.
+      detour: Begins a detour, see `WholeRun.detour`; None if the run can't return to a checkpoint.
     """
 
     history: History | None = None
@@ -55,6 +57,7 @@ class Run:
     keeps_batches: bool = False
     ends_with_data: bool = False
     commands: Commands | None = None
+    detour: Callable[..., None] | None = None
 
     @property
     def intervals(self) -> Sequence[int | Schedule]:
@@ -283,6 +286,7 @@ class Moments:
                 total_steps=run.total_steps,
                 spent=since,
                 snapshot=run.snapshot,
+                detour=run.detour and functools.partial(run.detour, now, updates=self._stepper.call.updates),
             )
         slot.called_at, slot.spent_before, slot.cursor = now.steps, spent, ledger.position
         if slot.next_interval is not None:

@@ -385,6 +385,10 @@ class Stepper:
         with self._progress.stopwatch.counting("data"):
             return self._feed.has_more()
 
+    def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
+        """Returns the next batch that a step would receive."""
+        return next(self._feed_of(dataset))
+
     def set_source(self, source: Any) -> None:
         """Sets the source that counts the batches of the next call, from its current count on; None for no source."""
         self.source = source

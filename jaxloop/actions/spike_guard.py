@@ -1,0 +1,140 @@
+"""The action that leaves out the batches which make a metric spike."""
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from jaxloop import checks, types
+from jaxloop.actions.action import Action
+from jaxloop.actions.monitor import Monitor
+from jaxloop.schedules import Schedule, every
+
+_INTERVAL = every(steps=10)
+
+
+@final
+class SpikeGuard(Action):
+    """Turns back when a metric of the training spikes, and leaves out the batches of the spike.
+
+    A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
+    `sigmas` of their standard deviations. The run then returns to the newest checkpoint before the spike and continues
+    without the batches of the steps from the first to the last value that spiked since the last call. From then on it
+    is the run, bit for bit, whose data never contained those batches. The history has a row "detour" for each return.
+
+    Checkpoints that were saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`,
+    a `CheckpointAction`, and data that can return to an earlier position.
+
+    >>> SpikeGuard("loss", sigmas=6, window=128, at_most=3)
+    SpikeGuard('loss', sigmas=6, window=128, at_most=3, interval=every(steps=10))
+
+    Args:
+      name: The name of an output of the train step. Each step has one value.
+      sigmas: The number of standard deviations.
+      window: The number of values to compare with. Without that many, only NaN and infinity are spikes.
+      at_most: The number of returns in a run. One more spike ends the run with an error, and the run doesn't resume
+        from a checkpoint after the spike.
+      interval: When to look at the values since the last call. Each call waits for the devices. A spike costs the steps
+        since the newest checkpoint before it, so the interval should be shorter than that of the checkpoints.
+
+    Raises:
+      RuntimeError: In a run, there were `at_most` returns and another spike, or there is no checkpoint before a spike.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        sigmas: float = 6.0,
+        window: int = 128,
+        at_most: int = 3,
+        interval: int | Schedule = _INTERVAL,
+    ):
+        super().__init__(interval)
+        self._monitor = Monitor(name)
+        checks.check_positive("SpikeGuard.window", window)
+        checks.check_positive("SpikeGuard.at_most", at_most)
+        if not sigmas > 0:
+            raise ValueError(f"SpikeGuard.sigmas must be positive, got {sigmas!r}.")
+        self._sigmas, self._window, self._at_most = sigmas, window, at_most
+        self._values: collections.deque[float] = collections.deque(maxlen=window)
+        self._seen_at = 0  # The step of the last call.
+
+    @property
+    def monitors(self) -> Sequence[str]:
+        return (self._monitor.name,)
+
+    def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
+        if outputs is None:
+            yield f"{self!r} is one of the begin_actions, which receive no outputs. Give it to the end_actions."
+
+    def __repr__(self) -> str:
+        return (
+            f"SpikeGuard({self._monitor.name!r}, sigmas={self._sigmas:g}, window={self._window}, "
+            f"at_most={self._at_most}, interval={self.interval})"
+        )
+
+    def begin_run(self, step_num: int, *, can_resume: bool) -> None:
+        if not can_resume:
+            raise ValueError(f"{self!r} returns to checkpoints, and this run has none. Give the run a CheckpointSpec.")
+        if self._seen_at > step_num or not self._values:
+            self._values.clear()
+            self._seen_at = step_num
+
+    def __call__(
+        self,
+        state: Any,
+        outputs: types.Output,
+        *,
+        step_num: int,
+        detour: Callable[..., None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        values = self._values_of_steps(outputs)
+        if not values:
+            return
+        per_value, self._seen_at = (step_num - self._seen_at) // len(values), step_num
+        spikes, limit = [], self._limit()
+        for number, value in enumerate(values):
+            if math.isfinite(value) and value <= limit:
+                self._values.append(value)
+                limit = self._limit()
+            else:
+                spikes.append(number)
+        if not spikes:
+            return
+        first, last = (step_num - (len(values) - 1 - number) * per_value for number in (spikes[0], spikes[-1]))
+        worst = max((values[number] for number in spikes), key=lambda value: (math.isnan(value), value))
+        reason = f"{self._monitor.name} was {worst:.6g} in steps {first} to {last}, above the limit of {limit:.6g}."
+        if detour is None:
+            raise RuntimeError(f"{reason} {self!r} can't return to a checkpoint: give it to the loop of an OuterLoop.")
+        detour(first, last, reason, at_most=self._at_most)
+
+    def _values_of_steps(self, outputs: types.Output) -> list[float]:
+        """Returns the values of the metric since the last call, one per step."""
+        name = self._monitor.name.removeprefix("train/")
+        values = outputs.get(name) if isinstance(outputs, Mapping) else None
+        if not isinstance(values, list) or any(np.ndim(value) for value in values):
+            raise ValueError(f"{self!r} needs an output {name!r} with a number for each step. {self._others(outputs)}")
+        return [float(value) for value in values]
+
+    def _others(self, outputs: types.Output) -> str:
+        return self._monitor.missing_message([name for name, value in (outputs or {}).items() if value], None)
+
+    def _limit(self) -> float:
+        """Returns the largest value that is not a spike."""
+        if len(self._values) < self._window:
+            return math.inf
+        values = np.array(self._values)
+        deviation = float(values.std())
+        return float(values.mean()) + self._sigmas * deviation if deviation else math.inf
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"values": list(self._values), "seen_at": self._seen_at}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._check_state_dict_names(("values", "seen_at"), state_dict)
+        self._values = collections.deque(state_dict["values"], maxlen=self._window)
+        self._seen_at = state_dict["seen_at"]

@@ -1,0 +1,144 @@
+"""The batches that a run leaves out, and its returns to earlier checkpoints."""
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+from absl import logging
+
+from jaxloop import checks
+from jaxloop.history import History
+from jaxloop.position import PositionedIterator, number_of
+from jaxloop.schedules import Elapsed
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Detour:
+    """A return to a checkpoint, from which the run continues without some batches.
+
+    Attributes:
+      step: The step at which the run turned back.
+      first_batch: The number of the first batch that is left out from then on.
+      last_batch: The number of the last one.
+      first_step: The step of the first one, before which the checkpoint was saved.
+      reason: The reason, in words.
+    """
+
+    step: int
+    first_batch: int
+    last_batch: int
+    first_step: int
+    reason: str
+
+
+@final
+class LeftOut:
+    """The batches that a run leaves out, by their numbers in the training data over all epochs, starting at 1.
+
+    >>> left_out = LeftOut([3])
+    >>> epoch = PositionedIterator(["a", "b", "c", "d"])
+    >>> left_out.apply_to(epoch)
+    >>> list(epoch)
+    ['a', 'b', 'd']
+    >>> left_out.number_at(2, epoch), left_out.number_at(3, epoch)
+    (2, 4)
+
+    Args:
+      given: The numbers from the `skip` of an `OuterLoop`.
+
+    Attributes:
+      numbers: The numbers, in ascending order.
+      detours: The detours so far.
+      requested: The detour that an action has requested; None if there is none.
+      at_most: The number of detours that the run may make before it ends with an error; None for no limit.
+      epoch_start: The number of batches in the completed epochs.
+    """
+
+    def __init__(self, given: Iterable[int] = ()):
+        self._given = sorted(set(given))
+        self.numbers: list[int] = list(self._given)
+        self.detours: list[Detour] = []
+        self.requested: Detour | None = None
+        self.at_most: int | None = None
+        self.epoch_start: int = 0
+        self._num_recorded = 0
+
+    def apply_to(self, source: PositionedIterator | None) -> None:
+        """Makes the iterator over the current epoch leave the batches out."""
+        if source is not None:
+            source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
+
+    def end_epoch(self, source: PositionedIterator | None) -> None:
+        """Counts the batches of an epoch that has ended."""
+        self.epoch_start += 0 if source is None else source.num_read
+
+    def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
+        """Returns the number of the batch that was used a number of batches before another one.
+
+        Args:
+          count: The number of that other batch among those which the current epoch has returned.
+          source: The iterator over the current epoch; None between two epochs.
+          before: How many batches before.
+        """
+        earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
+        return number_of(earlier + (0 if source is None else count) - before, self.numbers)
+
+    def record(self, number: int, now: Elapsed, history: History) -> None:
+        """Adds a row for each batch that was left out since the last call. `number` is that of the newest batch."""
+        for left_out in self.numbers[self._num_recorded : bisect.bisect_right(self.numbers, number)]:
+            self._num_recorded += 1
+            history.commit(now, {"left_out": {"batch": left_out}})
+
+    def warn_of_unreached(self, number: int) -> None:
+        """Warns of batches that the run was to leave out, and did not reach. `number` is that of the newest batch."""
+        if unreached := [each for each in self._given if each > number]:
+            logging.warning("The run has ended before the batches %s of its skip.", _listed(unreached))
+
+    # Detours ---------------------------------------------------------------------------------------------
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        """Returns the state as JSON types, for a checkpoint. `number` is that of the newest batch."""
+        return {
+            "numbers": [each for each in self.numbers if each <= number],
+            "detours": [dataclasses.asdict(each) for each in self.detours],
+            "epoch_start": self.epoch_start,
+            "num_recorded": self._num_recorded,
+            "newest": number,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed, record: Callable[[Detour], None]) -> None:
+        """Restores the state of a checkpoint. What is to be left out after it, and newer detours, stay.
+
+        Args:
+          state_dict: The result of `state_dict`.
+          now: The progress of the run at the checkpoint.
+          record: Called with each newer detour, which led to this checkpoint.
+        """
+        newest, before = state_dict["newest"], state_dict["numbers"]
+        detours = [Detour(**each) for each in state_dict["detours"]]
+        if missed := [each for each in self._given if each <= newest and each not in before]:
+            logging.warning(
+                "The run has used the batches %s before step %d, so it can't leave them out any more. Resume from an "
+                "earlier checkpoint.",
+                _listed(missed),
+                now.steps,
+            )
+        newer, self.detours = self.detours[len(detours) :], [*detours, *self.detours[len(detours) :]]
+        planned = {*self._given, *(n for each in self.detours for n in range(each.first_batch, each.last_batch + 1))}
+        self.numbers = sorted({*before, *(each for each in planned if each > newest)})
+        self.epoch_start, self._num_recorded = state_dict["epoch_start"], state_dict["num_recorded"]
+        for each in newer:
+            record(each)
+
+    def turn_back(self) -> Detour:
+        """Begins the requested detour, and returns it."""
+        assert self.requested is not None
+        detour, self.requested = self.requested, None
+        self.detours.append(detour)
+        return detour
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return checks.listed(map(str, numbers))

@@ -1,0 +1,228 @@
+"""Going back to any step of a run."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from jaxloop import checkpoint, checks, files, types
+from jaxloop.detours import Detour, LeftOut
+from jaxloop.engine.moments import Run
+from jaxloop.evaluations import Evaluations
+from jaxloop.history import HISTORY_FILE, History, Row
+from jaxloop.outer_loop import OuterLoop, Recorder
+from jaxloop.run_log import RunLog
+from jaxloop.schedules import Elapsed
+from jaxloop.specs import CheckpointSpec, RunSpec
+from jaxloop.timing import Spent
+from jaxloop.training import Training, step_num_of
+from jaxloop.whole_run import Resumed, WholeRun
+
+
+class Rewound(NamedTuple):
+    """The state of a run before a step, see `rewind`.
+
+    Attributes:
+      state: The train state before the step.
+      batch: The batch of the step, as the dataset gives it.
+      keys: The PRNG keys that `run` has for this batch, see `Step.prng_key`.
+      num_verified: The number of rows of the history that the repeated steps have reproduced.
+    """
+
+    state: Any
+    batch: types.Batch
+    keys: Any
+    num_verified: int
+
+
+def rewind(
+    workdir: epath.PathLike,
+    outer_loop: OuterLoop,
+    step_num: int,
+    state: Any = None,
+    train_dataset: Iterable[types.Batch] | None = None,
+    train_total_steps: int | None = None,
+    train_loop_steps: int | None = None,
+    *,
+    train_epochs: int | None = None,
+    verify: bool = True,
+) -> Rewound:
+    """Returns the state, the batch and the keys of a run before any of its steps, with the same bits as in the run.
+
+    It restores the newest checkpoint before the step and repeats the steps since then, without evaluations and actions.
+    It changes nothing in the work directory. Then run the step eagerly, in a debugger, or with a changed step:
+
+    >>> import tempfile, jaxloop
+    >>> from jaxloop import examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> workdir = tempfile.mkdtemp()
+    >>> train_loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(workdir, jaxloop.every(steps=20))])
+    >>> outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(workdir))
+    >>> _ = outer_loop(state, batches, train_loop_steps=10)
+    >>> before = jaxloop.rewind(workdir, outer_loop, 97, train_dataset=batches, train_loop_steps=10)
+    >>> int(before.state.step), before.num_verified
+    (96, 1)
+    >>> after, outputs = step.run_again(before.state, before.batch, eagerly=True)
+    >>> int(after.step)
+    97
+
+    Args:
+      workdir: The work directory of the run. It needs at least one checkpoint before the step, unless `state` is the
+        initial state.
+      outer_loop: The experiment, made as for the run. It must not be running.
+      step_num: The step; its updates are numbered from 1.
+      state: A state like that of the run, or its shapes; None for the one that `step.initialize_model` makes, if that
+        was called. If there is no earlier checkpoint, the run is repeated from this state, and it is donated.
+      train_dataset: The argument of the run, as are the following ones. An iterator must be able to go back.
+      train_total_steps: See `OuterLoop`.
+      train_loop_steps: See `OuterLoop`.
+      train_epochs: See `OuterLoop`.
+      verify: Whether to compare the repeated steps with the history.
+
+    Returns:
+      The state before the step, its batch, and its keys.
+
+    Raises:
+      FileNotFoundError: There is no checkpoint before the step, and `state` is not of an earlier step.
+      RuntimeError: The repeated steps differ from those of the run, for example on other devices.
+      ValueError: The run has no such step, or the dataset can't go back.
+    """
+    checks.check_only_process("rewind")
+    checks.check_positive("rewind.step_num", step_num)
+    loop = outer_loop.train_loop
+    if loop is None:
+        raise ValueError("rewind needs an OuterLoop with a train loop.")
+    if state is None and (state := loop.step.new_state()) is None:
+        raise ValueError(
+            f"rewind needs the structure of the state. Call initialize_model(...) of {loop.step!r} first, or use "
+            "rewind(..., state=state)."
+        )
+    before = step_num - loop.step.updates_per_step
+    spec = RunSpec(train_dataset, before, train_loop_steps, epochs=train_epochs)
+    past = _read_history(workdir)
+    whole = WholeRun(
+        loop.engine,
+        {},
+        {},
+        History(_history_path(workdir), writes=False),
+        loop.step.base_prng,
+        left_out=LeftOut({*outer_loop.skip, *_batches_of_detours(past)}),
+    )
+    recorder = Recorder(whole.history, "train", outer_loop.log_interval)
+    evaluations, source_of = Evaluations([], whole.job, None), outer_loop.source_of
+    # Only its `restore_data` matters.
+    checkpoints = outer_loop.checkpoint_spec or CheckpointSpec(workdir)
+    training = Training(loop, spec, evaluations, whole, checkpoints, source_of, (), RunLog(None, Spent), returns=True)
+    moments = loop.engine.moments
+    moments.detach_all()
+    moments.run = Run(whole.history, before)
+    moments.attach(recorder)
+    try:
+        state, resumed = _restored(workdir, outer_loop, state, before, whole)
+        with _muted(loop, recorder):
+            kept = whole.history.rows
+            state, batch = training.repeat(state, resumed)
+    finally:
+        moments.run = None
+        moments.detach_all()
+    if batch is None and train_dataset is not None:
+        raise ValueError(f"The run has no step {step_num}: its data end at step {step_num_of(state)}.")
+    num_verified = _verified(whole.history, past) - _verified(kept, past) if verify else 0
+    return Rewound(state, batch, loop.step.prng_key(before), num_verified)
+
+
+def _history_path(workdir: epath.PathLike) -> epath.Path:
+    return files.absolute(workdir) / HISTORY_FILE
+
+
+def _read_history(workdir: epath.PathLike) -> History:
+    path = _history_path(workdir)
+    return History.load(path) if path.exists() else History()
+
+
+def _batches_of_detours(history: History) -> Iterator[int]:
+    """Yields the numbers of the batches that the detours of a run left out."""
+    for row in history.rows:
+        if "detour" in row.logs:
+            detour = Detour(**row.logs["detour"])
+            yield from range(detour.first_batch, detour.last_batch + 1)
+
+
+def _restored(
+    workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, whole: WholeRun
+) -> tuple[Any, Resumed | None]:
+    """Returns the newest state up to a step, and its progress; None for that if it is the given state."""
+    spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
+    assert train_loop is not None
+    places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
+    places += [] if spec is None else [checkpoint.absolute(spec.checkpoint_dir)]
+    for directory in places:
+        if steps := [step for step in checkpoint.all_steps(directory) if step <= before]:
+            template = checkpoint.template_of(given)
+            found = checkpoint.open_newest(directory, template, quarantines=False, steps=steps)
+            assert found is not None
+            opened, restored = found
+            return restored, whole.load(opened, template)
+    try:
+        step_num = step_num_of(given)
+    except TypeError:  # The shapes of a state.
+        step_num = before + 1
+    if step_num > before:
+        raise FileNotFoundError(
+            f"There is no checkpoint of step {before} or before in {', '.join(map(str, places))}. Give the initial "
+            "state of the run, to repeat it from there."
+        )
+    train_loop.engine.resume(Elapsed(step_num))
+    whole.resume_history(step_num, None if step_num else 0)
+    return given, None
+
+
+@contextlib.contextmanager
+def _muted(loop: Any, recorder: Recorder) -> Iterator[None]:
+    """Calls no action of a loop and its step except the recorder, while the context is open."""
+    loop.engine.moments.agenda.keep_only(recorder)
+    muted = [loop.engine.moments.begin_actions, *loop.step.action_lists]
+    actions = [each.actions for each in muted]
+    for each in muted:
+        each.actions = ()
+    try:
+        yield
+    finally:
+        for each, before in zip(muted, actions, strict=True):
+            each.actions = before
+
+
+def _verified(rows: Iterable[Row], past: History) -> int:
+    """Compares rows with those of the history for the same steps; returns their number.
+
+    Raises:
+      RuntimeError: A value differs.
+    """
+    known, count = dict(_by_steps(past.rows)), 0
+    for steps, values in _by_steps(rows):
+        if steps not in known:
+            continue
+        count += 1
+        different = [name for name, value in values.items() if not _is_same(value, known[steps].get(name))]
+        if different:
+            name = different[0]
+            raise RuntimeError(
+                f"The repeated step {steps[1]} has {name}={values[name]!r}, and the history has "
+                f"{known[steps].get(name)!r}. Repeat the run on the same devices, with the same program and the same "
+                "data, or write rewind(..., verify=False)."
+            )
+    return count
+
+
+def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
+    """Yields the train metrics of each row, after the steps between which they were measured."""
+    before = 0
+    for row in rows:
+        if "train" in row.logs:
+            yield (before, row.elapsed.steps), row.logs["train"]
+            before = row.elapsed.steps
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one == other or (one != one and other != other)

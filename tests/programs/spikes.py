@@ -1,0 +1,105 @@
+"""Runs with batches that make the loss spike, for the chaos test of detours."""
+
+import hashlib
+import itertools
+import random
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import at, every
+
+TOTAL, EPOCH, SPIKES = 300, 70, 5
+
+
+class Noisy(nn.Module):
+    """A model with dropout."""
+
+    @nn.compact
+    def __call__(self, x, *, train):
+        return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(nn.Dense(16)(x)))
+
+
+class Telling(jaxloop.Action):
+    """Tells each step, and keeps a digest of the state after it."""
+
+    def __init__(self, tell):
+        super().__init__(every(steps=1) | at(0))
+        self.digests, self._tell = {}, tell
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self._tell("action", step_num)
+        self.digests[step_num] = digest_of(state)
+
+
+def digest_of(state):
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(state)):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def spikes_of(seed):
+    """The numbers of the batches that spike, at least 30 apart."""
+    rng = random.Random(seed)
+    return [number * 48 + rng.randint(30, 48) for number in range(SPIKES)]
+
+
+def batches(seed, left_out=()):
+    """The batches of all epochs, each in another order, without those that are left out."""
+    spikes = spikes_of(seed)
+    for number in itertools.count(1):
+        epoch, index = divmod(number - 1, EPOCH)
+        if number not in left_out:
+            rng = np.random.default_rng([seed, epoch, int(np.random.default_rng(epoch).permutation(EPOCH)[index])])
+            x = rng.normal(size=(8, 4)).astype(np.float32)
+            y = x.sum(axis=-1, keepdims=True) + rng.normal(size=(8, 1)).astype(np.float32)
+            yield {"x": x, "y": y * np.float32([np.nan, 1e3][number % 2] if number in spikes else 1)}
+
+
+def experiment(directory, tell, seed, guarded=True, total=TOTAL):
+    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2))
+    step = jaxloop.LossStep(jax.random.key(seed), Noisy(), optimizer, train=True, loss=loss)
+    interval = every(steps=[1, 4, 10][seed % 3])
+    guard = jaxloop.SpikeGuard("loss", sigmas=8, window=20, at_most=3 * SPIKES, interval=interval)
+    saving = jaxloop.CheckpointAction(directory / "checkpoints", every(steps=12) | at(0), keep=1000)
+    telling = Telling(tell)
+    actions = [guard, telling, saving] if guarded else [telling, saving]
+    train_loop = jaxloop.TrainLoop(step, end_actions=actions, steps_per_dispatch=[1, 4][seed % 2])
+    spec = jaxloop.CheckpointSpec(directory / "checkpoints")
+    outer_loop = jaxloop.OuterLoop(train_loop, checkpoint_spec=spec, workdir=directory, log_interval=every(steps=5))
+    return outer_loop, step.initialize_model([1, 4]), telling
+
+
+def run(directory, tell, *, seed):
+    """Trains to the end; returns the state, the history, and the batches that were left out."""
+    outer_loop, state, _ = experiment(directory, tell, seed)
+    state, _ = outer_loop(state, jaxloop.skippable(lambda: batches(seed)), TOTAL, train_loop_steps=50)
+    rows = outer_loop.history.rows
+    left_out = [row.logs["left_out"]["batch"] for row in rows if "left_out" in row.logs]
+    return {"state": digest_of(state), "history": train_rows(rows), "left_out": left_out}
+
+
+def without(directory, tell, *, seed, left_out, rewinds):
+    """Trains on data that never had the batches; returns that, and where a rewound run differs from it."""
+    outer_loop, state, telling = experiment(directory, tell, seed, guarded=False)
+    state, _ = outer_loop(state, jaxloop.skippable(lambda: batches(seed, left_out)), TOTAL, train_loop_steps=50)
+    problems, rng = [], random.Random(seed)
+    guarded, _, _ = experiment(directory.parent / rewinds, tell, seed)
+    for step_num in rng.sample(range(1, TOTAL + 1), 3):
+        data = jaxloop.skippable(lambda: batches(seed))
+        before = jaxloop.rewind(directory.parent / rewinds, guarded, step_num, None, data, train_loop_steps=50)
+        if digest_of(before.state) != telling.digests[step_num - 1]:
+            problems.append(f"the rewound state before step {step_num} differs")
+        batch = next(itertools.islice(batches(seed, left_out), step_num - 1, None))
+        if any(before.batch[name].tobytes() != batch[name].tobytes() for name in batch):
+            problems.append(f"the rewound batch of step {step_num} differs")
+    return {"state": digest_of(state), "history": train_rows(outer_loop.history.rows), "problems": problems}
+
+
+def train_rows(rows):
+    return [[row.elapsed.steps, row.elapsed.samples, row.logs["train"]] for row in rows if "train" in row.logs]

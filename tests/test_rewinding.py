@@ -1,0 +1,319 @@
+"""Batches that a run leaves out, returns to earlier checkpoints, and going back to any step."""
+
+import itertools
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import at, checkpoint, every
+
+ROWS = 8
+
+
+EVERY_5, EVERY_10 = every(steps=5), every(steps=10)
+
+
+class Noisy(nn.Module):
+    """A model with dropout."""
+
+    @nn.compact
+    def __call__(self, x, *, train):
+        return nn.Dense(1)(nn.Dropout(0.2, deterministic=not train)(nn.Dense(16)(x)))
+
+
+def batch_of(number, factor=1.0):
+    rng = np.random.default_rng(number)
+    x = rng.normal(size=(ROWS, 4)).astype(np.float32)
+    y = x.sum(axis=-1, keepdims=True) + rng.normal(size=(ROWS, 1)).astype(np.float32)
+    return {"x": x, "y": (factor * y).astype(np.float32), "id": np.full([ROWS], number, np.int32)}
+
+
+def data(spikes=(), value=1e3, left_out=()):
+    """An endless dataset whose batches are numbered from 1, and may spike or be missing."""
+
+    def make(index):
+        number = next(itertools.islice((n for n in itertools.count(1) if n not in left_out), index, None))
+        return batch_of(number, value if number in spikes else 1.0)
+
+    return jaxloop.from_index(make)
+
+
+def make_step():
+    loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
+    return jaxloop.LossStep(jax.random.key(0), Noisy(), optax.sgd(1e-2, momentum=0.9), train=True, loss=loss)
+
+
+class Experiment:
+    """A run with checkpoints at every 10th step."""
+
+    def __init__(self, workdir, *actions, skip=(), fused=1, log_interval=EVERY_5, save=EVERY_10, keep=3):
+        self.workdir = workdir
+        self.step = make_step()
+        self.state = self.step.initialize_model([1, 4])
+        saving = jaxloop.CheckpointAction(workdir / "checkpoints", save | at(0), keep=keep)
+        self.loop = jaxloop.TrainLoop(self.step, end_actions=[*actions, saving], steps_per_dispatch=fused)
+        spec = jaxloop.CheckpointSpec(workdir / "checkpoints")
+        self.outer_loop = jaxloop.OuterLoop(
+            self.loop, checkpoint_spec=spec, workdir=workdir, log_interval=log_interval, skip=skip
+        )
+
+    def __call__(self, dataset, total=100, **options):
+        state, _ = self.outer_loop(self.state, dataset, total, **options)
+        return jax.device_get(state)
+
+    def rows(self, name="train"):
+        rows = self.outer_loop.history.rows
+        return [(row.elapsed.steps, row.elapsed.samples, row.logs[name]) for row in rows if name in row.logs]
+
+
+def assert_same(one, other):
+    for leaf, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+# Leaving batches out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [1, 4])
+def test_a_run_without_batches_is_that_of_data_that_never_had_them(tmp_path, fused):
+    left_out = [1, 7, 8, 9, 33, 90]
+    skipped = Experiment(tmp_path / "a", skip=left_out, fused=fused)
+    other = Experiment(tmp_path / "b", fused=fused)
+    assert_same(skipped(data()), other(data(left_out=left_out)))
+    assert skipped.rows() == other.rows()
+    assert [row["batch"] for *_, row in skipped.rows("left_out")] == left_out
+
+
+def test_a_run_that_leaves_batches_out_resumes_around_them(tmp_path):
+    left_out, ends = [3, 4, 12, 13], (1, 2, 3, 9, 10, 11)
+    whole = Experiment(tmp_path / "whole", skip=left_out)(data(), 14)
+    for end in ends:
+        first = Experiment(tmp_path / str(end), skip=left_out, save=every(steps=1))
+        first(data(), end)
+        second = Experiment(tmp_path / str(end), skip=left_out, save=every(steps=1))
+        assert_same(second(data(), 14), whole)
+        assert [row["batch"] for *_, row in second.rows("left_out")] == left_out
+
+
+def test_batches_are_numbered_over_all_epochs(tmp_path):
+    rows = [batch_of(number) for number in range(1, 11)]
+    run = Experiment(tmp_path / "a", skip=[10, 13, 21])
+    state = run(rows, None, train_epochs=3)
+    assert int(state.step) == 27
+    kept = [each for number, each in enumerate(3 * rows, 1) if number not in (10, 13, 21)]
+    assert_same(state, Experiment(tmp_path / "b")(kept, None))
+
+
+def test_batches_that_are_not_reached_or_already_used_are_named(tmp_path, caplog):
+    Experiment(tmp_path, skip=[1000])(data(), 20)
+    assert "has ended before the batches 1000 of its skip" in caplog.text
+    Experiment(tmp_path, skip=[7])(data(), 30)
+    assert "has used the batches 7 before step 20, so it can't leave them out any more" in caplog.text
+    assert not Experiment(tmp_path).rows("left_out")
+
+
+@pytest.mark.parametrize(("skip", "error"), [([0], ValueError), ([1.5], TypeError), ([True], TypeError)])
+def test_a_skip_that_is_no_number_of_a_batch_is_rejected(tmp_path, skip, error):
+    with pytest.raises(error, match=r"OuterLoop\.skip must be a positive int"):
+        Experiment(tmp_path, skip=skip)
+
+
+# Spikes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1e3, np.nan, np.inf])
+@pytest.mark.parametrize("fused", [1, 4])
+def test_the_batches_of_a_spike_are_left_out(tmp_path, value, fused):
+    guarded = Experiment(tmp_path / "a", jaxloop.SpikeGuard("loss", window=16), fused=fused)
+    state = guarded(data(spikes=[38, 71], value=value))
+    left_out = [row["batch"] for *_, row in guarded.rows("left_out")]
+    assert {38, 71} <= set(left_out)
+    other = Experiment(tmp_path / "b", fused=fused)
+    assert_same(state, other(data(spikes=[38, 71], value=value, left_out=left_out)))
+    assert guarded.rows() == other.rows()
+    detours = guarded.rows("detour")
+    assert len(detours) == 2 and all(step < detour["first_step"] for step, _, detour in detours)
+    assert "loss was nan" in detours[0][2]["reason"] or np.isfinite(value)
+    spent = jaxloop.goodput(tmp_path / "a")
+    assert (spent.steps, spent.repeated_steps) == (100, sum(each["step"] - step for step, _, each in detours))
+
+
+def test_a_killed_run_takes_its_detours_again(tmp_path):
+    """The second process resumes before, within and after the steps that a detour repeats."""
+    make = lambda directory, save: Experiment(tmp_path / directory, jaxloop.SpikeGuard("loss", window=16), save=save)
+    whole = make("whole", every(steps=10))
+    state = whole(data(spikes=[38]), 60)
+    for end in (30, 36, 40, 45):
+        directory = f"to {end}"
+        make(directory, every(steps=10))(data(spikes=[38]), end)
+        resumed = make(directory, every(steps=10))
+        assert_same(resumed(data(spikes=[38]), 60), state)
+        assert resumed.rows("left_out") == whole.rows("left_out") and len(resumed.rows("detour")) == 1
+
+
+def test_checkpoints_after_a_spike_are_abandoned(tmp_path):
+    run = Experiment(tmp_path, jaxloop.SpikeGuard("loss", window=16), save=every(steps=2), keep=30)
+    run(data(spikes=[33]), 50)
+    abandoned = sorted(int(path.name) for path in (tmp_path / "checkpoints" / "abandoned").iterdir())
+    assert abandoned == [34, 36, 38]
+    assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 50
+
+
+def test_too_many_spikes_end_the_run_before_the_first_of_them(tmp_path):
+    spikes = [33, 43, 53]
+    for _ in range(2):  # And again, if it is started again.
+        run = Experiment(tmp_path, jaxloop.SpikeGuard("loss", window=16, at_most=2))
+        with pytest.raises(RuntimeError, match=r"loss was .* in steps .*turned back 2 times already"):
+            run(data(spikes=spikes))
+        assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 30 and run.outer_loop.rescued_state is None
+
+
+def test_a_spike_before_the_first_checkpoint_is_an_error(tmp_path):
+    step = make_step()
+    actions = [jaxloop.SpikeGuard("loss"), jaxloop.CheckpointAction(tmp_path, every(steps=50))]
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=actions), checkpoint_spec=jaxloop.CheckpointSpec(tmp_path)
+    )
+    with pytest.raises(RuntimeError, match="must return to a checkpoint before step 7, and there is none"):
+        outer_loop(step.initialize_model([1, 4]), data(spikes=[7], value=np.nan), 100)
+    assert not checkpoint.all_steps(tmp_path)
+
+
+def test_a_guard_needs_checkpoints_and_a_value_for_each_step(tmp_path):
+    step = make_step()
+    state = step.initialize_model([1, 4])
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[jaxloop.SpikeGuard("loss")]))
+    with pytest.raises(ValueError, match="returns to checkpoints, and this run has none"):
+        outer_loop(state, data(), 100)
+    run = Experiment(tmp_path, jaxloop.SpikeGuard("los"))
+    with pytest.raises(ValueError, match="needs an output 'los' with a number for each step.*There is: loss"):
+        run(data())
+    with pytest.raises(ValueError, match="sigmas must be positive"):
+        jaxloop.SpikeGuard("loss", sigmas=0)
+
+
+def test_an_iterator_that_can_t_go_back_is_an_error(tmp_path):
+    run = Experiment(tmp_path, jaxloop.SpikeGuard("loss", window=16))
+    with pytest.raises(ValueError, match="can't be restored|can't go back"):
+        run(iter(batch_of(number, 1e3 if number == 38 else 1.0) for number in range(1, 200)))
+
+
+def test_any_action_can_take_a_detour(tmp_path):
+    class Once(jaxloop.Action):
+        def __call__(self, state, outputs, *, step_num, detour, history, **kwargs):
+            if not history.paths() or "detour.step" not in history.paths():
+                detour(step_num - 2, step_num - 1, "I say so.")
+
+    run = Experiment(tmp_path / "a", Once(at(45)))
+    state = run(data())
+    assert [row["batch"] for *_, row in run.rows("left_out")] == [43, 44]
+    assert_same(state, Experiment(tmp_path / "b")(data(left_out=[43, 44])))
+
+
+# Going back -----------------------------------------------------------------------------------------------
+
+
+class Recording(jaxloop.Action):
+    """Keeps the state after each step."""
+
+    def __init__(self):
+        super().__init__(every(steps=1) | at(0))
+        self.states = {}
+
+    def __call__(self, state, outputs, *, step_num, **kwargs):
+        self.states[step_num] = jax.device_get(state)
+
+
+def shuffled_epochs():
+    for epoch in itertools.count():
+        order = np.random.default_rng(epoch).permutation(10)
+        yield from (batch_of(int(number)) for number in order)
+
+
+@pytest.mark.parametrize("fused", [1, 4])
+def test_any_step_of_a_run_can_be_repeated_with_the_same_bits(tmp_path, fused):
+    recording = Recording()
+    options = {"train_loop_steps": 12}
+    dataset = lambda: jaxloop.skippable(shuffled_epochs)
+    Experiment(tmp_path / "a", recording, save=every(steps=1))(dataset(), 90, **options)
+    run = Experiment(tmp_path / "b", skip=[44], fused=fused, keep=30)
+    run(dataset(), 89, **options)
+    numbers = [n for n in range(1, 91) if n != 44]
+    plain = Experiment(tmp_path / "c", again := Recording(), skip=[44])
+    plain(dataset(), 89, **options)
+    batches = list(itertools.islice(shuffled_epochs(), 90))
+    for step_num in random.Random(fused).sample(range(1, 90), 12):
+        fresh = Experiment(tmp_path / "b", skip=[44], fused=fused, keep=30)
+        before = jaxloop.rewind(tmp_path / "b", fresh.outer_loop, step_num, train_dataset=dataset(), **options)
+        assert_same(jax.device_get(before.state), again.states[step_num - 1])
+        np.testing.assert_array_equal(before.batch["id"], batches[numbers[step_num - 1] - 1]["id"])
+        assert before.keys == fresh.step.prng_key(step_num - 1)
+        after, _ = fresh.step.run_again(before.state, before.batch)
+        assert_same(jax.device_get(after), again.states[step_num])
+
+
+def test_steps_of_each_epoch_can_be_repeated_after_a_detour(tmp_path):
+    rows = [batch_of(number, 1e3 if number == 8 else 1.0) for number in range(10)]
+    options = {"train_epochs": 6}
+    make = lambda *actions: Experiment(
+        tmp_path, *actions, jaxloop.SpikeGuard("loss", sigmas=20, window=5, at_most=9), keep=30
+    )
+    recording = Recording()
+    state = make(recording)(rows, None, **options)
+    last = int(state.step)
+    assert last < 60
+    for step_num in (1, 10, 11, 25, 31, last):
+        before = jaxloop.rewind(tmp_path, make().outer_loop, step_num, train_dataset=rows, **options)
+        assert_same(jax.device_get(before.state), recording.states[step_num - 1])
+    with pytest.raises(ValueError, match=f"The run has no step {last + 2}: its data end at step {last}"):
+        jaxloop.rewind(tmp_path, make().outer_loop, last + 2, train_dataset=rows, **options)
+
+
+def test_rewinding_changes_nothing_on_disk_and_calls_no_action(tmp_path):
+    run = Experiment(tmp_path)
+    run(data())
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    class Forbidden(jaxloop.Action):
+        def __call__(self, state, outputs, **kwargs):
+            raise AssertionError
+
+    fresh = Experiment(tmp_path, Forbidden(every(steps=1)))
+    before = jaxloop.rewind(tmp_path, fresh.outer_loop, 98, train_dataset=data())
+    assert int(before.state.step) == 97 and before.num_verified == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_other_bits_than_those_of_the_history_are_an_error(tmp_path):
+    run = Experiment(tmp_path)
+    run(data())
+    history = tmp_path / "history.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [line["elapsed"]["steps"] for line in lines][-2] == 95
+    lines[-2]["logs"]["train"]["loss"] += 1e-6
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fresh = Experiment(tmp_path)
+    with pytest.raises(RuntimeError, match=r"repeated step 95 has loss=.*and the history has"):
+        jaxloop.rewind(tmp_path, fresh.outer_loop, 98, train_dataset=data())
+    before = jaxloop.rewind(tmp_path, fresh.outer_loop, 98, train_dataset=data(), verify=False)
+    assert int(before.state.step) == 97
+
+
+def test_rewinding_without_an_earlier_checkpoint_begins_with_the_given_state(tmp_path):
+    run, recording = Experiment(tmp_path), Recording()
+    Experiment(tmp_path / "other", recording)(data(), 20)
+    run(data())
+    before = jaxloop.rewind(tmp_path, run.outer_loop, 15, make_step().initialize_model([1, 4]), data())
+    assert_same(jax.device_get(before.state), recording.states[14])
+    late = run.state.replace(step=jnp.int32(50))
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 14 or before in"):
+        jaxloop.rewind(tmp_path, run.outer_loop, 15, late, data())
+    with pytest.raises(ValueError, match="step_num must be a positive int"):
+        jaxloop.rewind(tmp_path, run.outer_loop, 0, train_dataset=data())
