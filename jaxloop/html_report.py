@@ -9,6 +9,7 @@ from etils import epath
 
 from jaxloop import accounts, files, run_log
 from jaxloop.history import HISTORY_FILE, History
+from jaxloop.preflight.report import Report
 from jaxloop.status import status
 from jaxloop.text import printable
 from jaxloop.timing import duration
@@ -48,6 +49,7 @@ def report(workdir: epath.PathLike) -> str:
         _table([("th", name, "td", value) for name, value in summary]),
         "<h2>Curves</h2>",
         _curves(files.absolute(workdir) / HISTORY_FILE),
+        *_check(workdir),
         "<h2>Where the time went</h2>",
         _bars(spent),
         f"<p>{_text(spent.advice)}</p>" if spent.advice else "",
@@ -60,6 +62,19 @@ def report(workdir: epath.PathLike) -> str:
     title = f"<title>{_text(found.workdir)}</title>"
     body = "\n".join(section for section in sections if section)
     return f"<!doctype html>\n<html lang=en>{head}{title}<style>{_STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+
+
+def _check(workdir: epath.PathLike) -> Iterable[str]:
+    """Yields the section with the plan of the run, and the problems that the newest check found."""
+    if (found := Report.load(workdir)) is None:
+        return
+    yield "<h2>Plan</h2>"
+    yield _table([("th", name, "td", text) for name, text in found.plan.items()])
+    yield "<h2>Findings of the check</h2>"
+    rows = [
+        ("th", "error" if each.is_error else "warning", "td", f"{each.where}: {each.text}") for each in found.problems
+    ]
+    yield _table(rows) if rows else "<p>No problem was found.</p>"
 
 
 def _curves(path: epath.Path) -> str:

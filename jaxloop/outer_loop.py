@@ -329,8 +329,9 @@ class OuterLoop:
             fit. It needs libtpu (`pip install 'jaxloop[tpu-check]'`). A batch must be that of all devices.
 
         Returns:
-          A report of all problems. `report.raise_errors()` ends a program that has errors. The only thing that remains
-          of a check are empty directories for checkpoints and the history, if they were missing.
+          A report of all problems. `report.raise_errors()` ends a program that has errors. With a work directory, the
+          report is also written to `check.json` there, for `python -m jaxloop report`. Apart from that, a check leaves
+          only empty directories for checkpoints and the history, if they were missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -345,7 +346,10 @@ class OuterLoop:
             self._passes,
             topology,
         )
-        return preflight.check(experiment, state, self._errors_of(spec))
+        report = preflight.check(experiment, state, self._errors_of(spec))
+        if self._workdir is not None and self._job.is_first:
+            report.save(self._workdir)
+        return report
 
     def _errors_of(self, spec: RunSpec) -> Iterator[Exception]:
         step = None if self.train_loop is None else self.train_loop.step
@@ -568,6 +572,7 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
     return state
 
 
+@final
 class Recorder(Action):
     """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step.
 
@@ -580,7 +585,8 @@ class Recorder(Action):
         self._history, self._name = history, name
         self.observers: list[Callable[[Elapsed], None]] = []
 
-    def __call__(self, state, outputs, *, elapsed, **kwargs):
+    def __call__(self, state: Any, outputs: types.Output, *, elapsed: Elapsed, **kwargs: Any) -> None:
+        assert outputs is not None
         for name in [name for name in outputs if name.startswith("jaxloop/")]:
             del outputs[name]
         measured = metrics.summarize(outputs)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from etils import epath
 
@@ -20,6 +20,7 @@ from jaxloop.training import Training, step_num_of
 from jaxloop.whole_run import Resumed, WholeRun
 
 
+@final
 class Rewound(NamedTuple):
     """The state of a run before a step, see `rewind`.
 

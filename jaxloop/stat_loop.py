@@ -7,7 +7,7 @@ from typing import Any, final
 import jax
 from absl import logging
 
-from jaxloop import checks, cost, metrics, timing, types
+from jaxloop import agreement, checks, cost, metrics, timing, types
 from jaxloop.loop import Loop
 from jaxloop.step import Step
 
@@ -39,6 +39,10 @@ STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
 """The part spent in evaluations."""
 STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
 """The part for which saves blocked the loop."""
+STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
+"""The number of the process that has spent most time on its data and actions; only if several train together."""
+STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
+"""Seconds by which that process has exceeded the mean of the others, which wait for it in the meantime."""
 
 # The default, because they cost nothing.
 DEFAULT_STATS = (
@@ -55,7 +59,8 @@ TIME_STATS = (
     STAT_EVAL_TIME_SECS,
     STAT_CHECKPOINT_TIME_SECS,
 )
-ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, STAT_NUM_FLOPS, STAT_MFU, STAT_INIT_TIME, STAT_BEGIN_TIME)
+PROCESS_STATS = (STAT_SLOWEST_PROCESS, STAT_SLOWEST_PROCESS_SECS)
+ALL_STATS = (*DEFAULT_STATS, *TIME_STATS, *PROCESS_STATS, STAT_NUM_FLOPS, STAT_MFU, STAT_INIT_TIME, STAT_BEGIN_TIME)
 
 
 @final
@@ -132,8 +137,19 @@ class Statistics:
             STAT_ACTION_TIME_SECS: spent.actions,
             STAT_EVAL_TIME_SECS: spent.evals,
             STAT_CHECKPOINT_TIME_SECS: spent.checkpoints,
+            **self._slowest_process(),
         }
-        return {name: stats[name] for name in self._names if stats[name] is not None}
+        return {name: stats[name] for name in self._names if stats.get(name) is not None}
+
+    def _slowest_process(self) -> dict[str, float]:
+        """Returns `PROCESS_STATS`, if they were chosen and all processes call this."""
+        if set(PROCESS_STATS).isdisjoint(self._names) or not agreement.is_shared(self._step.partitioner.mesh):
+            return {}
+        own = self._stopwatch.secs_reading + self._stopwatch.spent().actions
+        busy = [float(text) for text in agreement.gather_texts(repr(own))]
+        slowest = busy.index(max(busy))
+        others = (sum(busy) - busy[slowest]) / (len(busy) - 1)
+        return {STAT_SLOWEST_PROCESS: slowest, STAT_SLOWEST_PROCESS_SECS: busy[slowest] - others}
 
     def _utilization(self, batches_per_sec: float) -> float | None:
         mesh = self._step.partitioner.mesh

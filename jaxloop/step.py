@@ -807,7 +807,8 @@ class Step:
 
     def _end(self, state: Any, outputs: types.Output, number: int, elapsed: Elapsed) -> tuple[Any, types.Output]:
         if self._has_own("end"):
-            result = self.end(state, outputs)
+            with jax.profiler.TraceAnnotation("jaxloop: end"):
+                result = self.end(state, outputs)
             state, outputs = checks.check_result(result, f"{type(self).__name__}.end")
             outputs = _copy_donated(outputs, state)
         self._call_actions(self._end_actions, state, outputs, number, elapsed)

@@ -121,6 +121,9 @@ class Stopwatch:
         self.samples = 0
         self.training: float = 0.0
         """`spent().training` as of the last switch."""
+        self.secs_reading: float = 0.0
+        """In a multi-process job, the seconds in which this process has read its own data, without waiting for the
+        others."""
 
     @property
     def kind(self) -> str | None:

@@ -64,6 +64,7 @@ def test_processes_with_data_of_different_length_end_together_and_count_each_exa
     assert job.returncode == 0, job.stdout + job.stderr
     for place in range(2):
         assert f"[{place}] train 7 7 56 8\n" in job.stdout  # Steps, losses, samples; examples in a step.
+        assert f"[{place}] slowest 1 True\n" in job.stdout
         assert f"[{place}] five more 12\n" in job.stdout
         assert f"[{place}] eval 43 True\n" in job.stdout
         assert f"[{place}] nothing: ValueError: The processes have batches of 8, 0 rows for one step, and" in job.stdout

@@ -284,6 +284,21 @@ def test_a_report_shows_the_curves_the_time_and_the_starts_of_a_run(tmp_path, ca
     ).replace("https://matplotlib.org", "")
 
 
+def test_a_report_shows_the_plan_and_the_findings_of_the_newest_check(tmp_path, capsys):
+    step, state, batches = examples.tiny_regression()
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=tmp_path)
+    outer_loop.check(state, batches, train_total_steps=1000)
+    outer_loop(state, batches)
+    text = printed(capsys, "report", tmp_path)
+    assert "the run goes to step 1,000" in text and "They end at step 100, after 100 batches" in text
+    outer_loop.check(step.abstract_state([3]), batches, train_total_steps=100)
+    text = printed(capsys, "report", tmp_path)
+    assert "No problem was found" in text and "1,000" not in text
+    for malformed in ("", "[]", '{"plan": 1, "problems": []}', '{"plan": {}, "problems": [1]}'):
+        (tmp_path / "check.json").write_text(malformed)
+        assert "<h2>Plan" not in printed(capsys, "report", tmp_path)
+
+
 def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
     write(
         tmp_path,
@@ -292,6 +307,8 @@ def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
         line("end", 9.0, 9, reason=HOSTILE),
     )
     history(tmp_path, 0.5, 0.7, name=HOSTILE)
+    problem = {"where": HOSTILE, "text": HOSTILE, "is_error": HOSTILE}
+    (tmp_path / "check.json").write_text(json.dumps({"plan": {HOSTILE: HOSTILE}, "problems": [problem]}))
     text = printed(capsys, "report", tmp_path)
     assert "&lt;script&gt;" in text and "<script" not in text
 

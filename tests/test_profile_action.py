@@ -120,8 +120,9 @@ print(json.dumps([names, numbers]))
 
 
 @pytest.mark.parametrize(("steps_per_dispatch", "marked"), [(1, [11, 12, 13, 14]), (2, [12, 14])])
-def test_the_steps_of_a_loop_are_marked_and_its_phases_named(tmp_path, steps_per_dispatch, marked):
+def test_the_steps_of_a_loop_are_marked_and_its_phases_named(tmp_path, monkeypatch, steps_per_dispatch, marked):
     step, state, batches = examples.tiny_regression()
+    monkeypatch.setattr(type(step), "preprocess_batch", lambda self, batch: batch)
     profile = ProfileAction(tmp_path, first_step=11, num_steps=4)
     loop = jaxloop.TrainLoop(step, end_actions=[profile], steps_per_dispatch=steps_per_dispatch)
     eval_step, _, _ = examples.tiny_regression(train=False)
@@ -133,4 +134,4 @@ def test_the_steps_of_a_loop_are_marked_and_its_phases_named(tmp_path, steps_per
     names, numbers = json.loads(read.stdout)
     assert numbers == marked
     assert names.count("eval") == 2 and "jaxloop: in evaluations" in names
-    assert "jaxloop: waiting for data" in names
+    assert "jaxloop: waiting for data" in names and "jaxloop: preprocess_batch" in names

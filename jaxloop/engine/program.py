@@ -166,11 +166,13 @@ class Program:
             num_examples = step.count_examples(batch)
         if self._begins:
             state = self._compiled.leave(carry) if self._reads_state else None
-            new_state, batch = step.before_run(state, batch)
+            with jax.profiler.TraceAnnotation("jaxloop: begin"):
+                new_state, batch = step.before_run(state, batch)
             if new_state is not state:
                 carry = self._compiled.enter(new_state)
         elif self._preprocesses:
-            batch = step.preprocessed(batch)
+            with jax.profiler.TraceAnnotation("jaxloop: preprocess_batch"):
+                batch = step.preprocessed(batch)
         return carry, batch, num_examples
 
     # Several steps in one dispatch ---------------------------------------------------------------------

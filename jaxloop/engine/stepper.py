@@ -362,9 +362,18 @@ class Stepper:
 
     def _join(self, read: Callable[[], types.Batch]) -> agreement.JointReader:
         """Returns a reader that reads batches together with the other processes."""
+        stopwatch = self._progress.stopwatch
+
+        def timed() -> types.Batch:
+            began = stopwatch.clock()
+            try:
+                return read()
+            finally:
+                stopwatch.secs_reading += stopwatch.clock() - began
+
         return agreement.JointReader(
             repr(self._loop),
-            read,
+            timed,
             before_reading=lambda: self.source.mark(if_cheap=True),
             count=self._step.count_examples,
             requests=self._job.requests,

@@ -1,5 +1,7 @@
 """Loops in two processes whose data differ in length: prints what came of them."""
 
+import time
+
 import jax
 import numpy as np
 import optax
@@ -35,6 +37,17 @@ iterator = batches([4] * (10 if first else 7), 0 if first else 100)
 state, outputs = train_loop(step.initialize_model([1, 8]), iterator)
 print("train", int(state.step), len(outputs["loss"]), train_loop.elapsed.samples, outputs.num_examples[0])
 print("left over", len(list(iterator)))
+
+
+def slow_in_the_second(number):
+    time.sleep(0 if first else 0.02)
+    return {"x": examples[:4], "y": examples[:4, :1]}
+
+
+slow_loop = jaxloop.TrainLoop(step, stat_names=jaxloop.stat_loop.ALL_STATS)
+_, outputs = slow_loop(step.initialize_model([1, 8]), jaxloop.from_index(slow_in_the_second), num_steps=20)
+lead = outputs[jaxloop.stat_loop.STAT_SLOWEST_PROCESS_SECS]
+print("slowest", outputs[jaxloop.stat_loop.STAT_SLOWEST_PROCESS], 0.2 < lead < 2)
 state, _ = train_loop(state, batches([4] * 9, 0), num_steps=5)
 print("five more", int(state.step))
 
