@@ -354,7 +354,7 @@ class Training:
         step_num, resumed, job = 0 if self.returns else step_num_of(state), None, self.run.job
         if not saved:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
-        elif saved[-1] < step_num and not self.returns:
+        elif saved[-1] < step_num:
             logging.info("The run continues at step %d, which is past the newest checkpoint, %d.", step_num, saved[-1])
         else:
             given = checks.adopt(state)
