@@ -77,6 +77,13 @@ def test_processes_with_data_of_different_length_end_together_and_count_each_exa
     assert "  total_steps=100 -> total_steps=50" in job.stdout
 
 
+def test_all_processes_turn_back_from_a_spike_and_leave_the_same_batches_out(tmp_path):
+    job, _ = launch(TOGETHER.parent / "detour.py", tmp_path, processes=2, devices=2)
+    assert job.returncode == 0, job.stdout + job.stderr
+    for place in range(2):
+        assert f"[{place}] left out [38, 39, 40] True\n" in job.stdout
+
+
 def test_the_other_doors_in_two_processes(tmp_path):
     job, _ = launch(DOORS, tmp_path / "run", processes=2, devices=2)
     assert job.returncode == 0, job.stdout + job.stderr
