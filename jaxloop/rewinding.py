@@ -99,6 +99,8 @@ def rewind(
             f"rewind needs the structure of the state. Call initialize_model(...) of {loop.step!r} first, or use "
             "rewind(..., state=state)."
         )
+    if train_total_steps is not None and step_num > train_total_steps:
+        raise ValueError(f"The run has no step {step_num}: it ends at train_total_steps={train_total_steps}.")
     before = step_num - loop.step.updates_per_step
     spec = RunSpec(train_dataset, before, train_loop_steps, epochs=train_epochs)
     past = _read_history(workdir)

@@ -315,5 +315,7 @@ def test_rewinding_without_an_earlier_checkpoint_begins_with_the_given_state(tmp
     late = run.state.replace(step=jnp.int32(50))
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 14 or before in"):
         jaxloop.rewind(tmp_path, run.outer_loop, 15, late, data())
+    with pytest.raises(ValueError, match="has no step 101: it ends at train_total_steps=100"):
+        jaxloop.rewind(tmp_path, run.outer_loop, 101, None, data(), 100)
     with pytest.raises(ValueError, match="step_num must be a positive int"):
         jaxloop.rewind(tmp_path, run.outer_loop, 0, train_dataset=data())

@@ -134,8 +134,9 @@ def main():
         assert code == 0, third
         assert after == read_history(whole_dir), "The killed run and the uninterrupted one have different histories."
 
-    bar_of_first = next(line for line in reversed(first) if "steps/s" in line)
-    bar_of_second = next(line for line in reversed(second) if "steps/s" in line)
+    bar_of_first, bar_of_second = (
+        next(line for line in reversed(lines) if re.search(r"\d+/\d+ \[", line)) for lines in (first, second)
+    )
     killed = int(re.search(r"(\d+)/\d+ \[", bar_of_first)[1])
     resumed = int(re.search(r"Resumed at step (\d+)", "\n".join(second))[1])
     tests = lambda lines: [line for line in lines if "test: " in line]
