@@ -171,7 +171,8 @@ class CheckpointAction(Action):
           trees: More pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only to a directory.
 
         Returns:
-          True if a save was started; False if the checkpoint already exists, or if the manager's policy skips it.
+          True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
+          step.
         """
         has_begun = self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
         if has_begun:
