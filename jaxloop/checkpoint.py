@@ -219,7 +219,8 @@ def open_newest(
 ) -> "tuple[Checkpoint, Any] | None":
     """Restores the newest undamaged checkpoint, like `restore_newest`. Returns the open checkpoint and the state.
 
-    `steps` limits the search to these steps, in ascending order; None to search all checkpoints in the directory.
+    `steps` are the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
+    directory are considered.
     """
     found, errors = _newest_complete(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
     if found is not None:
@@ -321,9 +322,9 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
-      templates: For each tree to restore, its name and a tree with the structure, shapes and dtypes that were saved.
-        Where the template has a JAX array, a JAX array with the same sharding is returned. Where it has a NumPy array,
-        a NumPy array is returned.
+      templates: Templates for the trees to restore, by name. They have the structures, shapes and dtypes that were
+        saved. A JAX array in a template is restored as a JAX array with the same sharding. A NumPy array is restored as
+        a NumPy array.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -341,8 +342,8 @@ class Checkpoint:
 
     Attributes:
       path: The directory of the checkpoint, whose name is the step.
-      is_sealed: True if the checkpoint has a seal. Its files then match the seal. Checkpoints saved by an Orbax manager
-        have no seal.
+      is_sealed: True if the checkpoint has a seal, which its files match. Checkpoints saved by an Orbax manager have no
+        seal.
       custom_metadata: The metadata that the caller and this module saved.
     """
 
@@ -543,7 +544,7 @@ def _run_id_of(directory: epath.Path) -> str:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint is gone. If its files are just being deleted, waits until they are gone."""
+    """Returns whether a checkpoint is gone. If its files are still being deleted, waits until they are gone."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -618,7 +619,8 @@ def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict
 def _fingerprint(tree: Any) -> str:
     """Returns a hash of a tree that covers the paths, shapes and dtypes of its leaves, and its empty containers.
 
-    If two trees have the same hash, Orbax can restore one into the other without reading the saved structure first.
+    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its saved structure
+    first.
     """
     is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
@@ -733,7 +735,7 @@ class CheckpointWriter:
           state: The train state.
           metrics: The metrics that decide which checkpoint is best. Ignored by a manager that doesn't keep the best.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint; see the function `metadata`.
-          run: A JSON dict, which may be several megabytes long; see the function `run`. Not saved with a manager.
+          run: A JSON dict, which may be several megabytes in size; see the function `run`. Not saved with a manager.
           trees: Trees of JAX and NumPy arrays, by name; see the function `trees`. Not saved with a manager.
 
         Returns:
@@ -998,7 +1000,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees that have leaves, with JAX or NumPy arrays as leaves. Orbax copies both kinds of arrays.
+    """Returns the trees that have leaves. The leaves are JAX or NumPy arrays; Orbax copies both.
 
     Raises:
       TypeError: A leaf is not an array of numbers.
@@ -1030,7 +1032,7 @@ def _saved_form(tree: Any, what: str) -> Any:
 
 
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
-    """Removes the temporary directories that killed saves have left. No save may be running in the directory.
+    """Removes the temporary directories left behind by killed saves. No save may be running in the directory.
 
     In a multi-process job, only the first process removes them.
 

@@ -6,7 +6,7 @@ from etils import epath
 
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
-    """Caches everything that JAX compiles in a directory, so that the program compiles nothing when it next starts.
+    """Caches everything that JAX compiles, so that the next start of the program compiles nothing.
 
     This enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process. It also removes
     the thresholds for what is cached (by default, one second of compile time), so that small models are cached too.

@@ -103,7 +103,8 @@ def is_first_process() -> bool:
 def exit_without_waiting(error: SystemExit) -> None:
     """Makes the program exit without waiting for the other processes, after an error in this process only.
 
-    The other processes may be waiting for this one. A process that ends normally waits for them; see `shutdown_secs`.
+    The other processes may be waiting for this one. In contrast, a process that ends normally waits for the others; see
+    `shutdown_secs` in `initialize`.
     """
 
     def exit_now() -> None:

@@ -19,8 +19,8 @@ class Loop:
 
     Hooks:
       begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. When
-        a run resumes in the middle of a loop, `begin` is called again only if it returned a different iterator than it
-        received. The state that it returns is then ignored.
+        a run resumes in the middle of a loop, `begin` is called again only if it returned a different iterator from the
+        one it received. In that case, the state that it returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, when its outputs have reached the host. That may be some steps
@@ -39,8 +39,8 @@ class Loop:
       step: The step to run on each batch.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: The largest number of steps that the host may be ahead of the devices. None for the default,
-        which is 64 steps. On a single CPU device, the default is at least 4 dispatches. If several devices share a CPU,
-        it is 8 steps.
+        which is 64 steps. On a CPU, the default is 64 steps or 4 dispatches, whichever is more. If several devices
+        share a CPU, the default is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -80,9 +80,9 @@ class Loop:
     def elapsed(self) -> Elapsed:
         """The progress of the training. `elapsed.previous` is the progress one step earlier.
 
-        `elapsed.time` is the number of seconds that this loop has trained. If the loop is called with a state other
-        than the one that it returned last, samples and time are reset to zero. Call `resume` to continue counting from
-        an earlier run.
+        `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
+        other than the one that it returned last, samples and time are reset to zero. Call `resume` to continue counting
+        from an earlier run.
         """
         return self.engine.moments.elapsed
 

@@ -168,7 +168,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       train: Whether to call the model in training mode.
       rngs: A single key, or a dict of keys by name. With a single key, Linen's dropout receives that key, and other
         names receive keys derived from it. With a dict, a model that takes one key receives the key named "dropout",
-        or else the key whose name comes first in alphabetical order.
+        or else the key whose name sorts first.
 
     Returns:
       `(outputs, updates)`. Pass `updates` to `state.update_variables`. It is None if no variables changed, as in
@@ -194,7 +194,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 def mixes_examples(state: Any, *, train: bool) -> bool:
     """Returns whether one example may affect the outputs of others, in the same batch or a later one.
 
-    Batch normalization does that in training. If True, a short batch must not be padded.
+    Batch normalization does that in training. If this function returns True, a short batch must not be padded.
     """
     if types.is_nnx(state.collections, "State"):
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -280,7 +280,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns a single key as it is, or the key `name` of a dict, or else its alphabetically first key."""
+    """Returns the key called `name` in a dict, or else the key whose name sorts first. Returns a single key as is."""
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -306,7 +306,7 @@ class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
     It works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls
-    `model.eval()`, which turn dropout and the update of batch statistics on or off. Without `train`, the model stays in
+    `model.eval()`, which turn dropout and the use of batch statistics on or off. Without `train`, the model stays in
     the mode that its constructor chose.
 
     `jit` hashes the static fields of the state at each call. Hashing a graphdef takes about a millisecond, so its hash
@@ -453,7 +453,7 @@ class AdaptedModel:
     """A model that is neither a Linen module nor an NNX class, as converted by `adapt`.
 
     Attributes:
-      kind: A clause for error messages that tells the kind of the model.
+      kind: A clause that describes the kind of the model in error messages.
       apply_fn: The `apply_fn` of the states that are made from the model.
       arrays: The initial `(params, batch_stats, collections)`, if the model contains them.
       init: If it doesn't, the function that makes them from `(key, inputs, init_kwargs)`.
@@ -516,7 +516,7 @@ _SUPPORTED_MODELS = (
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns whether a base class of the model is from a package, without importing the package, which is slow."""
+    """Returns whether a base class of the model is from a package. Importing the package for `isinstance` is slow."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -590,9 +590,10 @@ def example_inputs(spec: types.BatchSpec) -> Any:
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a batch on the host, with zeros in place of shapes. They are views of a single number and take no memory.
+    """Returns a batch on the host, with zeros in place of shapes.
 
-    A batch without arrays is treated as a spec. In a batch with arrays, a list of numbers is not treated as a shape.
+    The zeros are views of a single number, so they take no memory. A batch without arrays is treated as a spec. In a
+    batch with arrays, a list of numbers is not treated as a shape.
 
     >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
     (1099511627776, 3)

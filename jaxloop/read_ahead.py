@@ -35,7 +35,7 @@ class ReadAhead:
     >>> [ahead.take().batch for _ in range(2)], type(ahead.take().error).__name__
     ([1, 2], 'StopIteration')
 
-    Once the thread has started, only the thread uses the source. The thread ends when the source ends or raises an
+    Once the thread has started, nothing else uses the source. The thread ends when the source ends or raises an
     error, when `close` is called, and when this object is garbage-collected.
 
     Args:
@@ -64,7 +64,7 @@ class ReadAhead:
         return self._thread.ident is not None
 
     def take(self) -> ReadBatch:
-        """Waits for the next read and returns it. After an error or `close`, returns a `StopIteration` as the error."""
+        """Waits for the next read and returns it. After an error or `close`, its error is always a `StopIteration`."""
         buffer = self._buffer
         if not self.has_begun and not buffer.is_closed:
             self._thread.start()

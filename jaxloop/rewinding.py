@@ -51,8 +51,8 @@ def rewind(
     """Returns the state, the batch and the PRNG keys with which a run executed a given step, bit for bit.
 
     The newest checkpoint before the step is restored, and the steps since then are repeated, without evaluations and
-    actions. Nothing in the work directory is changed. You can then run the step again: eagerly, in a debugger, or after
-    changing it.
+    actions. Nothing in the work directory is changed. You can then run the step again eagerly, in a debugger, or after
+    changing it:
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples

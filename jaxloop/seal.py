@@ -32,8 +32,8 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
 
     Args:
       directory: The directory. Each of its files is read once, in chunks of 4 MiB.
-      values: The values to seal in JSON files that will be rewritten later, such as
-        `{"about.json": {"author": "me"}}`. In these files, the seal covers the given values instead of all bytes.
+      values: Values in JSON files that will be rewritten later, by path and key: `{"about.json": {"author": "me"}}`. In
+        these files, the seal covers only the given values instead of all bytes.
 
     Raises:
       OSError: A file can't be read, or the seal can't be written.

@@ -106,7 +106,7 @@ class Statistics:
         Args:
           state: The state at the end of the interval.
           spent: The time report of the interval; None to use the interval since `begin_loop`.
-          updates: The number of updates per batch, by which each batch increases the number of steps.
+          updates: The number of updates per batch. Each of them counts as a step.
         """
         step, begin_time = self._step, self._begin[0]
         spent = self._stopwatch.spent() - self._begin[1] if spent is None else spent
@@ -153,7 +153,7 @@ class Statistics:
 
 
 class StatLoop(Loop):
-    """Runs a step on each batch, and adds statistics to the outputs as plain numbers.
+    """Runs a step on each batch, and adds statistics to the outputs, as plain numbers by name.
 
     Hooks:
       end: See `Loop`. An override must call `super().end(...)`, which adds the statistics.

@@ -1,4 +1,4 @@
-"""Time reports, which tell what the time of a run was spent on."""
+"""Time reports, which show what the time of a run was spent on."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ _NOT_TRAINING = ("evals", "checkpoints", "restores")
 @final
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A time report, which tells what the time of a run was spent on. `str` formats it as one sentence.
+    """A time report, which shows what the time of a run was spent on. `str` formats it as one sentence.
 
     Attributes:
       data: Seconds spent waiting for the next batch.
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks what the time is spent on. Each second counts for one kind of work, which is a field of `Spent`.
+    """Tracks what time is spent on. Each second counts toward one kind of work, which is one of the fields of `Spent`.
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
@@ -109,7 +109,7 @@ class Stopwatch:
     (1.0, 2.0)
 
     Args:
-      clock: Returns the time in seconds.
+      clock: A function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -124,11 +124,11 @@ class Stopwatch:
 
     @property
     def kind(self) -> str | None:
-        """The kind of work that the time currently counts for; None if it counts for nothing."""
+        """The kind of work that is currently being timed; None if nothing is being timed."""
         return self._kind
 
     def switch(self, kind: str | None) -> str | None:
-        """Makes the time from now on count for a kind of work; None for nothing. Returns the previous kind."""
+        """Starts timing another kind of work, or nothing if `kind` is None. Returns the previous kind."""
         now = self.clock()
         before = self._kind
         if before is not None:
@@ -157,7 +157,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Makes the time count for a kind of work while the context is open, and marks it in profiles."""
+        """Times a kind of work while the context is open, and marks it in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):

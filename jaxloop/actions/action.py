@@ -85,11 +85,14 @@ class Action(abc.ABC):
         """
 
     def reschedule(self, interval: Schedule) -> None:
-        """Replaces the interval during a run. Called after `jaxloop.tell(workdir, "<action>.interval=100")`."""
+        """Replaces the interval during a run.
+
+        Called in response to `jaxloop.tell(workdir, "<action>.interval=100")`.
+        """
         self._interval = interval
 
     def change(self, name: str, value: Any) -> None:
-        """Changes a setting during a run. Called after `jaxloop.tell(workdir, "<action>.<name>=<value>")`.
+        """Changes a setting during a run. Called in response to `jaxloop.tell(workdir, "<action>.<name>=<value>")`.
 
         When a run resumes, this is called again with the same value before the first step.
 
@@ -111,11 +114,11 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns sentences that describe the problems of a run and how to fix them. Called by `OuterLoop.check`.
+        """Returns a description of each problem that a run would have, and how to fix it. Called by `OuterLoop.check`.
 
         Args:
           state: The shapes of the train state.
-          outputs: Outputs like those of a call, with ones as values; None for a begin action.
+          outputs: Outputs like those that a call would receive, with ones as values; None for a begin action.
         """
         return ()
 

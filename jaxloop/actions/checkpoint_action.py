@@ -165,7 +165,7 @@ class CheckpointAction(Action):
           step: The step, which names the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: A dict with the value of the metric that `best` names; None without such a value.
+          metrics: A dict with the value of the metric that `best` names; None if there is no such value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
           run: More values of the same kinds, of any size. `checkpoint.run` reads them. Saved only to a directory.
           trees: More pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only to a directory.

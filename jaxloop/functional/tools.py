@@ -271,11 +271,12 @@ def step(
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
     """Makes a callback like `step` that also updates the state with the gradient of the logged losses.
 
-    The losses are those logged with `add_loss`; they are summed. The state is a `TrainState` and is donated. Variables
-    that the forward pass changes are stored in the new state if `fn` returns a state that contains them, or if it adds
-    them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model, add all
-    changed variables at once, under any name. It must be possible to divide the rows of a batch evenly across the
-    devices.
+    The gradient is that of the sum of all losses logged with `add_loss`. The state is a `TrainState` and is donated.
+    The rows of a batch must divide evenly across the devices.
+
+    Variables that the forward pass changes are stored in the new state if `fn` returns a state that contains them, or
+    if it adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,
+    add all changed variables at once, under any name.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples

@@ -20,9 +20,10 @@ _SHARE_FOR_STATE = 0.5
 def choose(state: Any, rows: int | None) -> Partitioner:
     """Chooses a partitioner for the available devices, and logs the reason.
 
-    If there are several devices, the batch is split across all of them. The state is replicated if it needs at most
-    half of a device's memory, together with gradients of the same size as the parameters. Otherwise it is split too. If
-    the rows of a batch can't be divided evenly across the devices, only one device is used.
+    If there are several devices, the batch is split across all of them. The state is replicated if it and its
+    gradients, which are as large as its parameters, need at most half of a device's memory. Otherwise the state is
+    split too. If the rows of a batch can't be divided evenly across the devices of a single process, only one device is
+    used.
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.

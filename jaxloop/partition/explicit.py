@@ -22,8 +22,8 @@ class ExplicitPartitioner(_LaidOutPartitioner):
     JAX raises a `ShardingTypeError` if it can't determine how a result is split. A product that sums over the split
     axis, such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
     `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the same sharding
-    as the parameters. For evaluations, it must be possible to divide each batch evenly across the axis. Linen's
-    annotations need an `SPMDPartitioner` instead.
+    as the parameters. In an evaluation, each batch must divide evenly across the axis. For models with Linen's
+    annotations, use `SPMDPartitioner` instead.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))

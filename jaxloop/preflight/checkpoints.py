@@ -1,4 +1,4 @@
-"""Checks of checkpoints: the one that a run would resume from, and those that it would save."""
+"""Checks of the checkpoint that a run would resume from, and of those that it would save."""
 
 import dataclasses
 import shutil

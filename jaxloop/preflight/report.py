@@ -132,7 +132,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns findings for another part of the run, which share the lists of problems and the plan."""
+        """Returns findings for another part of the run. They share the problems and the plan with these findings."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
@@ -154,7 +154,7 @@ class Findings(contextlib.AbstractContextManager[None]):
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:
-        """Returns all problems, errors first. If several parts have the same problem, it is listed once."""
+        """Returns all problems, errors first. A problem that several parts share is listed once, with all parts."""
         places: dict[tuple[str, bool], list[str]] = {}  # A problem of a step appears in training and in evaluations.
         for problem in self.problems:
             places.setdefault((problem.text, problem.is_error), []).append(problem.where)
