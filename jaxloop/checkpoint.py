@@ -1,12 +1,13 @@
 """Checkpoints: saved in one atomic commit, sealed, and verified before they are restored.
 
-This is the only module that uses Orbax. A checkpoint is a directory named after its step. If a `CheckpointWriter` with
-a directory saved it, it contains three items: `default`, the train state; `run`, a JSON dict; and `trees`, arrays that
-are not part of the state. The commit includes a seal of all its files; see `jaxloop.seal`.
+This is the only module that uses Orbax. A checkpoint is a directory named after its step. A checkpoint saved by a
+`CheckpointWriter` that was given a directory contains up to three items: `default`, the train state; `run`, a JSON
+dict; and `trees`, arrays that are not part of the state. The commit includes a seal that covers all of its files; see
+`jaxloop.seal`.
 
 `CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save and checks
-the directory (`_prepared_manager`), and passes everything to Orbax. Orbax's thread writes the files, calls `_seal`, and
-commits with one rename.
+the directory (`_prepared_manager`), and then passes everything to Orbax. Orbax's thread writes the files, calls
+`_seal`, and commits the checkpoint with a single rename.
 
 `open_newest` and `Checkpoint.at` verify the seal once. After that, a `Checkpoint` reads its files without verifying
 them again.
@@ -72,9 +73,9 @@ _DELETION_POLL_SECS = 0.1
 
 
 class CheckpointError(Exception):
-    """Raised if files of a checkpoint are damaged or unreadable, or can't be written.
+    """Raised if the files of a checkpoint are damaged, or can't be read or written.
 
-    An intact checkpoint of another model raises `ValueError` instead.
+    An intact checkpoint that was saved from a different model raises a `ValueError` instead.
 
     Attributes:
       directory: The directory with one subdirectory per step; None if it is unknown.
@@ -91,13 +92,16 @@ class CheckpointError(Exception):
 
 
 def all_steps(directory: epath.PathLike) -> list[int]:
-    """Returns the steps of the complete checkpoints in a directory, ascending; an empty list if it doesn't exist."""
+    """Returns the steps of the complete checkpoints in a directory, in ascending order.
+
+    The list is empty if the directory doesn't exist.
+    """
     directory = absolute(directory)
     return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the metadata that was saved with the checkpoint of a step; `{}` if there is none.
+    """Returns the metadata that was saved in the checkpoint of a step; `{}` if it contains none.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -107,7 +111,7 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """Returns the version of this jaxloop."""
+    """Returns the version of jaxloop that is running."""
     import jaxloop
 
     return jaxloop.__version__
@@ -116,12 +120,12 @@ def own_version() -> str:
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
     """Returns the step of the best checkpoint in a directory; None if no checkpoint has the metric.
 
-    Of equally good checkpoints, it chooses the newest.
+    If several checkpoints are equally good, the newest of them is chosen.
 
     Args:
       directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
-      best: The name of the metric, and "min" or "max": `("accuracy", "max")`. None for the metric of the
-        `CheckpointAction` that wrote the newest checkpoint.
+      best: The name of the metric and its mode, "min" or "max", as in `("accuracy", "max")`. None to use the metric of
+        the `CheckpointAction` that saved the newest checkpoint.
     """
     directory = absolute(directory)
     steps = all_steps(directory)
@@ -143,7 +147,7 @@ def _metrics(path: epath.Path) -> dict[str, Any]:
 
 
 def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
-    """Returns the quality of a checkpoint: more is better, and -inf if the metric is missing or NaN."""
+    """Returns the quality of a checkpoint; higher is better. It is -inf if the metric is missing or NaN."""
     name, mode = best
     value = values.get(name)
     if value is None or math.isnan(value):
@@ -155,21 +159,22 @@ def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
 
 
 def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None) -> Any:
-    """Reads the train state of a checkpoint, with the structure and the shardings of `state`, which stays usable.
+    """Restores the train state from a checkpoint, with the structure and the shardings of `state`.
 
-    It verifies all files of the checkpoint first. A checkpoint without a seal, such as one of an Orbax manager, is not
-    verified.
+    All files of the checkpoint are verified first. A checkpoint without a seal, such as one saved by an Orbax manager,
+    is not verified.
 
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint; 0 is a valid step.
-      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. Its shardings may differ.
-      transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
+      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. It
+        is not donated.
+      transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: Files of the checkpoint are damaged. The error lists them.
-      ValueError: The leaves of the checkpoint and the state differ in path, shape or dtype. The error lists them.
+      ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
     """
     try:
         return Checkpoint.at(directory, step).restore(state, transforms=transforms)
@@ -183,22 +188,22 @@ def restore_newest(
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
-    After that, it moves newer checkpoints, which are damaged, to `<directory>/damaged/<step>`, so that their steps can
-    be saved again. It logs a warning for each.
+    After that, it moves any newer checkpoints, which are all damaged, to `<directory>/damaged/<step>`, so that these
+    steps can be saved again. It logs a warning for each of them.
 
     Args:
       directory: The directory with one subdirectory per step.
-      state: As in `restore`.
-      transforms: As in `restore`.
-      quarantines: If False, damaged checkpoints are not moved. Use it to only read, if another process may be saving
-        there.
+      state: See `restore`.
+      transforms: See `restore`.
+      quarantines: Whether to move the damaged checkpoints. Set it to False to change nothing in the directory, for
+        example because another process may be saving there.
 
     Returns:
-      The state and its step; None if the directory contains no checkpoint.
+      The pair `(state, step)`; None if the directory contains no checkpoint.
 
     Raises:
-      CheckpointError: There are checkpoints, but all are damaged. None is moved.
-      ValueError: The newest undamaged checkpoint doesn't fit the state. None is moved.
+      CheckpointError: There are checkpoints, but all of them are damaged. No checkpoint is moved.
+      ValueError: The newest undamaged checkpoint doesn't fit the state. No checkpoint is moved.
     """
     opened = open_newest(directory, state, transforms=transforms, quarantines=quarantines)
     return opened and (opened[1], opened[0].step)
@@ -212,9 +217,10 @@ def open_newest(
     quarantines: bool = True,
     steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
-    """Restores the newest undamaged checkpoint, like `restore_newest`; returns the open checkpoint and the state.
+    """Restores the newest undamaged checkpoint, like `restore_newest`. Returns the open checkpoint and the state.
 
-    `steps` is the result of `all_steps`, if the caller has it already.
+    `steps` are the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
+    directory are considered.
     """
     found, errors = _newest_complete(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
     if found is not None:
@@ -236,10 +242,10 @@ def open_newest(
 
 
 def quarantine_damaged(directory: epath.PathLike) -> None:
-    """Moves the damaged checkpoints that are newer than the newest undamaged one, like `restore_newest`.
+    """Moves the damaged checkpoints that are newer than the newest undamaged one, as `restore_newest` does.
 
-    In a multi-process job, the first process calls it before all processes restore. If all checkpoints are
-    damaged, none is moved.
+    In a multi-process job, only the first process calls this, before all processes restore. If all checkpoints are
+    damaged, none of them is moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
     if found is not None:
@@ -250,7 +256,12 @@ def quarantine_damaged(directory: epath.PathLike) -> None:
 def _newest_complete(
     directory: epath.PathLike, read: Callable[["Checkpoint"], Any], steps: Sequence[int] | None = None
 ) -> tuple[tuple["Checkpoint", Any] | None, list[CheckpointError]]:
-    """Returns the newest checkpoint that can be read with the result of `read`, or None; and errors of newer ones."""
+    """Finds the newest checkpoint that can be read.
+
+    Returns:
+      A pair. The first item is the checkpoint with the result of `read`; None if no checkpoint can be read. The second
+      item lists the errors raised by newer checkpoints.
+    """
     errors: list[CheckpointError] = []
     directory = absolute(directory)
     for step in reversed(all_steps(directory) if steps is None else steps):
@@ -263,7 +274,7 @@ def _newest_complete(
 
 
 def _quarantine(error: CheckpointError, consequence: str) -> None:
-    """Moves the damaged checkpoint of an error to the directory of damaged ones, and logs a warning."""
+    """Moves the checkpoint that an error reports as damaged to the subdirectory `damaged`, and logs a warning."""
     assert error.directory is not None
     (step,) = error.steps
     try:
@@ -274,9 +285,9 @@ def _quarantine(error: CheckpointError, consequence: str) -> None:
 
 
 def abandon(directory: epath.PathLike, first_step: int) -> None:
-    """Moves the checkpoints from a step on to the subdirectory `abandoned`, so that no run resumes from them.
+    """Moves the checkpoints from `first_step` on to the subdirectory `abandoned`, so that no run resumes from them.
 
-    In a multi-process job, the first process calls it.
+    In a multi-process job, only the first process calls this.
     """
     for step in all_steps(directory):
         if step >= first_step:
@@ -285,7 +296,7 @@ def abandon(directory: epath.PathLike, first_step: int) -> None:
 
 
 def _move(directory: epath.Path, step: int, below: str) -> epath.Path:
-    """Moves a checkpoint to a subdirectory, and returns its new place."""
+    """Moves a checkpoint to the subdirectory `below`, and returns its new path."""
     target, count = directory / below / str(step), 1
     while target.exists():
         count += 1
@@ -296,28 +307,30 @@ def _move(directory: epath.Path, step: int, below: str) -> epath.Path:
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the JSON dict that was saved as `run` with the checkpoint of a step; `{}` if there is none.
+    """Returns the JSON dict that was saved as `run` in the checkpoint of a step; `{}` if it contains none.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
-      CheckpointError: The file of the dict is damaged.
+      CheckpointError: The file that contains the dict is damaged.
     """
     return Checkpoint.at(directory, step, _RUN_ITEM).run()
 
 
 def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads trees that were saved in addition to the state, with the structures and shardings of `templates`.
+    """Restores trees that were saved in addition to the state, with the structures and shardings of `templates`.
 
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
-      templates: For each name to read, a tree with the structure, shapes and dtypes that were saved. JAX arrays are
-        returned as JAX arrays with the same sharding, and NumPy arrays as NumPy arrays.
+      templates: Templates for the trees to restore, by name. They have the structures, shapes and dtypes that were
+        saved. A JAX array in a template is restored as a JAX array with the same sharding. A NumPy array is restored as
+        a NumPy array.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: The files of the trees are damaged.
-      ValueError: The saved trees differ from the templates in path, shape or dtype. The error lists the leaves.
+      ValueError: Leaves of the saved trees and the templates differ in path, shape or dtype. The error lists these
+        leaves.
     """
     return Checkpoint.at(directory, step, _TREES_ITEM).trees(templates)
 
@@ -329,8 +342,9 @@ class Checkpoint:
 
     Attributes:
       path: The directory of the checkpoint, whose name is the step.
-      is_sealed: True if its files match their seal. Checkpoints of an Orbax manager have no seal.
-      custom_metadata: The metadata of the caller and of this module.
+      is_sealed: True if the checkpoint has a seal, which its files match. Checkpoints saved by an Orbax manager have no
+        seal.
+      custom_metadata: The metadata that the caller and this module saved.
     """
 
     path: epath.Path
@@ -339,11 +353,13 @@ class Checkpoint:
 
     @classmethod
     def at(cls, directory: epath.PathLike, step: int, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint of a step, and verifies its files, or only the files below a path in it.
+        """Opens the checkpoint of a step and verifies its files.
+
+        If `below` is given, only the files below that path in the checkpoint are verified.
 
         Raises:
           FileNotFoundError: There is no such checkpoint.
-          CheckpointError: The files are damaged, or belong to another run. The error lists the problems.
+          CheckpointError: The files are damaged, or were saved by a different run. The error lists the problems.
         """
         found = all_steps(directory)
         if step not in found:
@@ -355,7 +371,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint in an existing directory, like `at`."""
+        """Opens the checkpoint whose directory is `path`, like `at`. The directory must exist."""
         is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
         custom_metadata = {} if problems else _read_custom_metadata(path)
@@ -374,7 +390,7 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the progress of the run; if that was not saved, only its step.
+        """Returns the progress of the run. If it was not saved, only the number of steps is known.
 
         Raises:
           CheckpointError: The saved progress is invalid.
@@ -384,7 +400,7 @@ class Checkpoint:
             return Elapsed(**self.custom_metadata.get("elapsed", {"steps": self.step}), previous=previous)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata of the caller."""
+        """Returns the metadata that the caller saved."""
         return {key: value for key, value in self.custom_metadata.items() if not key.startswith(_OWN_PREFIX)}
 
     def run(self) -> dict[str, Any]:
@@ -392,7 +408,7 @@ class Checkpoint:
         return self.json(_RUN_ITEM)
 
     def json(self, item: str, filename: str = "metadata") -> dict[str, Any]:
-        """Reads the JSON dict of an item from the file that Orbax names `filename`; `{}` if there is none."""
+        """Reads the JSON dict of an item from its file `filename`; `{}` if there is no such file."""
         if not (self.path / item / filename).exists():
             return {}
         with _reading(self.path, f"{item}/{filename}"):
@@ -409,10 +425,12 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Converts errors from interpreting the saved values to a `CheckpointError` that names both versions.
+        """Converts errors raised while interpreting the saved values to a `CheckpointError`.
+
+        The error names both the version of jaxloop that saved the checkpoint and the one that is running.
 
         Raises:
-          CheckpointError: The checkpoint has another format, or the body raised a KeyError or a similar error.
+          CheckpointError: The checkpoint has a different format, or the body raised a KeyError or a similar error.
         """
         saved_by, version = self.custom_metadata.get(_VERSION_KEY, "an unknown version"), own_version()
         saved_format = self.custom_metadata.get(_FORMAT_KEY)
@@ -437,7 +455,10 @@ class Checkpoint:
             ) from error
 
     def _tree(self, item: str, tree: Any, transforms: Any = None) -> Any:
-        """Reads an item with the structure and shardings of a tree; from `trees`, only the names that the tree has."""
+        """Reads an item, with the structure and shardings of `tree`.
+
+        If the item is `trees`, only the names in `tree` are read.
+        """
         template = _storable(tree)
         wanted = checks.leaves_by_path(template)
         if transforms is None:
@@ -457,12 +478,12 @@ class Checkpoint:
         return jax.tree.unflatten(structure, map(_with_key_type, leaves, [values[path] for path in wanted]))
 
     def fit_template(self, item: str, template: Any) -> Any:
-        """Returns the structure of a saved item with the leaves of a template, without reading any array.
+        """Arranges the leaves of a template in the structure of a saved item, without reading any array.
 
         The two trees may differ where they have no leaves, such as in an empty dict.
 
         Raises:
-          ValueError: They differ in the path, shape or dtype of a leaf.
+          ValueError: The two trees differ in the path, shape or dtype of a leaf.
         """
         if item == _ITEM and self.is_sealed and self.custom_metadata.get(_LEAVES_KEY) == _fingerprint(template):
             return template
@@ -478,7 +499,7 @@ class Checkpoint:
 
 
 def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
-    """Reads the metadata of the caller and of this module; `{}` if there is none."""
+    """Reads the metadata that the caller and this module saved; `{}` if there is none."""
     if not (path / METADATA_FILE).exists():
         return {}
     with _reading(path, METADATA_FILE):
@@ -489,15 +510,16 @@ def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
 
 
 def _is_jaxloop_checkpoint(path: epath.Path, custom_metadata: Mapping[str, Any]) -> bool:
-    """Returns whether a `CheckpointWriter` with a directory saved a checkpoint. Any part of the checkpoint suffices.
+    """Returns whether a checkpoint was saved by a `CheckpointWriter` that was given a directory.
 
-    Checkpoints of an Orbax manager have no such mark, even if a `CheckpointWriter` uses the manager.
+    Any part of the checkpoint is enough to tell. Checkpoints saved by an Orbax manager are not marked, even if a
+    `CheckpointWriter` uses the manager.
     """
     return _SEALED_KEY in custom_metadata or any((each / _MARKER_FILE).exists() for each in path.iterdir())
 
 
 def _read_run_id(directory: epath.Path) -> str | None:
-    """Reads the id of the run that owns a directory; None if there is none or it is invalid."""
+    """Reads the id of the run that owns a directory; None if the id is missing or invalid."""
     if not (directory / _RUN_ID_FILE).exists():
         return None
     try:
@@ -508,7 +530,10 @@ def _read_run_id(directory: epath.Path) -> str | None:
 
 
 def _run_id_of(directory: epath.Path) -> str:
-    """Returns the id of the run that owns a directory, or else of its newest checkpoint, or else a new id."""
+    """Returns the id of the run that owns a directory.
+
+    If the directory has no id, returns the one in the newest checkpoint that has an id, or else a new id.
+    """
     run_id = _read_run_id(directory)
     if run_id is None:
         saved = (
@@ -519,7 +544,7 @@ def _run_id_of(directory: epath.Path) -> str:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint is gone. While its files are being deleted, it waits until they are gone."""
+    """Returns whether a checkpoint is gone. If its files are still being deleted, waits until they are gone."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -545,7 +570,7 @@ def _damage_error(path: epath.Path, problems: Sequence[str]) -> CheckpointError:
 
 @contextlib.contextmanager
 def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None]:
-    """Converts errors from reading a checkpoint to a `CheckpointError`, unless its files match their seal."""
+    """Converts errors raised while reading a checkpoint to a `CheckpointError`, unless its files match their seal."""
     try:
         yield
     except Exception as error:
@@ -561,12 +586,12 @@ def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
-      state: A state of arrays or of `jax.ShapeDtypeStruct`s.
+      state: A state made of arrays or of `jax.ShapeDtypeStruct`s.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
-      CheckpointError: The description of the leaves is damaged. Other damage is not detected.
-      ValueError: The leaves of the checkpoint and the state differ in path, shape or dtype. The error lists them.
+      CheckpointError: The saved description of the leaves is damaged. Other damage is not detected.
+      ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
     """
     Checkpoint.at(directory, step, METADATA_FILE).fit_template(_ITEM, jax.eval_shape(_storable, state))
 
@@ -592,9 +617,10 @@ def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict
 
 
 def _fingerprint(tree: Any) -> str:
-    """Returns a hash of the paths, shapes and dtypes of the leaves of a tree, and of its empty containers.
+    """Returns a hash of a tree that covers the paths, shapes and dtypes of its leaves, and its empty containers.
 
-    Orbax can restore into a tree with the same hash without reading the saved structure first.
+    If a saved tree and a template have the same hash, Orbax can restore the tree without reading its saved structure
+    first.
     """
     is_empty = lambda node: node is None or (isinstance(node, dict | list | tuple) and not node)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
@@ -603,18 +629,21 @@ def _fingerprint(tree: Any) -> str:
 
 
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:
-    """Returns arguments without a dtype or shape. Orbax would cast and pad to those, but a difference is an error."""
+    """Returns restore arguments without a dtype or shape.
+
+    Orbax would cast and pad the arrays to a given dtype and shape, but here any difference is an error.
+    """
     sharding = getattr(leaf, "sharding", None)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
 def template_of(state: Any) -> Any:
-    """Returns what is needed to restore a state like this one: its shapes, without holding on to its memory."""
+    """Returns a template for restoring a state like this one: its shapes, without keeping its arrays alive."""
     return jax.tree.map(lambda leaf: leaf if _is_typed_key(leaf) else checks.shape_of(leaf), state)
 
 
 def _storable(tree: Any) -> Any:
-    """Replaces typed PRNG keys in a tree by their data, because Orbax can't store them."""
+    """Replaces the typed PRNG keys in a tree with their data, because Orbax can't store typed keys."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_typed_key(leaf) else leaf, tree)
 
 
@@ -631,20 +660,20 @@ def _is_typed_key(leaf: Any) -> bool:
 
 @final
 class CheckpointWriter:
-    """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager does.
+    """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
 
     Args:
-      manager_or_directory: A directory, or a manager of single items (of the current or the older API). A manager saves
-        only the state, without a seal. For a directory, the writer creates a manager at the first save, and again after
-        `close` and after a failed save.
-      keep: Number of newest checkpoints to keep, for a directory; None for all.
-      best: The name of a metric, and "min" or "max", for a directory: the best checkpoint is kept too. Of equally good
-        ones, the newest is kept.
-      clock: Returns the time in seconds.
+      manager_or_directory: A directory, or a manager that saves a single item (with the current or the older API). With
+        a manager, only the state is saved, without a seal. For a directory, the writer creates its own manager at the
+        first save, and a new one after `close` or a failed save.
+      keep: For a directory, the number of newest checkpoints to keep; None to keep all.
+      best: For a directory, the name of a metric and its mode, "min" or "max". The best checkpoint is then kept too. If
+        several are equally good, the newest of them is kept.
+      clock: A function that returns the time in seconds.
 
     Attributes:
-      last_stall_secs: Seconds for which the last save blocked its caller; None before the first save.
-      last_wait_secs: The part of that time spent waiting for the previous commit.
+      last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
+      last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
 
     def __init__(
@@ -696,25 +725,26 @@ class CheckpointWriter:
         run: Mapping[str, Any] | None = None,
         trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Starts to save a checkpoint in one atomic commit. An existing checkpoint is not overwritten.
+        """Starts saving a checkpoint in one atomic commit. An existing checkpoint is not overwritten.
 
-        All arguments are copied before this returns, so they may be changed or donated after that. A save first waits
-        for the commit of the previous one.
+        All arguments are copied before this method returns, so they may be changed or donated afterwards. A save first
+        waits until the previous one is committed.
 
         Args:
           step: The step, which names the checkpoint.
           state: The train state.
           metrics: The metrics that decide which checkpoint is best. Ignored by a manager that doesn't keep the best.
-          metadata: Numbers, strings, lists and dicts to store with it; see the function `metadata`.
-          run: A JSON dict, which may have several MB; see the function `run`. Only with a directory.
-          trees: Trees of JAX and NumPy arrays, by name; see the function `trees`. Only with a directory.
+          metadata: Numbers, strings, lists and dicts to store in the checkpoint; see the function `metadata`.
+          run: A JSON dict, which may be several megabytes in size; see the function `run`. Not saved with a manager.
+          trees: Trees of JAX and NumPy arrays, by name; see the function `trees`. Not saved with a manager.
 
         Returns:
-          True if a save began; False if the checkpoint exists, or if the manager's policy skips this step.
+          True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
+          step.
 
         Raises:
-          CheckpointError: The previous save failed in the background, or this one failed. The error has the step. With
-            a directory, the files of the failed save are removed, and the next save may succeed.
+          CheckpointError: The previous save failed in the background, or this one failed. The error contains the step
+            of the failed save. For a directory, the files of that save are removed, so that the next save may succeed.
         """
         if self._closed:
             raise ValueError(
@@ -753,7 +783,7 @@ class CheckpointWriter:
     def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
-        """Returns the arguments for Orbax, and the custom metadata; raises if a value could not be restored."""
+        """Returns a pair: the arguments for Orbax and the custom metadata. Raises if a value could not be restored."""
         custom_metadata = _json_copy(metadata, "metadata")
         if self._best is not None:
             custom_metadata[_BEST_KEY] = dict(zip(("name", "mode"), self._best, strict=True))
@@ -774,14 +804,17 @@ class CheckpointWriter:
         return ocp.args.Composite(**items), custom_metadata
 
     def _prepared_manager(self) -> ocp.CheckpointManager:
-        """Returns the manager. For a directory, it first waits for the previous save and checks the directory."""
+        """Returns the manager. For a directory, first waits for the previous save and checks the directory."""
         if self._owns_manager:
             self._wait_for_previous_save()  # Before checking that its checkpoint still exists.
             self._check_directory()  # Before `_open_manager` creates it.
         return self._manager or self._open_manager()
 
     def _check_directory(self) -> None:
-        """Raises in all processes if no save can succeed. Otherwise some of them would wait for the others forever."""
+        """Raises an error in all processes if no save can succeed.
+
+        If only some processes raised it, the others would wait for them forever.
+        """
         problem = ""
         if distributed.is_first_process():
             try:
@@ -796,7 +829,7 @@ class CheckpointWriter:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _check_not_lost(self) -> None:
-        """Raises if the directory is no longer the one that the run has locked, or the last checkpoint is gone."""
+        """Raises if the directory is no longer the one that the run has locked, or if the last checkpoint is gone."""
         self._lock.check()
         step = self._committed_step
         if not self._owns_manager or step is None or (self._directory / str(step)).exists():
@@ -805,7 +838,7 @@ class CheckpointWriter:
             raise FileNotFoundError(f"The checkpoint of step {step} was saved, but no longer exists")
 
     def _has_checkpoint(self, step: int, manager: ocp.CheckpointManager) -> bool:
-        """Returns whether there is a complete checkpoint of a step, of this or another program."""
+        """Returns whether there is a complete checkpoint of a step, saved by this program or another one."""
         if not self._owns_manager:
             return step in manager.all_steps()
         # Checking one name first is faster: Orbax starts threads to list a directory.
@@ -830,7 +863,7 @@ class CheckpointWriter:
         return self._manager
 
     def _manager_options(self) -> ocp.CheckpointManagerOptions:
-        """Returns the options of the manager for a directory."""
+        """Returns the options for the manager that the writer creates for a directory."""
         best = self._best
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
@@ -856,7 +889,7 @@ class CheckpointWriter:
         )
 
     def _seal(self) -> None:
-        """Seals the current save. Orbax calls this in its thread after writing all files, before the commit."""
+        """Seals the current save. Called in Orbax's thread, after all files are written and before the commit."""
         path = self._directory / f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}"
         if not path.exists():
             path = self._directory / str(self._step)  # A store that can't rename has no temporary directory.
@@ -873,7 +906,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _handling_errors_of(self, step: int | None) -> Iterator[None]:
-        """Converts errors of a save to a `CheckpointError`. For a directory, also removes the files of that save."""
+        """Converts errors raised by a save to a `CheckpointError`. For a directory, also removes the save's files."""
         try:
             yield
         except CheckpointError:  # It already has a step: that of an earlier save.
@@ -896,7 +929,7 @@ class CheckpointWriter:
     def _discard_manager(self) -> None:
         """Closes the manager after an error, and removes the files of the failed save, which may fill the disk.
 
-        The same manager would treat the failed step as saved.
+        The manager can't be used again, because it would treat the failed step as saved.
         """
         manager, self._manager = self._manager, None
         if manager is not None:
@@ -907,7 +940,7 @@ class CheckpointWriter:
             clear_leftovers(self._directory)
 
     def wait(self) -> None:
-        """Waits for the commit of the last save.
+        """Waits until the last save is committed.
 
         Raises:
           CheckpointError: The last save failed. This is raised only once.
@@ -918,7 +951,7 @@ class CheckpointWriter:
             self._committed_step = self._step
 
     def close(self) -> None:
-        """Waits for the last save, and ends the manager's threads. A manager that was given can't save any more.
+        """Waits for the last save, and closes the manager. A manager that was passed in can't save any more after that.
 
         Raises:
           CheckpointError: The last save failed, or is no longer on disk. This is raised only once.
@@ -939,7 +972,11 @@ class CheckpointWriter:
 
 
 def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the value after a round trip through JSON; raises a `TypeError` with the path if it would change."""
+    """Returns a copy of a value, made by a round trip through JSON. Tuples become lists.
+
+    Raises:
+      TypeError: A key is not a string, or a value can't be represented in JSON. The error names its path.
+    """
     text = ""
     with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
         text = json.dumps(value, default=lambda mapping: {**mapping})
@@ -963,7 +1000,11 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees that have leaves; raises if a leaf is not an array. Orbax copies both kinds of arrays."""
+    """Returns the trees that have leaves. The leaves are JAX or NumPy arrays; Orbax copies both.
+
+    Raises:
+      TypeError: A leaf is not an array of numbers.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(trees)):
         is_numeric = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
         if not is_numeric and not isinstance(leaf, jax.Array):
@@ -976,7 +1017,7 @@ def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved_form(tree: Any, what: str) -> Any:
-    """Returns the tree in the form that Orbax stores; raises if two leaves would get the same name there."""
+    """Returns a tree in the form that Orbax stores. Raises if two leaves would have the same name in that form."""
     names: dict[str, str] = {}
     for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         path = checks.path_name(keys)
@@ -991,7 +1032,7 @@ def _saved_form(tree: Any, what: str) -> Any:
 
 
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
-    """Removes the temporary directories of killed saves. No save may be running in the directory.
+    """Removes the temporary directories left behind by killed saves. No save may be running in the directory.
 
     In a multi-process job, only the first process removes them.
 

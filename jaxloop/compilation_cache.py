@@ -6,12 +6,12 @@ from etils import epath
 
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
-    """Stores everything that JAX compiles in a directory, so that the next start compiles nothing.
+    """Caches everything that JAX compiles, so that the next start of the program compiles nothing.
 
-    It enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process, and sets the
-    thresholds for entries (by default a second of compiling) to zero, so that small models are cached too. Call it
-    before the first step. The same program then starts without compiling, also after a crash, with the same versions of
-    jax and jaxlib and on the same kind of device.
+    This enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process. It also removes
+    the thresholds for what is cached (by default, one second of compile time), so that small models are cached too.
+    Call it before the first step. The same program then starts without compiling, even after a crash, as long as the
+    versions of jax and jaxlib and the kind of device stay the same.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -22,7 +22,7 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     >>> jax.config.update("jax_compilation_cache_dir", None)
 
     Args:
-      directory: The directory of the cache, which is created if necessary. Several processes may share it.
+      directory: The directory for the cache. It is created if necessary, and several processes may share it.
 
     Raises:
       OSError: The directory can't be created.
@@ -35,7 +35,7 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if before != str(path):
-        # A program that has compiled something has already chosen a cache or none.
+        # If the program has already compiled something, JAX has already decided which cache to use, if any.
         from jax.experimental.compilation_cache import compilation_cache
 
         compilation_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""Jobs of several processes: how the processes join, and how they end."""
+"""Multi-process jobs: joining the processes, and ending them."""
 
 import atexit
 import os
@@ -19,7 +19,7 @@ EXIT_CODE_OF_FOLLOWER = 76
 
 
 class ProcessError(RuntimeError):
-    """The error of a process that can't continue because another process of the job failed."""
+    """Raised in a process that can't continue because another process of the job has failed."""
 
 
 def initialize(
@@ -32,28 +32,30 @@ def initialize(
     heartbeat_secs: int = 10,
     shutdown_secs: int = 15,
 ) -> None:
-    """Joins the processes of a job. Call it first, before JAX is used.
+    """Connects this process to the other processes of its job. Call it first, before JAX is used.
 
-    Without arguments, it detects the job under `python -m jaxloop.launch`, SLURM and Open MPI, and on Cloud TPUs and
-    Kubernetes, like `jax.distributed.initialize`. If there is none, the program continues as the only process.
+    Without arguments, it detects a job started by `python -m jaxloop.launch`. Like `jax.distributed.initialize`, it
+    also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it finds no job, the program
+    continues as a single process.
 
-    Afterwards, `jax.devices()` lists the devices of all processes. An uncaught exception is printed with the number of
-    its process, which ends at once. The other processes notice that within `heartbeat_secs` and end too.
+    Afterwards, `jax.devices()` lists the devices of all processes. If an exception is not caught, it is printed with
+    the number of the process, and that process ends at once. The other processes notice this within `heartbeat_secs`
+    and end too.
 
     >>> initialize()  # doctest: +SKIP
 
     Args:
       coordinator_address: The `host:port` of process 0.
       num_processes: The number of processes.
-      process_id: The number of this process, from 0.
-      local_device_ids: The GPUs of this process; None for all of this machine.
-      start_secs: Seconds to wait for the others to join.
+      process_id: The number of this process, counted from 0.
+      local_device_ids: The GPUs that this process uses; None for all GPUs of the machine.
+      start_secs: Seconds to wait for the other processes to join.
       heartbeat_secs: Seconds without a heartbeat after which a process counts as failed.
-      shutdown_secs: Seconds for which a process that ended well waits for the others.
+      shutdown_secs: Seconds for which a process that has ended normally waits for the others.
 
     Raises:
-      ValueError: Some of the first three arguments are given, but not all.
-      RuntimeError: JAX has already started, or the others did not join in time.
+      ValueError: Some but not all of the first three arguments are given.
+      RuntimeError: JAX has already started, or the other processes did not join in time.
     """
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -89,7 +91,7 @@ def initialize(
 
 
 def is_first_process() -> bool:
-    """Returns whether this process writes the files of a job: the only process, or process 0.
+    """Returns whether this process is the one that writes the job's files: process 0, or the only process.
 
     >>> is_first_process()
     True
@@ -99,9 +101,10 @@ def is_first_process() -> bool:
 
 
 def exit_without_waiting(error: SystemExit) -> None:
-    """Makes the program exit without waiting for the other processes, after an error that only this process met.
+    """Makes the program exit without waiting for the other processes, after an error in this process only.
 
-    The others may be waiting for this one. A process that ends well waits for them, see `shutdown_secs`.
+    The other processes may be waiting for this one. In contrast, a process that ends normally waits for the others; see
+    `shutdown_secs` in `initialize`.
     """
 
     def exit_now() -> None:
@@ -118,12 +121,12 @@ def _has_started() -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Returns the number of this process and the number of processes."""
+    """Returns a pair: the number of this process, counted from 0, and the total number of processes."""
     return jax.process_index(), jax.process_count()
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-    """Prints an exception and ends the process, which would otherwise wait for the others."""
+    """Prints an exception and ends the process at once. Otherwise the process would wait for the others."""
     lines = "".join(traceback.format_exception(kind, error, trace))
     sys.stdout.flush()
     sys.stderr.write(f"Process {place()[0]} of {place()[1]} ends with an exception.\n{lines}")

@@ -18,15 +18,16 @@ class Loop:
     """Runs a step on one batch after another: `begin -> run -> end`.
 
     Hooks:
-      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. If a
-        run resumes inside a loop, `begin` is called again only if it returned a different iterator than it received.
-        The state that it then returns is ignored.
-      run: Called next. Call `super().run(...)`, which runs the steps.
-      end: Called after the last step, with the outputs on the host; not called if the dataset had no batch.
-      update_outputs: Called for each step, in order, some steps later, when its outputs have reached the host.
-      _get_next_batch: `(dataset)`. Called for each batch, to read it.
-      _run_one_step: `(state, batch, per_loop_step_number)`. Called for each batch, to run its step. A loop that
-        overrides it runs each step through `Step.__call__`, without the faster paths.
+      begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. When
+        a run resumes in the middle of a loop, `begin` is called again only if it returned a different iterator from the
+        one it received. In that case, the state that it returns is ignored.
+      run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
+      end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
+      update_outputs: Called for each step, in order, when its outputs have reached the host. That may be some steps
+        later.
+      _get_next_batch: `(dataset)`. Called to read each batch.
+      _run_one_step: `(state, batch, per_loop_step_number)`. Called to run the step on each batch. A loop that overrides
+        it runs each step through `Step.__call__`, without the faster paths.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -36,10 +37,10 @@ class Loop:
 
     Args:
       step: The step to run on each batch.
-      clock: Returns the time in seconds, for durations.
-      max_steps_in_flight: The largest number of steps that the host may be ahead of the devices. None for the default
-        of 64 steps. On a CPU, the default is 4 dispatches if these are more steps, and 8 steps if several devices share
-        it.
+      clock: A function that returns the time in seconds, for measuring durations.
+      max_steps_in_flight: The largest number of steps that the host may be ahead of the devices. None for the default,
+        which is 64 steps. On a CPU, the default is 64 steps or 4 dispatches, whichever is more. If several devices
+        share a CPU, the default is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -59,7 +60,7 @@ class Loop:
 
     @property
     def step(self) -> Step:
-        """The step that runs on each batch."""
+        """The step that this loop runs on each batch."""
         return self._step
 
     @property
@@ -77,16 +78,17 @@ class Loop:
 
     @property
     def elapsed(self) -> Elapsed:
-        """The progress of the training, with `previous` one step earlier.
+        """The progress of the training. `elapsed.previous` is the progress one step earlier.
 
-        `time` counts the seconds of training in this loop. A call with a state other than the one that this loop
-        returned last resets samples and time to zero. Call `resume` to continue those of an earlier run.
+        `elapsed.time` is the number of seconds that this loop has spent training. If the loop is called with a state
+        other than the one that it returned last, samples and time are reset to zero. Call `resume` to continue counting
+        from an earlier run.
         """
         return self.engine.moments.elapsed
 
     @property
     def spent(self) -> timing.Spent:
-        """The time report of all calls of this loop."""
+        """The time report for all calls of this loop."""
         return self.engine.progress.stopwatch.spent()
 
     @property
@@ -96,14 +98,14 @@ class Loop:
 
     @property
     def rescued_state(self) -> Any:
-        """The state after the last completed step of a call that raised an exception; None after other calls.
+        """The state after the last completed step, if the last call raised an exception; None otherwise.
 
-        Also None if the failing step had already donated the state.
+        Also None if the step that failed had already donated the state.
         """
         return self.engine.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles ahead of time everything that this loop runs on batches of this shape.
+        """Compiles everything that this loop runs on batches of this shape, ahead of time.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -112,17 +114,17 @@ class Loop:
         >>> state, outputs = loop(state, batches, num_steps=3)
 
         Args:
-          state: A state with the shapes of the one that the loop will be called with. It is not donated.
+          state: A state with the same shapes as the one that the loop will be called with. It is not donated.
           batch: A batch as the dataset returns it, or its shapes; see `Step.compile`.
         """
         self.engine.stepper.compile(state, batch)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Continues the counters of an earlier run, from this process or another."""
+        """Continues counting from the progress of an earlier run, in this process or another one."""
         self.engine.resume(elapsed)
 
     def forget_batches(self) -> None:
-        """Drops the batches that were read ahead. Call it after moving the iterator to another position."""
+        """Drops the batches that were read ahead. Call it after moving the iterator to a different position."""
         self.engine.stepper.forget_batches()
 
     def __call__(
@@ -132,24 +134,25 @@ class Loop:
         num_steps: int | None = None,
         return_state_from_step: bool = True,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs at most `num_steps` steps. A dataset that ends earlier ends the loop.
+        """Runs at most `num_steps` steps, or fewer if the dataset ends earlier.
 
         Ctrl-C ends the loop after the step in flight and sets `outputs[STOP_LOOP]` to True. A second Ctrl-C within two
-        seconds raises `KeyboardInterrupt`. If the dataset has no batch, the outputs are empty and `end` is not called.
+        seconds raises `KeyboardInterrupt`. If the dataset has no batches, the outputs are empty, and `end` is not
+        called.
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
-          dataset_iterator: The batches. An iterable is read from its start. None if the step needs no data: `run` then
-            receives None as its batch, and `num_steps` ends the loop.
-          num_steps: The number of steps, counted in updates (see `Step.updates_per_step`); None for all batches.
+          dataset_iterator: The batches. An iterable is read from its start. None if the step needs no data; its `run`
+            then receives None as the batch, and `num_steps` ends the loop.
+          num_steps: The number of steps, counted in updates (see `Step.updates_per_step`); None to use all batches.
           return_state_from_step: If False, every step receives the same state, and the loop returns it unchanged.
 
         Returns:
-          `(state, outputs)`, where `outputs[name]` is the list of that output's values, one per step, on the host.
+          `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
 
         Raises:
-          Exceptions of hooks, actions and the dataset, with a note that names the place and the step. `rescued_state`
-          then holds the state after the last completed step.
+          Exceptions raised by hooks, actions and the dataset, with a note that tells where and at which step they were
+          raised. `rescued_state` then holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
@@ -162,25 +165,25 @@ class Loop:
     # Hooks -------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, dataset: Any) -> tuple[Any, Iterator[types.Batch]]:
-        """Runs before the first step of a loop; returns the state and the iterator to read batches from."""
+        """Returns the state and the iterator to read batches from. Called before the first step of a loop."""
         return state, self.engine.open(dataset)
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Repeats the step; returns the newest state and the outputs of all steps.
+        """Runs the steps, and returns the newest state and the outputs of all steps.
 
-        An `OuterLoop` may run several loops in one call if nothing is due at the ends of the earlier ones.
+        In an `OuterLoop`, one call may run several loops if nothing is due at the end of any but the last.
         """
         return self.engine.run(state, dataset, num_steps)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Runs after the last step, with the `LoopOutputs` on the host."""
+        """Returns the state and the outputs. Called after the last step, with the `LoopOutputs` on the host."""
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
-        """Adds the outputs of one step to those of the loop, and returns these.
+        """Adds the outputs of one step to those of the loop, and returns the outputs of the loop.
 
-        The loop calls it for each step, in order, some steps after the step ran, when its values have reached the host.
-        `clu.metrics` are not among the outputs, because they are merged on the device.
+        Called for each step, in order, when its outputs have reached the host, which may be some steps later. The
+        outputs of the step don't contain `clu.metrics` states, because these are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

@@ -1,7 +1,7 @@
-"""Models of all kinds: their initialization, which makes a `TrainState`, and their forward pass.
+"""Models of all kinds: their forward pass, and their initialization, which makes a `TrainState`.
 
-A `Step` takes Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also takes models of
-other kinds: `adapt` converts each to an `AdaptedModel`, and `forward` calls all kinds in the same way.
+A `Step` takes Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also takes other kinds
+of models: `adapt` converts each of them to an `AdaptedModel`, and `forward` calls models of all kinds in the same way.
 """
 
 import abc
@@ -26,13 +26,13 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
 
     Args:
       model: A Linen module, an NNX module class, an `AdaptedModel`, or None.
-      nnx_model_args: The argument of this name of the Step.
-      options: The keywords that the Step doesn't define.
+      nnx_model_args: The Step's argument of the same name.
+      options: The keyword arguments that the Step doesn't define.
       known: The names of the arguments that the Step defines.
 
     Raises:
       ValueError: `nnx_model_args` are missing for an NNX class, or were given with another model.
-      TypeError: The model is of no supported kind, or a keyword is unknown and the model is not an NNX class.
+      TypeError: This kind of model is not supported, or a keyword is unknown and the model is not an NNX class.
     """
     is_nnx_class = types.is_nnx_class(model)
     if is_nnx_class:
@@ -72,7 +72,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
 
 
 def options_of(step_class: type) -> list[str]:
-    """Returns the names of the arguments of a Step class, without those of its model."""
+    """Returns the names of the arguments of a Step class, without those that it passes to its model."""
     parameters = inspect.signature(step_class).parameters.values()
     return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
@@ -86,9 +86,9 @@ def init_fn(
     nnx_model_kwargs: Mapping[str, Any],
     init_kwargs: Mapping[str, Any],
 ) -> Callable[..., types.TrainState]:
-    """Returns a pure function that makes the initial state, which a partitioner can compile.
+    """Returns a pure function that makes the initial state. A partitioner can compile the function.
 
-    The function takes the arrays of an `AdaptedModel` as arguments, because constants would slow down the compilation.
+    The function takes the arrays of an `AdaptedModel` as arguments, because constants would slow down compilation.
     """
 
     def initialize(*arrays: Any) -> types.TrainState:
@@ -145,7 +145,7 @@ def _init_adapted(model, optimizer, base_prng, spec, arrays, init_kwargs) -> typ
 
 
 def _copy(leaf: Any) -> jax.Array:
-    """Returns a copy that the first step may donate. It is not weakly typed; otherwise, a step would compile twice."""
+    """Returns a copy that the first step may donate. It is not weakly typed, so that a step compiles only once."""
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
 
@@ -154,24 +154,25 @@ def _copy(leaf: Any) -> jax.Array:
 
 
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
-    """Calls the model of a state, whose kind may be any that `LossStep` takes.
+    """Calls the model of a state. The model may be of any kind that `LossStep` takes.
 
-    The training mode is set as each kind expects it. NNX and Equinox models are switched to training or inference mode.
-    All models except Equinox modules receive `train`, `training`, `is_training` or `deterministic` if they take an
-    argument of that name. Linen's collections are mutable in training.
+    The training mode is set in the way that each kind of model expects. NNX and Equinox models are switched to training
+    or inference mode. All models except Equinox modules receive `train`, `training`, `is_training` or `deterministic`
+    if they take an argument of that name. Linen's collections are mutable in training.
 
     Args:
-      state: The `TrainState`, whose `apply_fn` determines the kind of the model. A function that `initialize_model`
-        didn't make is called like the `apply` of a pair `(init, apply)`.
-      params: The parameters to use instead of `state.params`, for example inside a gradient.
-      inputs: The argument of the model. For a Linen or NNX model with several, a list of them, or a dict by name.
+      state: The `TrainState`. Its `apply_fn` determines the kind of the model. A plain function is called like the
+        `apply` of a pair `(init, apply)`.
+      params: The parameters to use instead of `state.params`, for example inside a function that is differentiated.
+      inputs: The input of the model. For a Linen or NNX model that takes several inputs, a list or a dict of them.
       train: Whether to call the model in training mode.
-      rngs: One key, or a dict of keys by name. If it is one key, Linen's dropout receives that key, and other names
-        receive keys derived from it. If it is a dict, models that take one key receive the one named "dropout", or
-        otherwise the key with the smallest name.
+      rngs: A single key, or a dict of keys by name. With a single key, Linen's dropout receives that key, and other
+        names receive keys derived from it. With a dict, a model that takes one key receives the key named "dropout",
+        or else the key whose name sorts first.
 
     Returns:
-      `(outputs, updates)`. Pass `updates` to `state.update_variables`; it is None if nothing changed, as in evaluation.
+      `(outputs, updates)`. Pass `updates` to `state.update_variables`. It is None if no variables changed, as in
+      evaluation.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -191,9 +192,9 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:
-    """Returns True if the forward pass of one example may affect others, in the same batch or a later one.
+    """Returns whether one example may affect the outputs of others, in the same batch or a later one.
 
-    Batch normalization does that in training. A short batch must not be padded then.
+    Batch normalization does that in training. If this function returns True, a short batch must not be padded.
     """
     if types.is_nnx(state.collections, "State"):
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -225,7 +226,7 @@ def _forward_linen(module, variables, inputs, train, rngs) -> tuple[Any, Any]:
     return module.apply(variables, *args, **options), None
 
 
-# The arguments by which models receive the training mode, with their values in training.
+# The arguments through which models receive the training mode, with their values in training.
 _MODE_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
@@ -248,13 +249,13 @@ def _mode_flags(function: Callable[..., Any], train: bool, *, without_default: b
 def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = ()) -> tuple[Sequence[Any], Any]:
     """Returns the positional and the keyword arguments for a method of a model.
 
-    A method that takes one argument receives the inputs unchanged. A method that takes several receives the items of a
-    list or tuple by position, or the items of a dict by name.
+    A method that takes one argument receives the inputs unchanged. A method that takes several arguments receives the
+    items of a list or tuple by position, or the items of a dict by name.
 
     Args:
-      method: The method, bound to the model or not.
+      method: The method, bound or unbound.
       inputs: The inputs.
-      given: The names of arguments that the caller passes in addition.
+      given: The names of the arguments that the caller passes in addition.
 
     Raises:
       TypeError: The method takes several arguments, and the inputs are not a list or a dict that fits.
@@ -279,7 +280,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns the key with a name; if a dict has no such name, the key with the smallest name."""
+    """Returns the key called `name` in a dict, or else the key whose name sorts first. Returns a single key as is."""
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
     return rngs
@@ -293,7 +294,7 @@ def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of models other than Linen modules. jit hashes and compares it at each call."""
+    """The `apply_fn` of a model that is not a Linen module. `jit` hashes and compares it at each call."""
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
@@ -304,12 +305,12 @@ class Forward(abc.ABC):
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
 
-    It works like `graphdef.apply`. In addition, `train=True` and `train=False` put the model in `model.train()` or
-    `model.eval()` mode, which turns dropout and batch statistics on or off. Without `train`, the model stays in the
-    mode in which its constructor left it.
+    It works like `graphdef.apply`. In addition, `train=True` calls `model.train()` and `train=False` calls
+    `model.eval()`, which turn dropout and the use of batch statistics on or off. Without `train`, the model stays in
+    the mode that its constructor chose.
 
-    jit hashes the static fields of the state at each call. Hashing a graphdef takes about a millisecond, so its hash is
-    cached.
+    `jit` hashes the static fields of the state at each call. Hashing a graphdef takes about a millisecond, so its hash
+    is cached.
     """
 
     def __init__(self, graphdef: "nnx.GraphDef"):
@@ -357,7 +358,7 @@ class NNXApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class EquinoxApply(Forward):
-    """The `apply_fn` of an Equinox module: `apply_fn(state.params)` is the module with these parameters.
+    """The `apply_fn` of an Equinox module. `apply_fn(state.params)` returns the module with these parameters.
 
     Attributes:
       static: The module without its parameters.
@@ -395,7 +396,7 @@ class EquinoxApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class HaikuApply(Forward):
-    """The `apply_fn` of a Haiku transform (`hk.transform` or `hk.transform_with_state`): its `apply`."""
+    """The `apply_fn` of a Haiku transform (`hk.transform` or `hk.transform_with_state`), which calls its `apply`."""
 
     apply: Callable[..., Any]
     has_state: bool
@@ -414,7 +415,7 @@ class HaikuApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True)
 class FunctionApply(Forward):
-    """The `apply_fn` of a pair `(init, apply)`: its `apply(params, inputs)`."""
+    """The `apply_fn` of a pair of functions `(init, apply)`, which calls `apply(params, inputs)`."""
 
     apply: Callable[..., Any]
 
@@ -449,13 +450,13 @@ class ParamsApply(Forward):
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedModel:
-    """A model of any other kind than a Linen module or an NNX class, made by `adapt`.
+    """A model that is neither a Linen module nor an NNX class, as converted by `adapt`.
 
     Attributes:
-      kind: The kind of the model, as a sentence for messages.
-      apply_fn: The `apply_fn` of its states.
+      kind: A clause that describes the kind of the model in error messages.
+      apply_fn: The `apply_fn` of the states that are made from the model.
       arrays: The initial `(params, batch_stats, collections)`, if the model contains them.
-      init: Otherwise, the function that makes them from `(key, inputs, init_kwargs)`.
+      init: If it doesn't, the function that makes them from `(key, inputs, init_kwargs)`.
     """
 
     kind: str
@@ -465,12 +466,12 @@ class AdaptedModel:
 
 
 def adapt(model: Any) -> Any:
-    """Returns a model that a `Step` can initialize.
+    """Converts a model to a form that a `Step` can initialize.
 
-    Linen modules and NNX classes are returned unchanged. These become an `AdaptedModel`:
+    Linen modules and NNX classes are returned unchanged. The following are converted to an `AdaptedModel`:
 
     - an NNX module instance;
-    - an Equinox module instance, or the pair `(module, state)` that `eqx.nn.make_with_state` makes;
+    - an Equinox module instance, or a pair `(module, state)` made by `eqx.nn.make_with_state`;
     - the result of `hk.transform` or `hk.transform_with_state`;
     - a pair of functions `(init, apply)`;
     - a pytree of parameters.
@@ -515,7 +516,7 @@ _SUPPORTED_MODELS = (
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns True if a base class of the model is from a package. Importing it for `isinstance` would be slow."""
+    """Returns whether a base class of the model is from a package. Importing the package for `isinstance` is slow."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -568,7 +569,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def example_inputs(spec: types.BatchSpec) -> Any:
-    """Returns inputs to initialize a model with: ones for the shapes in the spec, and its arrays unchanged.
+    """Returns inputs for initializing a model. Shapes in the spec become arrays of ones; arrays are kept unchanged.
 
     >>> jax.tree.map(jnp.shape, example_inputs({"image": [1, 28, 28, 1], "key": jax.random.key(0)}))
     {'image': (1, 28, 28, 1), 'key': ()}
@@ -589,9 +590,10 @@ def example_inputs(spec: types.BatchSpec) -> Any:
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a host batch with zeros for its shapes. The zeros are views of a single number, so they take no memory.
+    """Returns a batch on the host, with zeros in place of shapes.
 
-    A batch without arrays is a spec. In a batch with arrays, a list of numbers is not a shape.
+    The zeros are views of a single number, so they take no memory. A batch without arrays is treated as a spec. In a
+    batch with arrays, a list of numbers is not treated as a shape.
 
     >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
     (1099511627776, 3)
@@ -607,7 +609,7 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns the shape of a host array, with the dtype that `jit` gives it; returns other leaves unchanged."""
+    """Returns the shape of a NumPy array, with the dtype that it has inside `jit`. Other leaves stay unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -16,8 +16,8 @@ class ReadBatch(NamedTuple):
 
     Attributes:
       batch: The batch; None if the read raised an error.
-      error: The error that was raised instead; None if there is a batch.
-      number: The number of the read, from 1; 0 after the end.
+      error: The error that the read raised; None if there is a batch.
+      number: The number of the read, counted from 1; 0 after the end.
       state: The state of the source after the read; None if it was not requested.
     """
 
@@ -29,21 +29,21 @@ class ReadBatch(NamedTuple):
 
 @final
 class ReadAhead:
-    """Reads up to `size` batches ahead, in a thread that the first call of `take` starts.
+    """Reads up to `size` batches ahead in a background thread, which the first call to `take` starts.
 
     >>> ahead = ReadAhead(iter([1, 2]), size=1)
     >>> [ahead.take().batch for _ in range(2)], type(ahead.take().error).__name__
     ([1, 2], 'StopIteration')
 
-    From then on, only the thread uses the source. The thread ends when the source ends or raises an error, on `close`,
-    and when this object is garbage-collected.
+    Once the thread has started, nothing else uses the source. The thread ends when the source ends or raises an
+    error, when `close` is called, and when this object is garbage-collected.
 
     Args:
       iterator: The source.
       size: The largest number of batches in the buffer, including the one that is being read.
-      read_state: Reads the state of the source.
+      read_state: A function that reads the state of the source.
       always_reads_state: If True, the state is read after each batch, which must be cheap. Otherwise it is read only
-        after a call of `request_state`.
+        after a call to `request_state`.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class ReadAhead:
 
     @property
     def has_begun(self) -> bool:
-        """True if the thread was started and owns the source."""
+        """True if the thread has started and owns the source."""
         return self._thread.ident is not None
 
     def take(self) -> ReadBatch:
-        """Waits for the next batch and returns it. After an error or `close`, its error is a `StopIteration`."""
+        """Waits for the next read and returns it. After an error or `close`, its error is always a `StopIteration`."""
         buffer = self._buffer
         if not self.has_begun and not buffer.is_closed:
             self._thread.start()

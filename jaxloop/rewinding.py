@@ -1,4 +1,4 @@
-"""Going back to any step of a run."""
+"""Rewinding a run to any of its steps."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,13 +22,13 @@ from jaxloop.whole_run import Resumed, WholeRun
 
 @final
 class Rewound(NamedTuple):
-    """The state of a run before a step, see `rewind`.
+    """The result of `rewind`: everything needed to run a step of a run again.
 
     Attributes:
       state: The train state before the step.
-      batch: The batch of the step, as the dataset gives it.
-      keys: The PRNG keys that `run` has for this batch, see `Step.prng_key`.
-      num_verified: The number of rows of the history that the repeated steps have reproduced.
+      batch: The batch of the step, as the dataset returns it.
+      keys: The PRNG keys that `run` uses for this batch; see `Step.prng_key`.
+      num_verified: The number of rows in the history that the repeated steps have reproduced.
     """
 
     state: Any
@@ -49,10 +49,11 @@ def rewind(
     train_epochs: int | None = None,
     verify: bool = True,
 ) -> Rewound:
-    """Returns the state, the batch and the keys of a run before any of its steps, with the same bits as in the run.
+    """Returns the state, the batch and the PRNG keys with which a run executed a given step, bit for bit.
 
-    It restores the newest checkpoint before the step and repeats the steps since then, without evaluations and actions.
-    It changes nothing in the work directory. Then run the step eagerly, in a debugger, or with a changed step:
+    The newest checkpoint before the step is restored, and the steps since then are repeated, without evaluations and
+    actions. Nothing in the work directory is changed. You can then run the step again eagerly, in a debugger, or after
+    changing it:
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples
@@ -71,22 +72,23 @@ def rewind(
     Args:
       workdir: The work directory of the run. It needs at least one checkpoint before the step, unless `state` is the
         initial state.
-      outer_loop: The experiment, made as for the run. It must not be running.
-      step_num: The step; its updates are numbered from 1.
-      state: A state like that of the run, or its shapes; None for the one that `step.initialize_model` makes, if that
-        was called. If there is no earlier checkpoint, the run is repeated from this state, and it is donated.
-      train_dataset: The argument of the run, as are the following ones. An iterator must be able to go back.
-      train_total_steps: See `OuterLoop`.
-      train_loop_steps: See `OuterLoop`.
-      train_epochs: See `OuterLoop`.
+      outer_loop: The experiment, constructed as for the run. It must not be running.
+      step_num: The number of the step, counted in updates from 1.
+      state: A state like that of the run, or its shapes. None to use the state that `step.initialize_model` makes, if
+        that method was called. If there is no earlier checkpoint, the run is repeated from this state, which is then
+        donated.
+      train_dataset: The dataset that was passed to the run. If it is an iterator, it must be able to go back.
+      train_total_steps: The value that was passed to the run; see `OuterLoop`.
+      train_loop_steps: The value that was passed to the run; see `OuterLoop`.
+      train_epochs: The value that was passed to the run; see `OuterLoop`.
       verify: Whether to compare the repeated steps with the history.
 
     Returns:
-      The state before the step, its batch, and its keys.
+      The state before the step, and the batch and the PRNG keys of the step.
 
     Raises:
-      FileNotFoundError: There is no checkpoint before the step, and `state` is not of an earlier step.
-      RuntimeError: The repeated steps differ from those of the run, for example on other devices.
+      FileNotFoundError: There is no checkpoint before the step, and `state` is not from an earlier step.
+      RuntimeError: The repeated steps differ from those of the run, for example because the devices are different.
       ValueError: The run has no such step, or the dataset can't go back.
     """
     checks.check_only_process("rewind")
@@ -145,7 +147,7 @@ def _read_history(workdir: epath.PathLike) -> History:
 
 
 def _batches_of_detours(history: History) -> Iterator[int]:
-    """Yields the numbers of the batches that the detours of a run left out."""
+    """Yields the numbers of the batches that a run left out in its detours."""
     for row in history.rows:
         if "detour" in row.logs:
             detour = Detour(**row.logs["detour"])
@@ -155,7 +157,10 @@ def _batches_of_detours(history: History) -> Iterator[int]:
 def _restored(
     workdir: epath.PathLike, outer_loop: OuterLoop, state: Any, before: int, whole: WholeRun
 ) -> tuple[Any, Resumed | None]:
-    """Returns the newest state up to a step, and its progress; None for that if it is the given state."""
+    """Restores the newest checkpoint at or before a step. Returns its state and its progress.
+
+    If there is no such checkpoint, returns the given state, and None instead of its progress.
+    """
     spec, train_loop, given = outer_loop.checkpoint_spec, outer_loop.train_loop, checks.adopt(state)
     assert train_loop is not None
     places = [files.absolute(workdir), files.absolute(workdir) / "checkpoints"]
@@ -183,7 +188,7 @@ def _restored(
 
 @contextlib.contextmanager
 def _muted(loop: Any, recorder: Recorder) -> Iterator[None]:
-    """Calls no action of a loop and its step except the recorder, while the context is open."""
+    """Disables all actions of a loop and its step, except the recorder, while the context is open."""
     loop.engine.moments.agenda.keep_only(recorder)
     muted = [loop.engine.moments.begin_actions, *loop.step.action_lists]
     actions = [each.actions for each in muted]
@@ -197,7 +202,7 @@ def _muted(loop: Any, recorder: Recorder) -> Iterator[None]:
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:
-    """Compares rows with those of the history for the same steps; returns their number.
+    """Compares rows with the history's rows for the same steps. Returns the number of rows that were compared.
 
     Raises:
       RuntimeError: A value differs.
@@ -219,7 +224,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields the train metrics of each row, after the steps between which they were measured."""
+    """Yields, for each row, the two steps between which its train metrics were measured, and the metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

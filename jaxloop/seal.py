@@ -1,6 +1,7 @@
-"""Seals: the sizes and checksums of the files of a directory, which reveal damage before a file is used.
+"""Seals, which detect damaged files in a directory before the files are used.
 
-This module depends on neither Orbax nor JAX. A seal detects storage errors and accidents, not forgery.
+A seal contains the sizes and checksums of the files. It detects storage errors and accidental changes, not forgery.
+This module depends on neither Orbax nor JAX.
 """
 
 import json
@@ -19,7 +20,7 @@ _CHUNK = 1 << 22  # Bytes.
 
 
 def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Seals the files of a directory and its subdirectories, by writing a file `SEAL` there.
+    """Seals the files in a directory and its subdirectories, by writing a file named `SEAL` to the directory.
 
     >>> import tempfile
     >>> directory = epath.Path(tempfile.mkdtemp())
@@ -31,8 +32,8 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
 
     Args:
       directory: The directory. Each of its files is read once, in chunks of 4 MiB.
-      values: JSON files that will still be rewritten, by path. Instead of their bytes, the seal covers the
-        values of the given keys: `{"about.json": {"author": "me"}}`.
+      values: Values in JSON files that will be rewritten later, by path and key: `{"about.json": {"author": "me"}}`. In
+        these files, the seal covers only the given values instead of all bytes.
 
     Raises:
       OSError: A file can't be read, or the seal can't be written.
@@ -55,7 +56,7 @@ def is_sealed(directory: epath.PathLike) -> bool:
 def problems(directory: epath.PathLike, below: str = "") -> list[str]:
     """Returns one line for each sealed file that is missing, changed or unreadable; an empty list if all are intact.
 
-    Files added later are not a problem. A missing or changed seal is.
+    Files that were added later are not reported, but a missing or changed seal is.
 
     Args:
       directory: The sealed directory.
@@ -102,7 +103,7 @@ def _values_problem(path: epath.Path, sealed: Mapping[str, int]) -> str | None:
 
 
 def _iterate_files(directory: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Path]]:
-    """Yields the relative path and the path of each file of a directory and its subdirectories."""
+    """Yields the relative path and the full path of each file in a directory and its subdirectories."""
     for path in sorted(directory.iterdir()):
         if path.is_dir():
             yield from _iterate_files(path, f"{prefix}{path.name}/")
@@ -123,7 +124,7 @@ def _value_crc(value: Any) -> int:
 
 
 def _serialize(sealed_files: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Returns the content of the seal file: a line with its own checksum, and a line of JSON."""
+    """Returns the content of the seal file: a line with the checksum of the rest, and a line of JSON."""
     body = json.dumps({"files": sealed_files, "values": values}, sort_keys=True)
     return f"crc32 {zlib.crc32(body.encode()):08x}\n{body}\n"
 
@@ -133,7 +134,7 @@ def _read_seal(path: epath.Path) -> tuple[dict[str, tuple[int, int]], dict[str, 
 
     Raises:
       OSError: The seal is missing or can't be read.
-      ValueError: The seal was changed since it was written.
+      ValueError: The seal has been changed since it was written.
     """
     try:
         text = files.read_bytes(path)

@@ -44,7 +44,7 @@ STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
 STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
 """Seconds by which that process has exceeded the mean of the others, which wait for it in the meantime."""
 
-# The default, because they cost nothing.
+# These are the default, because they cost nothing.
 DEFAULT_STATS = (
     STAT_NUM_PARAMS,
     STAT_LIFE_TIME_SECS,
@@ -69,8 +69,8 @@ class Statistics:
 
     Args:
       step: The step of the loop.
-      stopwatch: Counts the steps of the loop and attributes its time.
-      names: The statistics to return; None for `DEFAULT_STATS`.
+      stopwatch: Counts the steps of the loop, and tracks what its time is spent on.
+      names: The names of the statistics to return; None for `DEFAULT_STATS`.
       global_batch_size: The number of examples in a batch; None to count them.
 
     Attributes:
@@ -93,11 +93,11 @@ class Statistics:
         self.peak_flops_per_sec: float | None = None
 
     def begin_loop(self) -> None:
-        """Starts the interval of time that the statistics of a loop describe."""
+        """Starts the time interval that the statistics of a loop describe."""
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns functions to call with each batch. One of them keeps an example for the count of FLOPs."""
+        """Returns the functions to call with each batch: one that keeps a batch for counting FLOPs, or none."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -106,12 +106,12 @@ class Statistics:
             self._example = (batch,)
 
     def of(self, state: Any, spent: timing.Spent | None = None, *, updates: int = 1) -> dict[str, Any]:
-        """Returns the statistics of an interval by name.
+        """Returns the statistics of a time interval, by name.
 
         Args:
           state: The state at the end of the interval.
-          spent: The time report of the interval; None for the interval of the loop.
-          updates: The updates that a batch adds to the count of steps.
+          spent: The time report of the interval; None to use the interval since `begin_loop`.
+          updates: The number of updates per batch. Each of them counts as a step.
         """
         step, begin_time = self._step, self._begin[0]
         spent = self._stopwatch.spent() - self._begin[1] if spent is None else spent
@@ -169,10 +169,10 @@ class Statistics:
 
 
 class StatLoop(Loop):
-    """Adds statistics to the outputs, as plain numbers under their names.
+    """Runs a step on each batch, and adds statistics to the outputs, as plain numbers by name.
 
     Hooks:
-      end: See `Loop`. Call `super().end(...)`, which adds the statistics.
+      end: See `Loop`. An override must call `super().end(...)`, which adds the statistics.
       begin, run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> from jaxloop import examples
@@ -183,11 +183,11 @@ class StatLoop(Loop):
 
     Args:
       step: The step to run on each batch.
-      stat_names: The statistics to add; an empty list for none. None for `DEFAULT_STATS`: the number of parameters, the
-        total time, and the speed. `ALL_STATS` adds the time report, two points in time, and FLOPs, which take another
-        trace of the step.
+      stat_names: The names of the statistics to add; an empty list to add none. None for `DEFAULT_STATS`, which are the
+        number of parameters, the total times, and the speed. `ALL_STATS` adds the time report, two points in time, and
+        FLOPs. To count the FLOPs, the step is traced once more.
       global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
-      clock: Returns the time in seconds, for durations.
+      clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: See `Loop`.
     """
 
@@ -206,9 +206,9 @@ class StatLoop(Loop):
 
     @property
     def peak_flops_per_sec(self) -> float | None:
-        """The peak FLOPs per second of one device, for `STAT_MFU`. You can set it.
+        """The peak FLOPs per second of one device, which `STAT_MFU` uses. This property can be set.
 
-        If it is None, `STAT_MFU` uses the bfloat16 peak of known GPUs and TPUs.
+        If it is None, `STAT_MFU` uses the bfloat16 peak, which is known for many GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 

@@ -2,7 +2,7 @@
 
 
 def printable(text: object) -> str:
-    r"""Returns a text as one line, in which all unprintable characters are escaped.
+    r"""Returns a text as a single line, with all unprintable characters escaped.
 
     Names of metrics and texts read from files may contain newlines, carriage returns or escape sequences. Use this
     function wherever they are displayed. Files store the original text.

@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Time reports, which show what the time of a run was spent on."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ _NOT_TRAINING = ("evals", "checkpoints", "restores")
 @final
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A time report: where the seconds of a run went. `str` makes one sentence of it.
+    """A time report, which shows what the time of a run was spent on. `str` formats it as one sentence.
 
     Attributes:
       data: Seconds spent waiting for the next batch.
@@ -35,8 +35,8 @@ class Spent:
       evals: Seconds spent in evaluations, including their compilation.
       checkpoints: Seconds for which saves blocked the loop.
       restores: Seconds spent restoring a checkpoint to resume from.
-      steps: Steps that ran.
-      samples: Examples in these steps.
+      steps: The number of steps that ran.
+      samples: The number of examples in these steps.
 
     >>> print(Spent(data=6.3, device=1.0, compiling=2.0, dispatch=0.7, steps=500, samples=16_000))
     500 steps in 10.0 s (50.0 steps/s in training): 63% waiting for data, 20% compiling, 10% waiting for the devices,
@@ -61,7 +61,7 @@ class Spent:
 
     @property
     def training(self) -> float:
-        """Seconds of training: all except those in evaluations, checkpoints and restores."""
+        """Seconds of training: all seconds except those spent in evaluations, checkpoints and restores."""
         return self.data + self.device + self.compiling + self.dispatch + self.actions
 
     @property
@@ -84,7 +84,7 @@ _values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Sp
 
 
 def duration(seconds: float) -> str:
-    """Formats a number of seconds.
+    """Formats a duration, given in seconds.
 
     >>> duration(9.98), duration(61.2), duration(7300)
     ('10.0 s', '1 min 1 s', '2 h 1 min')
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Attributes each second to one kind of work at a time, the fields of `Spent`.
+    """Tracks what time is spent on. Each second counts toward one kind of work, which is one of the fields of `Spent`.
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
@@ -109,7 +109,7 @@ class Stopwatch:
     (1.0, 2.0)
 
     Args:
-      clock: Returns the time in seconds.
+      clock: A function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -127,11 +127,11 @@ class Stopwatch:
 
     @property
     def kind(self) -> str | None:
-        """The kind of work that the time is attributed to now."""
+        """The kind of work that is currently being timed; None if nothing is being timed."""
         return self._kind
 
     def switch(self, kind: str | None) -> str | None:
-        """Attributes the time from now on to another kind, or to none with None; returns the previous kind."""
+        """Starts timing another kind of work, or nothing if `kind` is None. Returns the previous kind."""
         now = self.clock()
         before = self._kind
         if before is not None:
@@ -142,22 +142,25 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Moves seconds from the current kind to another one. Cheaper than `switch` if the caller has timed them."""
+        """Moves seconds from the current kind of work to another one.
+
+        If the caller has already measured the seconds, this is cheaper than `switch`.
+        """
         if self._kind is not None:
             self._seconds[self._kind] -= seconds
             self._seconds[kind] += seconds
 
     def training_at(self, reading: float) -> float:
-        """Returns `spent().training` at a reading of the clock, if the current kind of work is training."""
+        """Returns `spent().training` at a reading of the clock, assuming that the current kind of work is training."""
         return self.training + (reading - self._since)
 
     def reading_at(self, training: float) -> float:
-        """Returns the reading of the clock at which `spent().training` has a value. The inverse of `training_at`."""
+        """Returns the clock reading at which `spent().training` equals `training`. The inverse of `training_at`."""
         return self._since + (training - self.training)
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Attributes the time to a kind while the context is open; names it in a profile, too."""
+        """Times a kind of work while the context is open, and marks it in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):

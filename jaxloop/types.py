@@ -14,7 +14,7 @@ from etils import epy
 from flax import struct
 from flax.training import train_state
 
-with epy.lazy_imports():  # Its import takes as long as that of jaxloop, and Linen models don't need it.
+with epy.lazy_imports():  # Importing NNX takes as long as importing jaxloop, and Linen models don't need it.
     from flax import nnx
 
 Batch = Any
@@ -34,12 +34,12 @@ STOP_LOOP = "jaxloop/stop_loop"
 
 
 def is_nnx(value: Any, name: str) -> bool:
-    """Returns whether a value is of the NNX class with this name, without importing NNX."""
+    """Returns whether a value is an instance of the NNX class with this name, without importing NNX."""
     return "flax.nnx" in sys.modules and isinstance(value, getattr(nnx, name))
 
 
 def is_nnx_class(value: Any) -> bool:
-    """Returns whether a value is a class of NNX modules, without importing NNX."""
+    """Returns whether a value is an NNX module class, without importing NNX."""
     return "flax.nnx" in sys.modules and inspect.isclass(value) and issubclass(value, nnx.Module)
 
 
@@ -48,18 +48,18 @@ State = Any
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with all variables of a model. Subclasses may add fields.
+    """Flax's `TrainState`, extended to hold all variables of a model. Subclasses may add fields.
 
     Hooks:
       apply_gradients: Called inside `Step.run` with the gradients; returns the state after the update.
       update_variables: Called inside `Step.run` with the variables that a forward pass changed.
 
     Attributes:
-      step: Completed optimizer updates, an int32 scalar; `apply_gradients` adds one.
+      step: The number of completed optimizer updates, an int32 scalar. `apply_gradients` increases it by one.
       apply_fn: For a Linen model, `module.apply`. For an NNX model, it is called as
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
-        where `train` selects `model.train()` or `model.eval()` mode. For the other models of `LossStep`,
-        `jaxloop.models.forward(state, state.params, inputs, train=True)` calls it.
+        where `train` selects `model.train()` or `model.eval()` mode. For the other kinds of models that `LossStep`
+        takes, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
       params: The parameters, which `tx` updates.
       tx: The Optax optimizer.
       opt_state: The state of the optimizer.
@@ -84,7 +84,7 @@ class TrainState(train_state.TrainState):
         """Makes a state at step 0 and initializes the optimizer's state.
 
         Args:
-          apply_fn: The forward pass, see `TrainState`.
+          apply_fn: The forward pass; see `TrainState`.
           params: Any pytree of arrays, such as a dict, or an Equinox module whose leaves are all arrays.
           tx: The Optax optimizer.
           **kwargs: The other fields.
@@ -107,7 +107,7 @@ class TrainState(train_state.TrainState):
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs).replace(step=step)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
-        """Returns the state after the optimizer's update, one step later."""
+        """Returns the state after an optimizer update, with `step` increased by one."""
         if _may_overwrite(grads):
             return super().apply_gradients(grads=grads, **kwargs)
         return _updated(self, grads).replace(**kwargs)
@@ -124,7 +124,7 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **batch_stats, **self.collections}
 
     def update_variables(self, updates: Any) -> Self:
-        """Returns the state with the variables, other than parameters, that a forward pass changed.
+        """Returns the state with the variables that a forward pass changed. The parameters stay the same.
 
         Args:
           updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
@@ -141,12 +141,12 @@ class TrainState(train_state.TrainState):
 
 
 def _may_overwrite(tree: Any) -> bool:
-    """Returns whether parameters or gradients are a mapping, in which Flax looks for a name."""
+    """Returns whether parameters or gradients are a mapping, in which Flax looks up a special key."""
     return isinstance(tree, Mapping) or is_nnx(tree, "State")
 
 
 def apply_gradients(state: Any, grads: Any) -> Any:
-    """Returns `state.apply_gradients(grads=grads)`, also for parameters that are not in a dict, as Flax requires."""
+    """Returns `state.apply_gradients(grads=grads)`, even if the parameters are not the dict that Flax requires."""
     is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
     return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
 
@@ -158,7 +158,7 @@ def _updated(state: Any, grads: Any) -> Any:
 
 
 class MetricType(enum.Enum):
-    """The kind of a value, which decides how a summary shows it."""
+    """The kind of a value, which decides how a writer shows it."""
 
     SCALAR = "scalar"
     IMAGE = "image"
@@ -173,11 +173,12 @@ class MetricType(enum.Enum):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class MetricWithMetadata:
-    """A value with its kind. A pytree, so that `Step.run` can return it.
+    """A value with its kind. It is a pytree, so that `Step.run` can return it.
 
     Attributes:
-      value: The array: `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, any shape for
-        scalars and histograms; a string for text (from `Step.end`, because jitted code has no strings).
+      value: An array of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, and any
+        shape for scalars and histograms. For text, a string, which only `Step.end` can return because jitted code
+        can't return strings.
       type: The kind, which decides how a writer shows the value.
       metadata: Hashable values by name for the writer: `{"sample_rate": 16_000}` for audio, `{"num_buckets": 30}` for a
         histogram.

@@ -9,25 +9,25 @@ from jaxloop.schedules import Schedule
 
 
 class Action(abc.ABC):
-    """A side effect at chosen moments. Subclass it and write `__call__`.
+    """A side effect that runs at chosen moments. To write one, subclass `Action` and implement `__call__`.
 
-    A loop calls its actions in the order in which they are listed, and `begin_actions` with `outputs=None`. An
-    exception in an action ends the run.
+    A loop calls its actions in the order in which they are listed. Its `begin_actions` receive `outputs=None`. An
+    exception raised by an action ends the run.
 
     Hooks:
-      __call__: Called by a loop or a step whenever the interval is due.
-      monitors, check: Called by `OuterLoop.check`, before a run.
+      __call__: Called by a loop or a step whenever the action is due.
+      monitors, check: Used by `OuterLoop.check`, before a run.
       before_checkpoint, state_dict: Called before a checkpoint is saved, in this order.
       load_state_dict: Called when a run resumes from a checkpoint, before its first step.
-      begin_run: Called when an `OuterLoop`'s run begins or resumes, after `load_state_dict`.
+      begin_run: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
       finish: Called when a run has ended without an error or an interruption, before `close`.
-      flush: Called when a loop without an `OuterLoop` ends.
-      close: Called when an `OuterLoop`'s run ends, however it ends.
+      flush: Called at the end of a loop that runs without an `OuterLoop`.
+      close: Called at the end of an `OuterLoop`'s run, however it ends.
 
     Args:
-      interval: When to call the action. For a loop's action, an int counts loops (2: at the end of the 2nd, 4th, ...
-        loop); for a step's action, it counts the steps within the loop. A schedule such as `every(steps=100)` is exact
-        to the step, also inside a loop.
+      interval: When to call the action. For a loop's action, an int counts loops: 2 means at the end of every second
+        loop. For a step's action, an int counts the steps within the loop. A schedule such as `every(steps=100)` is
+        exact to the step, even inside a loop.
 
     >>> class Announce(Action):
     ...     def __call__(self, state, outputs, *, step_num, **kwargs):
@@ -61,7 +61,7 @@ class Action(abc.ABC):
 
     @property
     def interval(self) -> int | Schedule:
-        """When the action is called: a number of loops (steps, for a step's action) or a schedule."""
+        """The interval at which the action is called: a number of loops (steps, for a step's action) or a schedule."""
         return self._interval
 
     def __repr__(self) -> str:
@@ -69,29 +69,32 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
-        """Runs the side effect. Called by a loop or a step when the interval is due, at most once after each step.
+        """Runs the side effect. Called by a loop or a step when the action is due, at most once after each step.
 
         Args:
           state: The train state. The next step donates it, so copy what you keep.
-          outputs: For a loop's action, the `LoopOutputs` since its last call, on the host; for a step's action, the
-            step's outputs, still on the devices. `outputs[STOP_LOOP] = True` ends the experiment.
+          outputs: For a loop's action, the `LoopOutputs` since its last call, on the host. For a step's action, the
+            outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
             A loop also passes `history`, the measured values so far (a `History`, or None); `total_steps`, the planned
             number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); `snapshot`, a
             function that returns what a checkpoint stores besides the state; and `detour`, a function that returns to
             an earlier checkpoint (None if the run has none): `detour(first_step, last_step, reason)` interrupts the
             run, restores the newest checkpoint before `first_step`, and continues without the batches of these steps.
-            More may be added.
+            More keywords may be added in later versions.
         """
 
     def reschedule(self, interval: Schedule) -> None:
-        """Replaces the interval during a run. `jaxloop.tell(workdir, "<action>.interval=100")` calls it."""
+        """Replaces the interval during a run.
+
+        Called in response to `jaxloop.tell(workdir, "<action>.interval=100")`.
+        """
         self._interval = interval
 
     def change(self, name: str, value: Any) -> None:
-        """Changes a setting during a run. `jaxloop.tell(workdir, "<action>.<name>=<value>")` calls it.
+        """Changes a setting during a run. Called in response to `jaxloop.tell(workdir, "<action>.<name>=<value>")`.
 
-        A resumed run calls it again with the same value, before the first step.
+        When a run resumes, this is called again with the same value before the first step.
 
         Args:
           name: One of `settings`.
@@ -104,23 +107,23 @@ class Action(abc.ABC):
 
     @property
     def monitors(self) -> Sequence[str]:
-        """The names of the metrics that the action needs, see `jaxloop.actions.Monitor`.
+        """The names of the metrics that the action needs; see `jaxloop.actions.Monitor`.
 
-        `OuterLoop.check` checks before a run whether they will be measured when the action is called.
+        Before a run, `OuterLoop.check` checks that these metrics will be measured when the action is called.
         """
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns the problems that a run would have, for `OuterLoop.check`: sentences that name the remedy.
+        """Returns a description of each problem that a run would have, and how to fix it. Called by `OuterLoop.check`.
 
         Args:
           state: The shapes of the train state.
-          outputs: The outputs of a call, with ones as values; None for a begin action.
+          outputs: Outputs like those that a call would receive, with ones as values; None for a begin action.
         """
         return ()
 
     def finish(self, state: Any) -> Any:
-        """Returns the state that the run returns. Called once when a run has ended well, before `close`."""
+        """Returns the state that the run should return. Called once when a run has ended normally, before `close`."""
         return state
 
     kept_state: Any = None
@@ -130,17 +133,17 @@ class Action(abc.ABC):
     def before_checkpoint(self) -> None:
         """Finishes all pending work. Called before a checkpoint is saved.
 
-        Work that is still pending afterwards is lost if the process is killed: a resumed run doesn't repeat it.
+        Work that is still pending afterwards is lost if the process is killed, because a resumed run doesn't repeat it.
         """
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
-        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s run, also when it resumes.
+        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s run, even if it resumes.
 
         Args:
           step_num: The number of completed updates.
-          can_resume: Whether the run has a `CheckpointSpec`. An earlier process may then have been killed after this
-            step, and the work that it did since will be repeated.
+          can_resume: Whether the run has a `CheckpointSpec`. If so, an earlier process may have gone beyond this step
+            before it was killed, and its work after this step will be repeated.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -148,18 +151,18 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` of an action with the same arguments."""
+        """Restores what `state_dict` returned for an action with the same arguments."""
         self._check_state_dict_names((), state_dict)
 
     def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` if a `state_dict` has names other than those of this action."""
+        """Raises a `ValueError` if the names in a `state_dict` differ from those that this action saves."""
         if sorted(names) != sorted(state_dict):
             remembered = sorted(names) or "nothing"
             raise ValueError(f"{self!r} remembers {remembered}, and was given {sorted(state_dict)}: of another action?")
 
     def flush(self) -> None:  # noqa: B027 (to override, or not)
-        """Finishes all pending writes. Called at the end of a loop without an `OuterLoop`."""
+        """Finishes all pending writes. Called at the end of a loop that runs without an `OuterLoop`."""
 
     def close(self) -> None:
-        """Flushes and releases resources. Called when an `OuterLoop`'s run ends, however it ends."""
+        """Finishes pending writes and releases resources. Called when an `OuterLoop`'s run ends, however it ends."""
         self.flush()

@@ -21,15 +21,15 @@ _LONG_WAIT_SECS = 1.0
 
 
 class CheckpointAction(Action):
-    """Saves the whole run after the evaluations of a step: the train state and everything that a resume needs.
+    """Saves the train state and everything else that is needed to resume the run.
 
-    A save blocks the run only while the arrays are copied to the host; the rest happens in the background. There is one
-    save at a time: a save that is due before the previous one is on disk waits for it. A warning is logged once if two
-    saves in a row waited for more than a second each. `last_stall_secs` and `last_wait_secs` describe the last save,
-    `Spent.checkpoints` all of them.
+    A checkpoint is saved after the evaluations of the same step. A save blocks the run only while the arrays are copied
+    to the host; the rest happens in the background. Only one save runs at a time: a save that is due before the
+    previous one is on disk waits for it. If two saves in a row wait for more than a second each, a warning is logged
+    once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` covers all saves.
 
     Hooks:
-      __call__, close: See `Action`. Call those of `super()`.
+      __call__, close: See `Action`. An override must call the method of `super()`.
       save: Called by `__call__` with the state and the rest of the run.
 
     >>> import tempfile
@@ -43,22 +43,24 @@ class CheckpointAction(Action):
     ([200, 400], 200)
 
     Args:
-      ckpt_manager: A directory, or an Orbax `CheckpointManager` for single items, of the current or the older style. At
-        the end of a run, the last save is committed and the manager closed; for a directory, the next run opens it
-        again.
+      ckpt_manager: A directory, or an Orbax `CheckpointManager` that saves a single item, with the current or the older
+        API. At the end of a run, the last save is committed and the manager is closed. For a directory, the next run
+        opens a new manager.
       interval: See `Action`.
-      keep: For a directory, the number of newest checkpoints to keep; None for all. A manager has its own options.
-      best: For a directory, the name of a metric, or its name and mode as in `("test/accuracy", "max")`, see `Monitor`.
-        The best checkpoint is kept in addition to the newest ones, also across restarts; among equal ones, the newest
-        is the best. Only checkpoints whose metric was measured at the saved step count, so let the interval coincide
-        with the evaluations. The value of a train metric is its mean since the last save.
-      clock: Returns the time in seconds.
+      keep: The number of newest checkpoints to keep; None to keep all. Only for a directory, because a manager has its
+        own options.
+      best: The name of a metric, or its name and mode, as in `("test/accuracy", "max")`; see `Monitor`. Only for a
+        directory. The best checkpoint is kept in addition to the newest ones, even across restarts. If several are
+        equally good, the newest of them counts as the best. A checkpoint is considered only if the metric was measured
+        at its step, so choose an interval that coincides with the evaluations. A train metric is averaged over the
+        steps since the last save.
+      clock: A function that returns the time in seconds.
 
     Raises:
-      OSError: The directory can't be written.
+      OSError: The directory can't be written to.
     """
 
-    uses_outputs: bool = False  # With `best`, the attribute of the object is True.
+    uses_outputs: bool = False  # An action with `best` sets its own attribute to True.
     runs_last = True
     time_category = "checkpoints"
 
@@ -90,19 +92,19 @@ class CheckpointAction(Action):
 
     @property
     def keep(self) -> int | None:
-        """The number of newest checkpoints that are kept; None for all, or if a manager decides."""
+        """The number of newest checkpoints to keep; None if all are kept, or if a manager decides."""
         return self._keep
 
     @property
     def directory(self) -> epath.Path:
-        """The directory, with one subdirectory per checkpoint."""
+        """The directory that contains one subdirectory per checkpoint."""
         return self._writer.directory
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint, including those of earlier runs. Waits for a pending save.
+        """The step of the best checkpoint of this run and all earlier ones. Waits for a pending save.
 
-        None if no checkpoint has the metric. `checkpoint.best_step(directory)` reads the same without an action.
+        None if no checkpoint has the metric. To read it without an action, call `checkpoint.best_step(directory)`.
         """
         if self._best is None:
             return None
@@ -111,12 +113,12 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """Seconds for which the last save blocked the run; None before the first save."""
+        """The number of seconds for which the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
     @property
     def last_wait_secs(self) -> float | None:
-        """The part of `last_stall_secs` that the save waited for the previous one to be on disk."""
+        """The part of `last_stall_secs` spent waiting until the previous save was on disk."""
         return self._writer.last_wait_secs
 
     def __repr__(self) -> str:
@@ -154,21 +156,23 @@ class CheckpointAction(Action):
         run: Mapping[str, Any] | None = None,
         trees: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Starts to save a state in the background, after the previous save is on disk.
+        """Starts saving a state in the background, once the previous save is on disk.
 
-        The state is copied before this returns, so it can be donated. Call `flush` or `close` before the program ends.
+        The state is copied before this method returns, so it can be donated afterwards. Call `flush` or `close` before
+        the program ends.
 
         Args:
           step: The step, which names the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: The quality of the state: with `best`, a dict with that metric.
-          metadata: Numbers, strings, lists and dicts to store with it; `checkpoint.metadata` reads them.
-          run: More of the same kind, of any size; `checkpoint.run` reads it. Only for a directory, like `trees`.
-          trees: More pytrees of arrays, by name; `checkpoint.trees` reads them.
+          metrics: A dict with the value of the metric that `best` names; None if there is no such value.
+          metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
+          run: More values of the same kinds, of any size. `checkpoint.run` reads them. Saved only to a directory.
+          trees: More pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only to a directory.
 
         Returns:
-          Whether a save began. It doesn't if the checkpoint exists, or if the manager's policy decides against it.
+          True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
+          step.
         """
         has_begun = self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
         if has_begun:
@@ -191,7 +195,7 @@ class CheckpointAction(Action):
         self._has_waited = waited > _LONG_WAIT_SECS
 
     def before_checkpoint(self) -> None:
-        """Does nothing, because a save waits for the previous one."""
+        """Does nothing, because each save waits for the previous one anyway."""
 
     def flush(self) -> None:
         self._writer.wait()

@@ -1,4 +1,4 @@
-"""The action that wraps the periodic actions of clu."""
+"""An action that wraps clu's periodic actions."""
 
 import concurrent.futures
 import contextlib
@@ -13,26 +13,26 @@ _CLU_MODULE = "clu.periodic_actions"
 
 
 def is_periodic(obj: Any) -> bool:
-    """Returns whether an object is one of `clu.periodic_actions`, or of a subclass."""
+    """Returns whether an object is a `PeriodicAction` from `clu.periodic_actions`."""
     return any((kind.__module__, kind.__name__) == (_CLU_MODULE, "PeriodicAction") for kind in type(obj).__mro__)
 
 
 @final
 class PeriodicAction(Action):
-    """Calls an object of `clu.periodic_actions`, such as `Profile` or `ReportProgress`, after every step.
+    """Calls one of clu's periodic actions, such as `Profile` or `ReportProgress`, after every step.
 
-    A loop wraps such objects among its actions:
+    A loop wraps the periodic actions in its list of actions automatically:
     `TrainLoop(step, end_actions=[periodic_actions.ReportProgress(num_train_steps=10_000)])`.
 
-    The object's own arguments, such as `every_steps`, decide when it does something. It is called with the number of
-    completed updates only, so the callback of a `PeriodicCallback` receives `step` and `t` but no state; write an
-    `Action` if you need one. The object's clock starts with the first step of each run.
+    The periodic action's own arguments, such as `every_steps`, decide when it does its work. It receives only the
+    number of completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need
+    the state, write an `Action`. The clock of the periodic action starts at the first step of each run.
 
-    The end of a run waits for the result of an asynchronous callback, and writes a profile that is still being
-    recorded.
+    At the end of a run, the action waits for the result of an asynchronous callback, and writes a profile that is still
+    being recorded.
 
     Args:
-      periodic: The object.
+      periodic: The periodic action to call.
     """
 
     uses_outputs = False
@@ -64,7 +64,7 @@ class PeriodicAction(Action):
             self._periodic._end_session(profiler.stop())
         result = None
         if hasattr(self._periodic, "get_last_callback_result"):
-            with contextlib.suppress(IndexError):  # The callback was not called yet.
+            with contextlib.suppress(IndexError):  # The callback has not been called yet.
                 result = self._periodic.get_last_callback_result()
         if isinstance(result, concurrent.futures.Future):
             result.result()

@@ -1,4 +1,4 @@
-"""The outputs of a loop's steps on the host, in the order of the steps, for all actions that read them."""
+"""The step outputs of a loop, kept on the host in step order for all actions that read them."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,9 @@ from jaxloop.output_queue import Arrived, split_block
 
 @final
 class Series:
-    """Outputs in parts, each with the position in the ledger at which it ends. The cursors of readers are positions.
+    """Outputs that are kept in parts. Each part is stored with the position in the ledger at which it ends.
+
+    A reader's cursor is the position up to which it has read.
 
     >>> series = Series()
     >>> series.add(2, LoopOutputs({"loss": [3.0, 2.0]}, [8, 8]))
@@ -24,11 +26,11 @@ class Series:
         self._parts = list(parts)
 
     def add(self, end: int, outputs: LoopOutputs) -> None:
-        """Appends the outputs up to a position."""
+        """Appends a part that ends at the position `end`."""
         self._parts.append((end, outputs))
 
     def since(self, cursor: int) -> LoopOutputs:
-        """Returns a copy of the outputs after a position."""
+        """Returns a copy of the outputs after the position `cursor`."""
         outputs = LoopOutputs()
         for end, part in self._parts:
             if end > cursor:
@@ -36,7 +38,7 @@ class Series:
         return outputs
 
     def keep_for(self, cursors: Sequence[int]) -> None:
-        """Drops the parts before all cursors, and joins those that no cursor separates."""
+        """Drops the parts that all readers have read, and joins adjacent parts that no cursor separates."""
         kept: list[tuple[int, LoopOutputs]] = []
         for end, part in self._parts:
             if all(end <= cursor for cursor in cursors):
@@ -49,30 +51,30 @@ class Series:
         self._parts = kept
 
     def encode(self, encode: Callable[[LoopOutputs], Any]) -> list[Any]:
-        """Returns the parts for a checkpoint, each encoded with `encode`."""
+        """Returns the parts in the form that a checkpoint stores, each encoded with `encode`."""
         return [[end, encode(part)] for end, part in self._parts]
 
     @classmethod
     def decode(cls, encoded: Iterable[Any]) -> "Series":
-        """Returns the series from the result of `encode`."""
+        """Rebuilds a series from the result of `encode`."""
         return cls((end, LoopOutputs.decode(part)) for end, part in encoded)
 
 
 @final
 class Ledger:
-    """The outputs of a run's steps on the host, in the order of the steps. Positions count steps.
+    """The step outputs of a run, kept on the host in step order. A position in the ledger is a number of steps.
 
-    Actions read two series: the outputs from one read to the next, and whole loops as their `end` returned them.
-    `clu.metrics` states are merged in the order of the steps, from one read to the next. A save is not a read, so it
-    changes no bit of them.
+    Actions read two series: the outputs from one read to the next, and the outputs of whole loops, as the `end` hook
+    returned them. Between two reads, `clu.metrics` states are merged in step order. Saving a checkpoint is not a read,
+    so it doesn't change a single bit of these states.
 
     Attributes:
       position: The number of steps counted so far.
       loop: The outputs of the current loop, without the `sums`.
-      weights: The number of examples behind the values of each of its steps.
+      weights: The number of examples in each step of the current loop.
       sums: The merged `clu.metrics` states since the last read, by name.
-      parts: The outputs between two reads.
-      loops: The outputs of ended loops.
+      parts: The series of the outputs from one read to the next.
+      loops: The series of the outputs of loops that have ended.
     """
 
     def __init__(self):
@@ -83,13 +85,13 @@ class Ledger:
         self.parts: Series = Series()
         self.loops: Series = Series()
         self._ended = LoopOutputs()  # The outputs of the loops that ended last.
-        self._last_steps = 0  # The number of steps of the last one.
+        self._last_steps = 0  # The number of steps in the last of these loops.
         self._unread = LoopOutputs()
         self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops with outputs still on the devices.
-        self._arrived = 0  # The steps of the first of these, or of the current loop, whose outputs have arrived.
+        self._arrived = 0  # The steps with arrived outputs in the first of these, or in the current loop.
 
     def begin_loop(self) -> None:
-        """Drops the outputs of the current loop, and begins another one."""
+        """Drops the outputs of the current loop, and begins a new loop."""
         self.loop, self.weights, self.sums, self._unread = LoopOutputs(), [], {}, LoopOutputs()
         self._passed.clear()
         self._arrived = 0
@@ -102,11 +104,12 @@ class Ledger:
         keeps_parts: bool = True,
         keeps_loops: bool = True,
     ) -> None:
-        """Adds the outputs of steps that have arrived on the host.
+        """Adds step outputs that have arrived on the host.
 
         Args:
-          arrived: The outputs.
-          update: Adds the outputs of one step to those of the loop; None to append the values to lists.
+          arrived: The outputs to add.
+          update: A function that adds the outputs of one step to those of the loop; None to append each value to a
+            list.
           keeps_parts: Whether any action reads `parts`.
           keeps_loops: Whether any action reads `loops`.
         """
@@ -132,7 +135,7 @@ class Ledger:
                     self.loop = update(self.loop, row)
 
     def _end_passed(self, passed: "_Passed", keeps_parts: bool, keeps_loops: bool) -> None:
-        """Ends loops whose ends were passed, now that all of their outputs have arrived."""
+        """Ends the loops that `pass_ends` has recorded, now that all of their outputs have arrived."""
         later, self._unread.num_examples = self._unread.num_examples, passed.unread_weights
         self._ended, self._last_steps = LoopOutputs(self.loop, passed.weights), passed.last_steps
         if keeps_parts:
@@ -142,13 +145,16 @@ class Ledger:
         self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
 
     def count(self, weights: Sequence[int]) -> None:
-        """Counts steps; `weights` has the number of examples of each."""
+        """Counts steps. `weights` contains the number of examples in each of them."""
         self.position += len(weights)
         self.weights += weights
         self._unread.num_examples += weights
 
     def end_part(self) -> None:
-        """Ends the part since the last read, and its sums, so that it can be read. All outputs must have arrived."""
+        """Ends the part that began at the last read, including its sums, so that actions can read it.
+
+        All outputs must have arrived.
+        """
         _merge_into(self.loop, self.sums)
         _merge_into(self._unread, self.sums)
         self.parts.add(self.position, self._unread)
@@ -162,16 +168,16 @@ class Ledger:
 
     @property
     def ended(self) -> LoopOutputs:
-        """The outputs of the loop that ended last."""
+        """The outputs of the most recent loop that has ended."""
         more = len(self._ended.num_examples) - self._last_steps
         return self._ended.split(more)[1] if more else self._ended
 
     def pass_ends(self, last_steps: int | None = None, steps_since: int = 0) -> None:
-        """Ends one or more loops before their outputs have arrived. The outputs must not have `clu.metrics` states.
+        """Ends one or more loops before their outputs have arrived. The outputs must not contain `clu.metrics` states.
 
         Args:
-          last_steps: The number of steps of the last of several loops; None for a single loop.
-          steps_since: The number of steps of the next loop that were already counted.
+          last_steps: The number of steps in the last of several loops; None if only one loop ends.
+          steps_since: The number of steps that were already counted for the next loop.
         """
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)
@@ -179,7 +185,7 @@ class Ledger:
         self._passed.append(_Passed(position, last_steps, weights, unread))
 
     def end_loop(self, outputs: LoopOutputs) -> None:
-        """Ends the loop, and the part since the last read, with the outputs that the hook `end` returned."""
+        """Ends the current loop and the current part, with the outputs that the `end` hook returned."""
         self._unread.update({name: value for name, value in outputs.items() if not isinstance(value, list)})
         self.end_part()
         self._ended, self._last_steps = outputs, len(outputs.num_examples)
@@ -188,7 +194,10 @@ class Ledger:
         self.begin_loop()
 
     def state_dict(self, encode: Callable[[LoopOutputs], Any], *, keeps_loop: bool) -> dict[str, Any]:
-        """Returns the state for a checkpoint, if `keeps_loop` with the current loop. All outputs must have arrived."""
+        """Returns the state that a checkpoint stores. All outputs must have arrived.
+
+        The state includes the outputs of the current loop only if `keeps_loop` is True.
+        """
         loop = LoopOutputs(self.loop, self.weights) if keeps_loop else LoopOutputs()
         return {
             "position": self.position,
@@ -201,7 +210,7 @@ class Ledger:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any]) -> "Ledger":
-        """Returns the ledger from its `state_dict`."""
+        """Rebuilds a ledger from its `state_dict`."""
         ledger = cls()
         ledger.position = state_dict["position"]
         ledger.loop = loop = LoopOutputs.decode(state_dict["loop"])

@@ -23,11 +23,11 @@ from jaxloop.whole_run import elapsed_at
 
 
 class Tool(abc.ABC):
-    """An action as a callback, for tasks (where `**tool` runs it at every step) and for hand-written loops.
+    """A callback that wraps an action, for tasks and for hand-written loops. In a task, `**tool` runs it at every step.
 
     Attributes:
       action: The action.
-      monitor: The logged value that it monitors, if any.
+      monitor: The name of the logged value that the action monitors; None if it monitors none.
     """
 
     def __init__(self, text: str, action: Action, monitor: str | None = None):
@@ -39,7 +39,7 @@ class Tool(abc.ABC):
         return self._text
 
     def keys(self) -> list[Schedule]:
-        """Returns the keys for `{**tool}`, together with `__getitem__`."""
+        """Returns the only key, a schedule for every step. Together with `__getitem__`, this makes `{**tool}` work."""
         return [self._key]
 
     def __getitem__(self, key: Schedule) -> list[Self]:
@@ -52,7 +52,7 @@ class Tool(abc.ABC):
         """Calls the action at a step of a hand-written loop."""
 
     def finish(self, state: Any) -> Any:
-        """Returns the final state of a run. `loop` calls this itself, and `close` too."""
+        """Returns the final state of a run. `loop` calls both this method and `close` itself."""
         return self.action.finish(state)
 
     def close(self) -> None:
@@ -81,14 +81,15 @@ class CheckpointTool(Tool):
         self.action.flush()
 
     def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
-        """Returns the state of the newest checkpoint, or that of a step, laid out like `state`, and its progress.
+        """Restores the newest checkpoint, or the one of `step`. Returns its state and its progress.
 
-        Pass both to `loop(state, ..., elapsed=elapsed)`, with a dataset that continues after `elapsed.steps` batches.
-        If there is no checkpoint, the given state is returned with `Elapsed()`.
+        The returned state is laid out like `state`. Pass it and the progress to `loop(state, ..., elapsed=elapsed)`,
+        with a dataset that continues after `elapsed.steps` batches. If there is no checkpoint, the given state is
+        returned with `Elapsed()`.
 
         Raises:
-          FileNotFoundError: There are checkpoints, but none of `step`.
-          ValueError: The checkpoint is of another state. The message lists the leaves that differ.
+          FileNotFoundError: There is no checkpoint of `step`.
+          ValueError: The checkpoint was saved from a different state. The error lists the leaves that differ.
         """
         directory = self.action.directory
         if step is not None:
@@ -108,19 +109,19 @@ def checkpoint(
     mode: str = "min",
     resume: bool = False,
 ) -> CheckpointTool:
-    """Returns a callback that saves checkpoints. In a hand-written loop, call `checkpoint(elapsed, state, logs)`.
+    """Returns a callback that saves checkpoints. In a hand-written loop, call it with `(elapsed, state, logs)`.
 
-    In a `loop`, it saves the whole run asynchronously, after all other callbacks of the step; the end of the loop waits
-    for pending saves. `checkpoint(directory).restore` reads the state.
+    In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The end of the
+    loop waits for pending saves. `checkpoint(directory).restore` reads the state.
 
     Args:
-      directory: The directory, with one subdirectory per checkpoint; may be relative.
-      keep: The number of newest checkpoints to keep; None for all.
-      monitor: A logged value that decides which checkpoint is the best one, which is kept too. It must be logged at the
-        saved steps.
-      mode: "min" or "max", the best value.
-      resume: Whether a `loop` resumes from the newest checkpoint, see there. Its history, unless one is given, is
-        written to `history.jsonl` in the directory.
+      directory: The directory, with one subdirectory per checkpoint. The path may be relative.
+      keep: The number of newest checkpoints to keep; None to keep all.
+      monitor: The logged value that decides which checkpoint is the best. The best checkpoint is kept too. The value
+        must be logged at the steps that are saved.
+      mode: "min" if the smallest value is the best, or "max" if the largest is.
+      resume: Whether a `loop` resumes from the newest checkpoint; see `loop`. If so, and if the loop is given no
+        history, it writes its history to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
     return CheckpointTool(f"checkpoint({str(directory)!r})", action, monitor, resume)
@@ -131,7 +132,7 @@ class EarlyStoppingTool(Tool):
     """The callback that `early_stopping` returns."""
 
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any]) -> bool:
-        """Returns whether to stop. With `restore_best`, `finish(state)` then returns the best state."""
+        """Returns whether to stop. If `restore_best` is True, `finish(state)` then returns the best state."""
         return self._call_action(elapsed, state, logs).asks_to_stop
 
 
@@ -146,8 +147,8 @@ def early_stopping(
     """Returns a callback that ends the loop when a logged value no longer improves.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
-    devices. The arguments are those of `EarlyStoppingAction`: patience counts the calls at which the value was logged,
-    or is a period such as `after(steps=1000)`.
+    devices. The arguments are those of `EarlyStoppingAction`. `patience` is the number of calls at which the value was
+    logged, or a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
@@ -162,7 +163,7 @@ class BarTool(Tool):
         self._newest = NewestReady()
 
     def __call__(self, elapsed: Elapsed, logs: Mapping[str, Any] | None = None) -> None:
-        """Records a step, and shows it with the newest values that have arrived if an update is due."""
+        """Records a step. If an update is due, also updates the bar with the newest values that have arrived."""
         self._newest.push(logs or {})
         if isinstance(self.action.interval, Schedule) and self.action.interval(elapsed):
             outputs = metrics.LoopOutputs(self._newest.scalars())
@@ -170,21 +171,21 @@ class BarTool(Tool):
 
 
 def keras_bar(total: int | None = None, **options: Any) -> BarTool:
-    """Returns a callback that shows tqdm's bar: `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s,
-    accuracy=0.9779]`.
+    """Returns a callback that shows a tqdm progress bar.
 
-    In a hand-written loop, call `keras_bar(elapsed, logs)` at each step and `keras_bar.close()` at the end. It shows
-    the newest values that have arrived, and never waits for the devices.
+    The bar looks like `46%|████▋     | 4650/10000 [00:07<00:08, 670 steps/s, accuracy=0.9779]`. It shows the newest
+    values that have arrived, and never waits for the devices. In a hand-written loop, call the callback with
+    `(elapsed, logs)` at each step, and call its `close()` method at the end.
 
     Args:
-      total: Steps of the run; None to use the loop's `stop`.
-      **options: Options of `ProgressAction`.
+      total: The number of steps in the run; None to use the loop's `stop`.
+      **options: Further arguments of `ProgressAction`.
     """
     return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
 def tqdm_bar(total: int | None = None, **options: Any) -> BarTool:
-    """Returns the same callback as `keras_bar`, with the same arguments."""
+    """Returns the same callback as `keras_bar`, and takes the same arguments."""
     return BarTool("tqdm_bar()", ProgressAction(total, bar="tqdm", **options))
 
 
@@ -224,10 +225,11 @@ def inner_loop(
     An evaluation that is interrupted by Ctrl-C logs nothing.
 
     Args:
-      name: The collection of the logged values.
-      run: A function that takes the arguments of a callback and returns the values of `loop`. The returned state is
+      name: The name of the collection in which the values are logged.
+      run: A function that takes the arguments of a callback and returns what `loop` returns. The returned state is
         ignored.
-      aggregation: "mean" (weighted by examples), "sum", "min", "max", "last", or a function of the list of values.
+      aggregation: "mean" (weighted by the number of examples), "sum", "min", "max", "last", or a function that takes
+        the list of values.
     """
     if not callable(aggregation) and aggregation not in ["mean", *REDUCTIONS]:
         raise ValueError(
@@ -248,16 +250,17 @@ class _CompiledStep(CompiledFunction):
 def step(
     fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None, *, donate: bool = False
 ) -> Any:
-    """Returns a callback made of a pure function `fn(state, batch, [broadcasts, statics])`. Also a decorator.
+    """Makes a callback from a pure function `fn(state, batch, [broadcasts, statics])`. Can be used as a decorator.
 
-    The function is compiled, and sharded by the partitioner: the batch is split, or replicated if its rows don't divide
-    over the devices; broadcasts are replicated; statics are hashable compile-time constants. It returns the results of
-    a callback. In a `loop`, broadcasts and statics are None; to pass them, call it in another callback:
+    The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
+    can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
+    constants. The function returns what a callback returns. In a `loop`, `broadcasts` and `statics` are None. To pass
+    them, call the step in another callback:
     `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
-      fn: The function.
-      partitioner: Where the state and the batches live; None for one device.
+      fn: The function to compile.
+      partitioner: Decides where the state and the batches live; None to use one device.
       donate: Whether the state is donated, so that the new state can reuse its memory.
     """
     if fn is None:
@@ -266,12 +269,14 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """Returns a callback like `step` that updates the state by the gradient of the losses logged with `add_loss`.
+    """Makes a callback like `step` that also updates the state with the gradient of the logged losses.
 
-    The state is a `TrainState` and is donated. The losses are summed. Variables that the forward pass changed are
-    stored in the new state if `fn` returns them in a state, or adds them to the logs' `updates`:
-    `logs.add("updates", "batch_stats", batch_stats)`; for an NNX model, all changed variables under any name. The rows
-    of a batch must divide over the devices.
+    The gradient is that of the sum of all losses logged with `add_loss`. The state is a `TrainState` and is donated.
+    The rows of a batch must divide evenly across the devices.
+
+    Variables that the forward pass changes are stored in the new state if `fn` returns a state that contains them, or
+    if it adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,
+    add all changed variables at once, under any name.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples

@@ -1,4 +1,4 @@
-"""The choice of a partitioner for `partitioner="auto"`."""
+"""The function that chooses a partitioner for `partitioner="auto"`."""
 
 from typing import Any
 
@@ -18,14 +18,19 @@ _SHARE_FOR_STATE = 0.5
 
 
 def choose(state: Any, rows: int | None) -> Partitioner:
-    """Chooses a partitioner for all devices, and logs the reason.
+    """Chooses a partitioner for the available devices, and logs the reason.
 
-    On several devices, the batch is split over all of them. The state is replicated if it takes, together with
-    gradients of the size of its parameters, at most half of the memory of a device; otherwise it is split too.
+    If there are several devices, the batch is split across all of them. The state is replicated if it and its
+    gradients, which are as large as its parameters, need at most half of a device's memory. Otherwise the state is
+    split too. If the rows of a batch can't be divided evenly across the devices of a single process, only one device is
+    used.
 
     Args:
-      state: The train state, or its shapes, as `jax.eval_shape` returns them.
-      rows: The number of rows in a batch of this process; None if unknown.
+      state: The train state, or its shapes as returned by `jax.eval_shape`.
+      rows: The number of rows in each batch of this process; None if unknown.
+
+    Raises:
+      ValueError: In a multi-process job, the rows of a batch can't be divided evenly across the devices.
     """
     devices = jax.devices()
     if len(devices) == 1:
@@ -64,5 +69,5 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
 
 def memory_of(device: Any) -> int | None:
-    """Returns the bytes of memory of a device; None if it doesn't report them."""
+    """Returns the memory of a device in bytes; None if the device doesn't report it."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

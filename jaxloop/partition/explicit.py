@@ -1,4 +1,4 @@
-"""The partitioner for a mesh with explicit axes."""
+"""A partitioner for meshes with explicit axes."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -12,17 +12,18 @@ from jaxloop.partition.meshes import mesh_for_tracing
 
 @final
 class ExplicitPartitioner(_LaidOutPartitioner):
-    """Keeps the axes of a mesh explicit: shardings are part of the types, and the model determines how arrays are
-    split.
+    """Keeps the axes of a mesh explicit, so that shardings are part of the types.
 
-    Use it for models with `out_sharding=`, and with meshes from `jax.make_mesh`. The model is initialized and `run` is
-    traced with the mesh set as by `jax.set_mesh`. The state keeps the layout of the initialization: leaves are
-    replicated unless the model splits them. The batch is split on its leading axis over `data_axis`.
+    The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, and with
+    meshes from `jax.make_mesh`. The mesh is set, as by `jax.set_mesh`, while the model is initialized and while `run`
+    is traced. The state keeps the layout that it gets from the initialization: its leaves are replicated unless the
+    model splits them. The leading axis of the batch is split over `data_axis`.
 
     JAX raises a `ShardingTypeError` if it can't determine how a result is split. A product that sums over the split
-    axis, such as a hand-written gradient `x.T @ errors`, needs the sharding of its result:
-    `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the sharding of
-    the parameter. An evaluation needs batches that divide over the axis. Linen's annotations are for `SPMDPartitioner`.
+    axis, such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
+    `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the same sharding
+    as the parameters. In an evaluation, each batch must divide evenly across the axis. For models with Linen's
+    annotations, use `SPMDPartitioner` instead.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))

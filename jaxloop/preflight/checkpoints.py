@@ -1,4 +1,4 @@
-"""The checkpoints: the one from which the run would resume, and those that it would save."""
+"""Checks of the checkpoint that a run would resume from, and of those that it would save."""
 
 import dataclasses
 import shutil
@@ -22,7 +22,7 @@ from jaxloop.training import step_num_of
 
 
 def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
-    """Checks the directories, and the checkpoint from which the run would resume; returns where it begins."""
+    """Checks the directories and the checkpoint that the run would resume from. Returns where the run begins."""
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(experiment, found)
     begin = _begin_with(state.values, experiment)
@@ -55,9 +55,12 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
 
 
 def _begin_with(given: Any, experiment: Experiment) -> Begin:
-    """Returns where the run begins by its state: where the last call ended, if the state is that of its end."""
+    """Returns where a run with the given state begins, unless it resumes from a checkpoint.
+
+    If the state is at the step at which the last call of the train loop ended, the run continues from there.
+    """
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
-    step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Else there is an error already.
+    step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Otherwise, an error was already found.
     continues = given is not None and loop is not None and (not hasattr(given, "step") or step == loop.step_num)
     start = dataclasses.replace(loop.elapsed, is_last=False, previous=None) if loop and continues else Elapsed(step)
     if loop_steps is not None:
@@ -73,7 +76,7 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
 def _check_checkpoint(
     spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, data: TrainData, here: Findings
 ) -> Begin:
-    """Checks whether a checkpoint is of this run; returns where it begins with that."""
+    """Checks that a checkpoint belongs to this run. Returns where a run that resumes from it begins."""
     directory = spec.checkpoint_dir
     opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
@@ -101,7 +104,7 @@ def _check_checkpoint(
 
 
 def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks the saves of a run, and whether a killed run could resume exactly."""
+    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly."""
     spec, loop = experiment.checkpoint_spec, experiment.train_loop
     savers = [] if loop is None else whole_run.checkpoint_actions(loop)
     directories = [action.directory for action in savers]
@@ -122,14 +125,14 @@ def check_saving(experiment: Experiment, course: Course, size: int, data: TrainD
 
 
 def _check_saver(name: str, action: CheckpointAction, course: Course, size: int, here: Findings) -> None:
-    """Checks the saves of an action, and the disk space for its checkpoints."""
+    """Checks the checkpoints that an action would save, and whether there is enough disk space for them."""
     calls, has_best = course.calls(action.interval), bool(action.monitors)
     kept = len(calls.steps) if action.keep is None else action.keep
     keeps = "all" if action.keep is None else f"the newest {action.keep}{' and the best' if has_best else ''}"
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}"
     try:
         free = shutil.disk_usage(action.directory).free
-    except (OSError, ValueError):  # For example a bucket.
+    except (OSError, ValueError):  # The directory is, for example, in a bucket.
         return
     needed = size * (max(kept + has_best, 1) + 1)
     if free < needed:

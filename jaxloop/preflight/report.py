@@ -1,4 +1,4 @@
-"""The report of a check."""
+"""The report that `OuterLoop.check` returns."""
 
 import contextlib
 import dataclasses
@@ -27,12 +27,12 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 @final
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A problem of a run.
+    """A problem that a check found in a run.
 
     Attributes:
-      where: The part of the run, such as "train step" or "eval 'test'".
-      text: What was expected, what was found, and the remedy.
-      is_error: Whether the run would fail. Otherwise it would do something that is probably not intended.
+      where: The part of the run that has the problem, such as "train step" or "eval 'test'".
+      text: What was expected, what was found, and how to fix it.
+      is_error: Whether the run would fail. If False, it would do something that is probably not intended.
     """
 
     where: str
@@ -41,13 +41,13 @@ class Problem:
 
 
 class CheckError(ValueError):
-    """The error of a run that would fail. Its message is the report."""
+    """Raised if a run would fail. The error message is the report."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `OuterLoop.check`. It prints as one screen.
+    """The result of `OuterLoop.check`. When printed, it fits on one screen.
 
     >>> report = Report([Problem("eval 'test'", "Its data have no end.")], {"train": "600 steps"}, secs=0.5)
     >>> print(report)
@@ -60,9 +60,9 @@ class Report:
 
     Attributes:
       problems: The problems, errors first.
-      plan: The plan of the run: lines by topic.
-      secs: Seconds that the check took.
-      calls: The predicted calls of each action of the loops.
+      plan: The plan of the run, as lines of text by topic.
+      secs: The number of seconds that the check took.
+      calls: The predicted calls of each of the loops' actions.
     """
 
     problems: Sequence[Problem]
@@ -77,12 +77,12 @@ class Report:
 
     @property
     def warnings(self) -> Sequence[Problem]:
-        """The other problems."""
+        """The problems that would not make the run fail."""
         return [problem for problem in self.problems if not problem.is_error]
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """True if there are no problems."""
         return not self.problems
 
     def save(self, workdir: epath.PathLike) -> None:
@@ -140,7 +140,7 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
 @final
 @dataclasses.dataclass(frozen=True)
 class Findings(contextlib.AbstractContextManager[None]):
-    """Collects the problems at a place of the run. As a context, it records exceptions as errors of the run.
+    """Collects the problems in one part of a run. Used as a context manager, it records exceptions as errors.
 
     >>> found = Findings()
     >>> with found.at("the train loop"):
@@ -150,9 +150,9 @@ class Findings(contextlib.AbstractContextManager[None]):
     [('the train loop', True), ('the train data', False)]
 
     Attributes:
-      where: The name of the place.
-      problems: The problems of all places, in the order of their discovery.
-      plan: The plan of the run: lines by topic.
+      where: The name of the part of the run.
+      problems: The problems in all parts, in the order in which they were found.
+      plan: The plan of the run, as lines of text by topic.
     """
 
     where: str = ""
@@ -160,7 +160,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns the findings for another place."""
+        """Returns findings for another part of the run. They share the problems and the plan with these findings."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
@@ -178,11 +178,11 @@ class Findings(contextlib.AbstractContextManager[None]):
 
     @property
     def has_errors(self) -> bool:
-        """Whether the run would fail at this place."""
+        """True if the run would fail in this part."""
         return any(problem.where == self.where and problem.is_error for problem in self.problems)
 
     def in_order(self) -> list[Problem]:
-        """Returns all problems, errors first. Equal problems in several places are joined."""
+        """Returns all problems, errors first. A problem that several parts share is listed once, with all parts."""
         places: dict[tuple[str, bool], list[str]] = {}  # A problem of a step appears in training and in evaluations.
         for problem in self.problems:
             places.setdefault((problem.text, problem.is_error), []).append(problem.where)
@@ -191,7 +191,11 @@ class Findings(contextlib.AbstractContextManager[None]):
 
 
 def _formatted(error: Exception) -> str:
-    """Formats an error: those of jaxloop as they are, others with their class and the user's line that raised them."""
+    """Formats an error for the report.
+
+    Errors raised by jaxloop are shown as they are. Other errors are shown with their class and the line of the user's
+    code that raised them.
+    """
     # JAX's own notes begin with a line of dashes.
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))
     frames = [(frame, pathlib.Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
