@@ -57,7 +57,7 @@ from programs import (
 )
 
 import jaxloop
-from jaxloop import checkpoint, commands, seal
+from jaxloop import checkpoint, commands, run_log, seal
 
 PATIENCE_SECS = 120.0
 
@@ -996,6 +996,7 @@ def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
             child = arena.server.start(directory, **options)
             children.append(child)
             if number < most_stops:
+                wait_for_start(directory, number + 1)  # Nothing can be known of a process that ended before.
                 if rng.random() < 0.75:
                     child.wait_for("step")
                 time.sleep(rng.uniform(0, whole.secs / 3))
@@ -1020,6 +1021,15 @@ def goodput(arena: Arena, count: int, seed: int, most_stops: int = 4) -> Broken:
         yield 1, problems
 
 
+def wait_for_start(directory: pathlib.Path, number: int) -> None:
+    """Waits until the run log has the line of the n-th start."""
+    end = time.monotonic() + PATIENCE_SECS
+    while len([each for each in run_log.read(directory) if each.started]) < number:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{directory} has no start {number}")
+        time.sleep(0.002)
+
+
 COMMANDS = "save", "log_every=7", "log_every=3", "summary.interval=5", "checkpoint.interval=11", "profile=2"
 
 
@@ -1029,7 +1039,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
     for number in range(count):
         options: dict[str, Any] = {"source": "many", "total": 150, "loop_steps": [10, None][number % 2], "save": 7}
         options |= {"keep": 1000, "pace": 0.02, "steps_per_dispatch": [1, 4][number // 2 % 2]}
-        directory, problems, given = arena.new_directory("told"), [], []
+        directory, problems, given, answers = arena.new_directory("told"), [], [], []
         for attempt in range(kills + 1):
             child = arena.server.start(directory, **options)
             child.wait_for("action")
@@ -1040,6 +1050,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
                 time.sleep(rng.uniform(0, 0.5))
                 child.send(signal.SIGKILL)
             code = child.wait()
+            answers += commands.answers(directory)  # A run without a checkpoint starts again without its commands.
             if code not in (0, -signal.SIGKILL) or (attempt == kills and code):
                 problems.append(f"it ended with {code}: {child.log.read_text()[-3000:]}")
             if code == 0:
@@ -1057,7 +1068,7 @@ def told(arena: Arena, count: int, seed: int, kills: int = 3) -> Broken:
         done = [(answer.step, answer.command) for answer in commands.answers(directory) if answer.error is None]
         if sorted(rows) != sorted(done):
             problems.append(f"the history has {rows}, and the answers are {done}")
-        if lost := [each for each in given if each is not None and each not in commands.answers(directory)]:
+        if lost := [each for each in given if each is not None and each not in answers]:
             problems.append(f"answers were lost: {lost}")
         yield 1, problems
 

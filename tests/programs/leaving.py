@@ -30,9 +30,11 @@ def problems_of_killing(directory, signum, signal_secs=1):
     (directory / "program.py").write_text(PROGRAM)
     options = ["--processes=2", f"--signal-secs={signal_secs}", directory / "program.py", directory]
     command = [sys.executable, "-m", "jaxloop.launch", *options]
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, and a process inherits that.
-    job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    signal.signal(signal.SIGHUP, before)
+    # `nohup` has SIGHUP ignored, and a process inherits that.
+    hearing = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    job = subprocess.Popen([sys.executable, "-c", hearing, *command], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     files = [directory / "0", directory / "1"]
     while not all(file.exists() for file in files):
