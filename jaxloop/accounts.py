@@ -1,4 +1,4 @@
-"""The wall time of runs over all of their restarts, divided by purpose."""
+"""The wall time of runs across all restarts, broken down by what it was spent on."""
 
 import dataclasses
 from typing import final
@@ -9,7 +9,7 @@ from jaxloop import run_log
 from jaxloop.text import printable
 from jaxloop.timing import duration
 
-# The parts, with their names in the table, and what reduces each one.
+# The parts, each with its name in the table and advice on how to reduce it.
 _PARTS = {
     "productive": ("productive steps", ""),
     "repeated": ("repeated steps", "Save checkpoints more often, so that a killed run repeats fewer steps."),
@@ -30,10 +30,10 @@ _OF_STEPS = ("dispatch", "device", "data", "actions")
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The wall time of runs, divided by purpose.
+    """The wall time of runs, broken down by what it was spent on.
 
-    The parts add up to the time from the first start to the last sign of life. `str` formats it as a table, followed by
-    a sentence with the most useful advice.
+    The parts add up to the time from the first start of a run to its last recorded activity. `str` formats them as a
+    table, followed by the most useful piece of advice.
 
     >>> print(Goodput(productive=90.0, data=9.0, startup=1.0, steps=1000, starts=1))
     productive steps   90.0%  1 min 30 s  1,000 steps
@@ -43,20 +43,21 @@ class Goodput:
     Read batches ahead with jaxloop.prefetch, or make the dataset faster.
 
     Attributes:
-      productive: Seconds spent on new steps: dispatching them and waiting for the devices.
-      repeated: Seconds spent on steps that a killed process had already done after its last checkpoint.
+      productive: Seconds spent dispatching new steps and waiting for the devices to run them.
+      repeated: Seconds spent repeating steps that a killed process had run after its last checkpoint.
       compiling: Seconds spent tracing and compiling the train step.
       data: Seconds spent waiting for the next batch.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds for which saves blocked the loop.
+      checkpoints: Seconds for which saving checkpoints blocked the loop.
       restores: Seconds spent restoring checkpoints.
-      startup: Seconds from the start of the processes to the calls of the `OuterLoop`.
+      startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: All other seconds, such as those of a killed process since its last log point.
-      steps: The number of different updates that were begun.
+      unknown: All other seconds, such as those between the last log point of a process and its end, if it was killed
+        before it began another step.
+      steps: The number of distinct updates that were begun.
       repeated_steps: The number of updates that were begun again.
-      starts: The number of calls of the `OuterLoop`.
+      starts: The number of calls to the `OuterLoop`.
     """
 
     productive: float = 0.0
@@ -81,12 +82,12 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of each part, by the name that the table shows."""
+        """The seconds spent on each part, keyed by its name in the table."""
         return {name: getattr(self, part) for part, (name, _) in _PARTS.items()}
 
     @property
     def advice(self) -> str:
-        """A sentence with the most useful advice; empty if 95% of the time was productive."""
+        """The most useful piece of advice, as a sentence; empty if at least 95% of the time was productive."""
         part = max(_PARTS, key=lambda part: getattr(self, part) if part != "productive" else 0.0)
         return "" if self.productive >= 0.95 * self.total else _PARTS[part][1]
 
@@ -110,10 +111,10 @@ class Goodput:
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Divides the wall time of runs by purpose. It also works while a run is in progress.
+    """Breaks down the wall time of runs by what it was spent on, even while a run is still in progress.
 
-    It reads `goodput.jsonl`, to which every `OuterLoop` with a local work directory writes when it starts and ends, and
-    at log points.
+    The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory writes to it
+    when a run starts, at log points, and when the run ends.
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples
@@ -125,7 +126,7 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
     (100, 0, 1)
 
     Raises:
-      FileNotFoundError: A directory has no run log.
+      FileNotFoundError: One of the directories has no run log.
     """
     total = Goodput()
     for workdir in workdirs:
@@ -157,7 +158,7 @@ def _of_run(attempts: list[run_log.Attempt]) -> Goodput:
             if spent is not None:
                 seconds = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}
                 before, pace = spent, {kind: seconds[kind] for kind in _OF_STEPS} if count else pace
-            elif count:  # Steps of a killed process since its last line. Their time went as that of the steps before.
+            elif count:  # Steps after a killed process's last line. Assume that their time was spent like before.
                 known = sum(pace.values())
                 seconds = (
                     {kind: (now - when) * pace[kind] / known for kind in pace} if known else {"dispatch": now - when}

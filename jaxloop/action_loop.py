@@ -1,4 +1,4 @@
-"""A loop that calls actions before, between and after its steps."""
+"""A loop that calls actions before, between, and after its steps."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +13,11 @@ from jaxloop.step import Step
 
 
 class ActionLoop(StatLoop):
-    """Calls actions when a loop begins, when it ends, and between its steps if they have a schedule.
+    """A loop that calls actions when it begins and when it ends, and those with a schedule also between its steps.
 
     Hooks:
-      begin, end: See `Loop`. Call those of `super()`, which call the actions and add the statistics.
+      begin, end: See `Loop`. An override must call the method of `super()`, which calls the actions and adds the
+        statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     >>> import jaxloop
@@ -38,13 +39,14 @@ class ActionLoop(StatLoop):
     Args:
       step: The step to run on each batch.
       begin_actions: Actions to call, in this order, when a loop begins, with `outputs=None`. An int interval counts
-        loops. An action with a schedule is called if the schedule fired since the last loop began.
-      end_actions: Actions to call with the outputs since their last call. An int interval counts loops, and the action
-        is called when a loop ends. With a schedule, it is called after exactly that step. Actions with `runs_last`,
-        such as checkpoints, follow the others and the evaluations of an `OuterLoop`.
-      stat_names: See `StatLoop`, also for the remaining arguments.
+        loops. An action with a schedule is called if the schedule has fired since the previous loop began.
+      end_actions: Actions to call, each with the outputs since it was last called. An action with an int interval is
+        called when a loop ends; the interval counts loops. An action with a schedule is called right after the step
+        at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called after
+        the other actions and after the evaluations of an `OuterLoop`.
+      stat_names: See `StatLoop`, which also describes the remaining arguments.
 
-    Without an `OuterLoop`, the end of each call waits for everything that the actions have started, such as an
+    Without an `OuterLoop`, each call waits before it returns for everything that the actions have started, such as an
     asynchronous save.
     """
 
@@ -70,12 +72,12 @@ class ActionLoop(StatLoop):
 
     @property
     def end_actions(self) -> Sequence[Action]:
-        """The actions that are called after steps, or when a loop ends."""
+        """The actions that are called between steps, or when a loop ends."""
         return self.engine.moments.agenda.actions.actions
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """All actions, including those of the step, with the number of calls of each."""
+        """All actions, including those of the step, with the number of times each one was called."""
         return self.engine.action_lists
 
     @property
@@ -85,7 +87,7 @@ class ActionLoop(StatLoop):
 
     @property
     def loop_count(self) -> int:
-        """The number of loops that have ended. Set it to continue the int intervals of an earlier run."""
+        """The number of loops that have ended. Set it to continue counting int intervals from an earlier run."""
         return self.engine.progress.loops
 
     @loop_count.setter

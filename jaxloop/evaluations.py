@@ -1,4 +1,4 @@
-"""The evaluations of an experiment, during training or of checkpoints as they appear."""
+"""The evaluations of an experiment, either during training or of checkpoints as they appear."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,15 @@ _POLL_SECS = 0.2
 @final
 @dataclasses.dataclass(eq=False)
 class Evaluation:
-    """An evaluation of one call of an `OuterLoop`.
+    """One of the evaluations in a call to an `OuterLoop`.
 
     Attributes:
       loop: The eval loop.
       spec: The dataset of the evaluation, and when it runs.
-      source: The positioned iterator that each evaluation continues; None if each one reads its dataset from the start.
-      evaluated_at: The step after which it ran last.
-      was_short: Whether a warning was logged because its dataset ended early.
+      source: The positioned iterator that each run of the evaluation continues; None if each run reads the dataset from
+        its start.
+      evaluated_at: The step after which the evaluation last ran; None if it has not run yet.
+      was_short: Whether a warning that the dataset ended early has already been logged.
     """
 
     loop: ActionLoop
@@ -42,19 +43,19 @@ class Evaluation:
     was_short: bool = False
 
     def run(self, state: Any, elapsed: Elapsed) -> metrics.LoopOutputs:
-        """Evaluates a state at this progress of the training; returns the outputs."""
+        """Evaluates a state at the given training progress, and returns the outputs."""
         loop, spec, run_info = self.loop, self.spec, self.loop.engine.moments.run
         assert run_info is not None
         run_info.elapsed, self.evaluated_at = elapsed, elapsed.steps
         dataset = spec.dataset if self.source is None else self.source
         with keeping_random_state(dataset):
             _, outputs = loop(state, as_iterator(dataset), spec.num_steps, return_state_from_step=False)
-        if not hasattr(dataset, "__next__"):  # The next evaluation starts over, so reading ahead can end.
+        if not hasattr(dataset, "__next__"):  # The next evaluation starts over, so batches read ahead are useless.
             loop.forget_batches()
         return outputs
 
     def check_length(self) -> None:
-        """Raises an error if the last evaluation had no batch; warns once if it had fewer than `num_steps`."""
+        """Raises an error if the last evaluation had no batches. Warns once if it had fewer than `num_steps`."""
         steps_run = len(self.loop.num_examples)
         if steps_run == 0:
             raise self.spec.empty()
@@ -68,7 +69,7 @@ class Evaluation:
             )
 
     def call_missed_actions(self, state: Any, elapsed: Elapsed) -> bool:
-        """Calls the end actions that did not run because of an exception; returns whether the run continues."""
+        """Calls the end actions that an exception prevented from running, and returns whether the run continues."""
         engine, run_info = self.loop.engine, self.loop.engine.moments.run
         if not engine.progress.is_ending or run_info is None:
             return True
@@ -79,12 +80,12 @@ class Evaluation:
 @final
 @dataclasses.dataclass(eq=False)
 class Evaluations:
-    """The evaluations of one call of an `OuterLoop`.
+    """All evaluations in a call to an `OuterLoop`.
 
     Attributes:
       items: The evaluations.
       job: The processes that evaluate together.
-      stopwatch: Counts the time of evaluations during a training; None without training.
+      stopwatch: Counts the time spent on evaluations during training; None without training.
       is_resumed: Whether the run has just resumed.
     """
 
@@ -94,17 +95,17 @@ class Evaluations:
     is_resumed: bool = False
 
     def resume(self, step_num: int, measured: set[str]) -> None:
-        """Resumes after a step at which an earlier run already ran the evaluations with these names."""
+        """Resumes at a step. `measured` names the evaluations that an earlier run has already run at this step."""
         self.is_resumed = True
         for each in self.items:
             each.evaluated_at = step_num if each.spec.name in measured else None
 
     def evaluate(self, state: Any, elapsed: Elapsed, at_end: bool) -> bool:
-        """Runs the evaluations that are due at a step of the training; returns whether the training continues.
+        """Runs the evaluations that are due at a training step, and returns whether training continues.
 
         Args:
           state: The train state.
-          elapsed: The progress of the training.
+          elapsed: The training progress.
           at_end: Whether a train loop ended at this step.
         """
         is_resumed, self.is_resumed = self.is_resumed, False
@@ -119,16 +120,16 @@ class Evaluations:
         return all(continues) and not _asks_to_stop(outputs)
 
     def once(self, state: Any, step_num: int) -> metrics.LoopOutputs | None:
-        """Evaluates a state without training; returns the outputs of the last evaluation, or None if none was due."""
+        """Evaluates a state without training. Returns the outputs of the last evaluation, or None if none was due."""
         return self._run_due(state, self.items, EvalContext(False, step_num, 0), Elapsed(step_num))
 
     def of_checkpoints(self, state: Any, spec: CheckpointSpec, history: History) -> metrics.LoopOutputs | None:
-        """Evaluates checkpoints as they appear, in the order of their steps. Returns the last outputs.
+        """Evaluates checkpoints as they appear, in step order, and returns the last outputs.
 
         Args:
           state: A state with the same structure as those in the checkpoints.
-          spec: The checkpoints.
-          history: Receives the rows. Its rows from the first checkpoint on are dropped.
+          spec: The directory of the checkpoints, and how to read them.
+          history: The history to add rows to. Its existing rows from the first checkpoint on are dropped.
         """
         stop_fn, requests = spec.iterate_stop_fn or spec.stopped_file.exists, self.job.requests
         outputs, seen = None, set()
@@ -150,7 +151,7 @@ class Evaluations:
             self._sleep(max(spec.iterate_interval_secs, _POLL_SECS))
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps in short intervals, so that Ctrl-C works. All processes sleep equally often."""
+        """Sleeps in short intervals, so that Ctrl-C works. The number of intervals is the same in all processes."""
         num_sleeps = math.ceil(seconds / (1.0 if self.job.is_shared else _POLL_SECS))
         for _ in range(num_sleeps):
             if self.job.requests.requested:
@@ -161,7 +162,7 @@ class Evaluations:
     def _run_due(
         self, state: Any, asked: Sequence[Evaluation], context: EvalContext, elapsed: Elapsed
     ) -> metrics.LoopOutputs | None:
-        """Runs the evaluations of `asked` that are due; returns the outputs of the last one."""
+        """Runs those evaluations in `asked` that are due, and returns the outputs of the last one."""
         last, stops = None, False
         for each in [each for each in asked if self._is_due(each, context, elapsed)]:
             if self.job.requests.requested:
@@ -192,7 +193,7 @@ class Evaluations:
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state and the progress in a checkpoint; None if the training deletes it in the meantime."""
+    """Returns the state and the progress stored in a checkpoint; None if the training run has meanwhile deleted it."""
     directory = spec.checkpoint_dir
     try:
         restored = checkpoint.restore(directory, step_num, checks.adopt(state), transforms=spec.transforms)

@@ -1,4 +1,4 @@
-"""The flight recorder: records a failed step, and runs it again."""
+"""The flight recorder, which records a failed step so that it can be run again."""
 
 import contextlib
 import dataclasses
@@ -30,15 +30,15 @@ _VERSION = 1
 @final
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A failed step, with everything available to run it again.
+    """A failed step, with everything that is available for running it again.
 
     Attributes:
-      step_num: The number of the step, which would have made `state.step` this number.
+      step_num: The number of the failed step: the value that `state.step` would have had after it.
       error: The exception.
-      nan_policy: The policy of the train loop, which is part of the compiled program.
-      batches: Consecutive batches by step, as the dataset returned them. The last one belongs to the failed step.
+      nan_policy: The `nan_policy` of the train loop, which is part of the compiled program.
+      batches: Consecutive batches keyed by step, as the dataset returned them. The last one is that of the failed step.
       state: The state before the step; None if it was donated.
-      checkpoint_dirs: The directories of checkpoints.
+      checkpoint_dirs: The directories that contain the checkpoints of the run.
     """
 
     step_num: int
@@ -50,12 +50,13 @@ class Failure:
 
 
 def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
-    """Records a failure in `<workdir>/failures/<step_num>`, and adds a note to the error that explains the replay.
+    """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
 
-    The folder contains the batch of the step, the PRNG keys, and the state before it if that still exists. Otherwise it
-    contains the newest earlier checkpoint (as links to its files, so that it survives the directory's `keep`) and the
-    batches since then, if they are among those of the last 64 steps within 256 MiB. The newest five records are kept.
-    Errors in here are logged, not raised.
+    The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
+    Otherwise, the folder contains the newest earlier checkpoint and the batches since then, if they are among those of
+    the last 64 steps and fit in 256 MiB. The files of the checkpoint are linked, so that they survive when the
+    checkpoint is deleted according to `keep`. The newest five records are kept. Errors that occur while recording are
+    logged, not raised.
     """
     folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
@@ -117,17 +118,17 @@ def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
 
 
 def _keep_checkpoint(checkpoint_dir: epath.Path, folder: epath.Path) -> bool:
-    """Links or copies the files of a checkpoint, which never change; returns whether that succeeded."""
+    """Links or copies the files of a checkpoint, which never change. Returns whether that succeeded."""
 
     def link(source: str, target: str) -> None:
         try:
             os.link(source, target)
-        except OSError:  # Such as from one file system to another.
+        except OSError:  # For example, between two file systems.
             shutil.copy2(source, target)
 
     try:
         shutil.copytree(checkpoint_dir, folder, copy_function=link)
-    except (OSError, shutil.Error) as error:  # A store that is no file system.
+    except (OSError, shutil.Error) as error:  # For example, object storage.
         logging.info("The checkpoint %s is not kept with the record of the failure: %s", checkpoint_dir, error)
         shutil.rmtree(folder.parent, ignore_errors=True)
         return False
@@ -145,7 +146,7 @@ def _written_at(folder: epath.Path) -> int:
     return os.stat(folder).st_mtime_ns
 
 
-# Batches: their structure and Python's numbers as JSON, their arrays beside it ---------------------------
+# Batches: the structure and Python numbers as JSON, the arrays in a separate file --------------------------
 
 
 def _encode_batch(batch: types.Batch, arrays: dict[str, np.ndarray]) -> Any:
@@ -168,7 +169,7 @@ def _decode_batch(encoded: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) 
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array, because NumPy's files don't support bfloat16."""
+    """Returns the bytes of an array as uint8, because NumPy's file format doesn't support bfloat16."""
     if array.dtype.hasobject or array.dtype.names is not None:
         raise TypeError(f"A batch with an array of {array.dtype} can't be recorded; numbers and strings can.")
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
@@ -184,10 +185,10 @@ def _dtype_name(dtype: np.dtype) -> str:
 def replay(
     path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
 ) -> tuple[Any, types.Output]:
-    """Runs a failed step again, from the record of an `OuterLoop` with a `workdir`.
+    """Runs a failed step again, using what an `OuterLoop` with a `workdir` recorded.
 
-    On the same devices, the results have the same bits. Non-finite results are logged. The step's own actions are not
-    called.
+    On the same devices, the results are identical to the last bit. Non-finite results are logged. The step's own
+    actions are not called.
 
     >>> import tempfile
     >>> import numpy as np
@@ -208,20 +209,23 @@ def replay(
 
     Args:
       path: The folder `<workdir>/failures/<step>`, or the work directory.
-      step: The step object of the run, or one that was made in the same way.
-      step_num: The failed step, if `path` is a work directory; None for the last record.
-      state: A state with the structure of the run's. The replay begins with it if its `step` is past the recorded state
-        and the batches since then are recorded; otherwise it is the template for a restore. It is not donated. None for
-        the state that `step.initialize_model` makes, if that was called.
-      eagerly: Runs the failed step without compiling it, so that a debugger can stop in it. Its results may then differ
-        in the last bits. The steps before it are compiled, so `run` is traced for them first.
+      step: The step object of the run, or one that was created in the same way.
+      step_num: The number of the failed step, if `path` is a work directory; None for the most recent record.
+      state: A state with the same structure as that of the run. If its `step` is later than that of the recorded state
+        and the batches since then were recorded, the replay starts from it. Otherwise it serves as the template for
+        restoring the recorded state. It is not donated. None to use a new state, if `step.initialize_model` was
+        called.
+      eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
+        may then differ in the last bits. Any steps before the failed one are still compiled, so `run` is first traced
+        for them.
 
     Returns:
-      `(state, outputs)` of that step. If the step raised an error, it is raised again.
+      `(state, outputs)` of the failed step. An error that the step raised in the run is raised again.
 
     Raises:
-      FileNotFoundError: There is no record.
-      ValueError: The step has other PRNG keys than the run, or the state before it is not available.
+      FileNotFoundError: There is no such record.
+      ValueError: The PRNG keys of `step` differ from those of the run, or the state before the failed step is not
+        available.
     """
     folder = _folder(path, step_num)
     noted = files.parse_json(files.read_bytes(folder / _FILE))
@@ -242,7 +246,7 @@ def replay(
     state, begins = _state_before(folder, noted, checks.adopt(state), batches, step.updates_per_step)
     policy, failed, outputs = noted["nan_policy"], noted["step_num"], None
     for number in range(begins + step.updates_per_step, failed + 1, step.updates_per_step):
-        # The same compiled program as that of the run.
+        # This compiles the same program as in the run.
         watched = contextlib.nullcontext() if policy == "ignore" else step.watched(nonfinite.Watch(policy))
         with watched:
             state, outputs = step.run_again(state, batches[number], eagerly=eagerly and number == failed)
@@ -276,7 +280,7 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a state from which the recorded batches lead to the failed step, and its step."""
+    """Returns a state from which the recorded batches lead to the failed step, and the number of its step."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     numbers = lambda step: range(step + updates, failed + 1, updates)
     leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))

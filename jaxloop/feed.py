@@ -12,7 +12,9 @@ from jaxloop.sources import NO_DATA, is_function
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns the iterator of a dataset or of a function that returns one; for None, an endless iterator of None.
+    """Returns an iterator over a dataset, or over the dataset that a function returns.
+
+    If the dataset is None, the iterator yields None forever.
 
     Raises:
       TypeError: The argument is neither an iterator nor an iterable of batches.
@@ -33,9 +35,9 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Reads batches, one or several at a time, and buffers those that were read ahead of their step.
+    """Reads batches, one or several at a time, and buffers those that are read before their step needs them.
 
-    An exception of the dataset is raised after the last batch before it, even if that batch was read ahead.
+    If the dataset raises an exception, `Feed` raises it only after it has returned all batches that came before it.
 
     >>> feed = Feed(iter([1, 2, 3]))
     >>> feed.has_more(), feed.take(2), feed.take(2), feed.has_more()
@@ -43,14 +45,14 @@ class Feed(Iterator[types.Batch]):
 
     Args:
       dataset: An iterator of batches.
-      read: Reads the next batch from it; None for `next(dataset)`.
-      join: With several processes, makes a reader for all of them from the reader of this one.
+      read: A function that reads the next batch from the dataset; None for `next(dataset)`.
+      join: In a multi-process job, turns the reader of this process into a reader that all processes share.
 
     Attributes:
       dataset: The iterator.
-      joint: The reader for several processes; None with one process.
-      ahead: The batches that were read and not used.
-      has_ended: Whether the end of the dataset was reached.
+      joint: The reader that all processes share; None with one process.
+      ahead: The batches that were read but not used yet.
+      has_ended: Whether the dataset has ended, and all of its batches were used.
     """
 
     def __init__(
@@ -70,17 +72,17 @@ class Feed(Iterator[types.Batch]):
 
     @property
     def num_ahead(self) -> int:
-        """The number of batches that were read from the dataset and not used."""
+        """The number of batches that were read from the dataset but not used yet."""
         return len(self.ahead) + (0 if self.joint is None else self.joint.held)
 
     def begin(self, limit: int | None) -> None:
-        """Begins a loop of at most this many batches."""
+        """Begins a loop that reads at most `limit` batches; None for no limit."""
         self.has_ended = False
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
 
     def reader_fn(self) -> Callable[[], types.Batch]:
-        """Returns a function that reads the next batch. It is valid until another method is called."""
+        """Returns a function that reads the next batch. The function is valid until another method is called."""
         return self._read if not self.ahead and self._error is None else self._next
 
     def __iter__(self) -> Iterator[types.Batch]:
@@ -96,7 +98,7 @@ class Feed(Iterator[types.Batch]):
         return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """Returns the next batches, fewer at the end of the dataset; raises its error once none is left before that."""
+        """Returns the next batches, or fewer if the dataset ends. Raises an error of the dataset when none are left."""
         batches = self.ahead[:number]
         del self.ahead[:number]
         if self._error is None:
@@ -117,7 +119,7 @@ class Feed(Iterator[types.Batch]):
         self.ahead[:0] = batches
 
     def has_more(self) -> bool:
-        """Reads a batch ahead if none is buffered; returns whether there is a batch, or an exception to raise."""
+        """Reads a batch ahead if none is buffered. Returns whether there is a batch to use, or an error to raise."""
         if not self.ahead and self._error is None:
             try:
                 self.ahead.append(self._read())

@@ -1,4 +1,7 @@
-"""Fingerprints of datasets, the same in every process, so that a saved position is only used with its dataset."""
+"""Fingerprints of datasets, so that a saved position is only used with the dataset that it was saved from.
+
+A fingerprint is the same in every process.
+"""
 
 import contextlib
 import itertools
@@ -17,7 +20,7 @@ _PARAMETERS = """
 batch_size drop_remainder drop_last seed seed2 seed_rng_seed reshuffle_each_epoch reshuffle_each_iteration window_size
 buffer_size num_epochs cycle_length num_records num_batches shuffle shard_index shard_count num_workers
 """.split()
-# Only in parts of these libraries. Elsewhere, `step` may be a counter.
+# These count only in parts from the libraries below. In other classes, `step` may be a counter.
 _PARAMETERS_OF_LIBRARIES = "start stop step".split()
 _LIBRARIES = ("grain", "tensorflow")
 _PARTS = """
@@ -29,7 +32,7 @@ _MAX_PARTS = 200
 
 
 def describe_source(dataset: Any) -> list[str]:
-    """Describes a pipeline in one line per part. The lines are the same in every process that builds it.
+    """Describes a pipeline, with one line per part. The lines are the same in every process that builds the pipeline.
 
     >>> describe_source([{"x": 1}, {"x": 2}])
     ['list of 2']
@@ -63,7 +66,7 @@ def _describe_part(part: Any) -> str:
             shown.append(f"{name}={value!r}")
     transform = found.get("transform_name") or found.get("_transform_name")
     if isinstance(transform, str):
-        shown.append(transform.partition(" @ ")[0])  # Without the file and the line, which edits change.
+        shown.append(transform.partition(" @ ")[0])  # Without the file and line number, which change with edits.
     if hasattr(type(part), "element_spec"):
         shown.append(str(_attempt(lambda: part.element_spec)))
     text = type(part).__name__ + (f"({', '.join(shown)})" if shown else "")
@@ -72,7 +75,7 @@ def _describe_part(part: Any) -> str:
 
 
 def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the attributes, of those named, that a part of a third-party pipeline has."""
+    """Returns those of the named attributes that a part of a third-party pipeline has."""
     found = {}
     for name in names:
         with contextlib.suppress(Exception):
@@ -81,7 +84,7 @@ def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _attempt(ask: Callable[[], Any]) -> Any:
-    """Calls a method of a third-party pipeline; returns None if it raises."""
+    """Calls a method of a third-party pipeline. Returns None if the method raises an exception."""
     try:
         return ask()
     except Exception:
@@ -89,7 +92,7 @@ def _attempt(ask: Callable[[], Any]) -> Any:
 
 
 def describe_batch(batch: types.Batch) -> list[str]:
-    """Describes the leaves of a batch, one per line.
+    """Describes the leaves of a batch, with one line per leaf.
 
     >>> describe_batch({"x": np.zeros([2, 3], np.float32), "name": "a"})
     ["batch['name']: str", "batch['x']: float32[2, 3]"]
@@ -108,9 +111,10 @@ def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -
     """Raises a `ValueError` that lists the differences between two descriptions.
 
     Args:
-      saved: The description from an earlier run; None if it saved none.
-      now: The description from this run.
-      sizes: Whether to compare the sizes of arrays. Those of batches may differ, because the last one may be short.
+      saved: The description that an earlier run saved; None if that run saved none.
+      now: The description in this run.
+      sizes: Whether to compare the sizes of arrays. Array sizes may differ between batches of the same dataset, because
+        the last batch may be short.
     """
     if saved is None:
         return

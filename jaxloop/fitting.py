@@ -92,7 +92,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     dry_run: bool = False,
     topology: str | None = None,
 ) -> tuple[Any, History] | Report:
-    """Trains a model in one call. It builds the loops and actions that you would build, and runs them.
+    """Trains a model in one call. It builds and runs the same loops and actions that you would write by hand.
 
     >>> import numpy as np
     >>> from flax import linen as nn
@@ -118,52 +118,54 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     ...     return weight - 0.1 * slope, {"slope": slope}
     >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
 
-    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one train loop, and adds
-    a row to the history at its end. With `train_total_steps`, the history has about a hundred rows in addition.
+    An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop and adds a row
+    to the history when it ends. With `train_total_steps`, the history gets about a hundred additional rows.
 
     With a work directory, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
     `optax.inject_hyperparams` stores it), `history.jsonl`, and `checkpoints` with the newest and the best checkpoint.
-    After an interruption, the same call resumes from there. Without a work directory, `fit` writes no files.
+    If the run is interrupted, the same call resumes it from the newest checkpoint. Without a work directory, `fit`
+    writes no files.
 
     Args:
       model: Any model that `LossStep` takes; with `train_step`, a state.
       train_dataset: Anything that `jaxloop.data.batches` takes, such as a list, a generator, a
         `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
-      eval_dataset: The dataset to evaluate on, of the same kinds. Each evaluation reads it from its start. Its means
-        are exact even if the last batch is short.
+      eval_dataset: The dataset to evaluate on, of any kind that is allowed for `train_dataset`. Each evaluation reads
+        it from the start. The mean metrics are exact even if the last batch is short.
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
       metrics: Functions of `(outputs, batch)` by name; see `LossStep`.
-      inputs: The part of a batch that the model receives; see `LossStep`.
-      train_step: Replaces `loss` and `optimizer`: a pure function `(state, batch) -> (state, outputs)`, which is
-        compiled for the devices. The state is any pytree.
-      eval_step: A pure function `(state, batch) -> outputs`, for evaluations with a `train_step`.
-      train_epochs: The number of epochs. Give this or `train_total_steps`.
+      inputs: Selects the part of a batch that the model receives; see `LossStep`.
+      train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. It is
+        compiled for the devices. The state can be any pytree.
+      eval_step: A pure function `(state, batch) -> outputs` for evaluations, if there is a `train_step`.
+      train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. The dataset is repeated as often as necessary.
       eval_interval: When to evaluate: an int counts epochs, and a schedule such as `every(steps=500)` is exact to the
-        step. There is always an evaluation at the end of the run. None for every epoch.
-      workdir: The work directory; None for no files.
-      log_name: The name of a subdirectory of the work directory, for this run.
-      hparams: Hyperparameters to write to the events and the log: numbers, strings and bools.
-      monitor: The metric that decides which checkpoint is the best one, such as "eval/accuracy". The default is
-        "eval/loss" if there is a `loss` and an `eval_dataset`.
-      partitioner: Decides where the state and the batches live; None for one device. "auto" uses all devices: it
-        replicates the state if it fits on each device, and otherwise shards it (`FSDPPartitioner`). It logs the choice.
+        step. None to evaluate after every epoch. There is always an evaluation at the end of the run.
+      workdir: The work directory; if None, no files are written.
+      log_name: The name of a subdirectory of the work directory to use for this run.
+      hparams: Hyperparameters to write to the TensorBoard events and to the log: numbers, strings, and bools.
+      monitor: The metric that decides which checkpoint is the best, such as "eval/accuracy". The default is "eval/loss"
+        if there is a `loss` and an `eval_dataset`.
+      partitioner: Decides where the state and the batches are placed; None to use a single device. "auto" uses all
+        devices: it replicates the state if it fits on each device, and otherwise shards it (`FSDPPartitioner`). The
+        choice is logged.
       progress: "auto", "tqdm" or "plain" (see `ProgressAction`); None to show nothing.
-      seed: The seed of the parameters and of dropout.
+      seed: The random seed for initializing the parameters and for dropout.
       steps_per_dispatch: The number of steps per dispatch, or "auto"; see `TrainLoop`.
-      actions: Further end actions of the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
-      dry_run: If True, `fit` trains nothing, allocates no memory for the state, and returns the report of
-        `OuterLoop.check`: the plan of the run and every problem it finds.
-      topology: TPUs to compile for in a dry run, such as "v5e:2x4", see `OuterLoop.check`. A batch must be that of all
-        devices.
+      actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
+      dry_run: If True, `fit` doesn't train and allocates no memory for the state. It returns the report of
+        `OuterLoop.check`, which contains the plan of the run and every problem found.
+      topology: The TPUs to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. Each batch must be the
+        global batch of all devices.
 
     Returns:
-      `(state, history)`; for a dry run, the report.
+      `(state, history)`, or the report if `dry_run` is True.
 
     Raises:
-      ValueError: Both or neither of `train_epochs` and `train_total_steps` are given, the dataset is an iterator but
-        there is more than one epoch, or other arguments exclude each other.
+      ValueError: Both or neither of `train_epochs` and `train_total_steps` are given, the training dataset is an
+        iterator but there is more than one epoch, or other arguments are incompatible with each other.
     """
     if dry_run and data.is_one_pass(train_dataset):
         raise ValueError(
@@ -240,7 +242,7 @@ def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> S
 def _data(
     train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
 ) -> tuple[data.Passes, data.Passes, int | None]:
-    """Returns both datasets as epochs, and the largest number of epochs; None if the training data are an iterator."""
+    """Returns both datasets as epochs, and the maximum number of epochs: None if the training data is an iterator."""
     checks.check_positive("train_epochs", train_epochs, optional=True)
     checks.check_positive("train_total_steps", train_total_steps, optional=True)
     if (train_epochs is None) == (train_total_steps is None):
@@ -272,7 +274,7 @@ def _steps_of_loss(
     first_batch: types.Batch,
     options: dict[str, Any],
 ) -> tuple[LossStep, LossStep]:
-    """Returns the train step and the eval step."""
+    """Returns the train step and the eval step for a model with a loss."""
     key, batch_size = jax.random.key(seed), checks.num_examples(first_batch)
     if partitioner == "auto":
         trial = LossStep(key, model, optimizer, train=True, **options)
@@ -322,7 +324,7 @@ def _steps_of_functions(
 
 
 def _summaries(writer: Any, log_points: Schedule, state: Any) -> list[Action]:
-    """Returns the actions that write the train metrics, and the learning rate if the state contains it."""
+    """Returns actions that write the training metrics, and the learning rate if the state contains it."""
     has_rate = learning_rate(getattr(state, "opt_state", None)) is not None
     rate = [LearningRateAction(writer, log_points)] if has_rate else []
     return [*rate, SummaryAction(writer, log_points, prefix="train/")]
@@ -333,7 +335,7 @@ def _evaluate(eval_step: Any, state: Any, batch: types.Batch) -> tuple[Any, type
 
 
 def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps: int | None) -> int | None:
-    """Returns the total for a progress bar; None if the dataset has no length."""
+    """Returns the total number of steps for a progress bar; None if the dataset has no length."""
     if train_epochs is None:
         return train_total_steps
     try:
@@ -343,25 +345,25 @@ def _total_steps(train_dataset: Any, train_epochs: int | None, train_total_steps
 
 
 def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_epochs: int = 5) -> optax.Schedule:
-    r"""Returns a learning-rate schedule: a linear warm-up to `base_lr`, then a cosine decay to a hundredth of it.
+    r"""Returns a learning-rate schedule: a linear warm-up to `base_lr`, then a cosine decay to `base_lr / 100`.
 
-    With `w = warmup_epochs * steps_per_epoch` and `T = epochs * steps_per_epoch`, at step `t`
+    With `w = warmup_epochs * steps_per_epoch` and `T = epochs * steps_per_epoch`, the learning rate at step `t` is
 
     - for `t < w`: `base_lr * (0.1 + 0.9 t / w)`;
     - for `w <= t <= T`: `base_lr * (0.01 + 0.99 (1 + cos(pi (t - w) / (T - w))) / 2)`;
     - after `T`: `base_lr / 100`.
 
-    The cosine decay is from Loshchilov and Hutter, https://arxiv.org/abs/1608.03983; the warm-up is from Goyal et al.,
-    https://arxiv.org/abs/1706.02677.
+    The cosine decay was proposed by Loshchilov and Hutter, https://arxiv.org/abs/1608.03983; the warm-up, by Goyal et
+    al., https://arxiv.org/abs/1706.02677.
 
     Args:
-      base_lr: The peak, reached at the end of the warm-up.
+      base_lr: The peak learning rate, which is reached at the end of the warm-up.
       steps_per_epoch: The number of optimizer updates per epoch.
-      epochs: The number of epochs of the training.
-      warmup_epochs: The number of epochs of the warm-up; 0 for none.
+      epochs: The total number of training epochs, including the warm-up.
+      warmup_epochs: The number of warm-up epochs; 0 for no warm-up.
 
     Returns:
-      An Optax schedule to pass as a learning rate: `optax.adam(lr_schedule(1e-3, 100))`.
+      An Optax schedule that can be passed as a learning rate: `optax.adam(lr_schedule(1e-3, 100))`.
 
     >>> schedule = lr_schedule(1.0, steps_per_epoch=10, epochs=10, warmup_epochs=5)
     >>> [round(float(schedule(step)), 3) for step in (0, 25, 50, 75, 100, 200)]

@@ -1,4 +1,7 @@
-"""Directory locks: one run trains in a directory at a time. A lock left by a killed process can be acquired again."""
+"""Directory locks, so that only one run at a time trains in a directory.
+
+A lock that a killed process left behind can be acquired again.
+"""
 
 import contextlib
 import dataclasses
@@ -24,7 +27,7 @@ try:
 except ImportError:  # Windows.
     fcntl = None
 
-# The errors of file systems that have no locks, or whose lock server can't be reached.
+# Errors from file systems that don't support locks, or whose lock server can't be reached.
 _NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 TRAINER, EVALUATOR = ".trainer.lock", ".evaluator.lock"
 """Names of the lock files in a directory: for a run that trains, and for a run that only evaluates."""
@@ -45,7 +48,7 @@ class Holder:
     Attributes:
       pid: The process ID.
       host: The name of its host.
-      since: The time at which it acquired the lock, in ISO 8601 format.
+      since: The time at which the process acquired the lock, in ISO 8601 format.
       command: The command line of the process, shortened to about 200 characters.
     """
 
@@ -59,11 +62,12 @@ class Holder:
 
 
 class DirectoryInUseError(RuntimeError):
-    """Raised if another process, or another thread of this process, holds the lock of a directory.
+    """Raised if another process, or another thread of this process, holds the lock on a directory.
 
     Attributes:
       directory: The directory.
-      holder: The other process; None if it has not written its name yet, or if it is this process.
+      holder: The process that holds the lock; None if it is this process, or if it has not described itself in the lock
+        file yet.
       thread: The name of the thread of this process that holds the lock; None if another process holds it.
     """
 
@@ -84,16 +88,16 @@ class DirectoryInUseError(RuntimeError):
 
 
 class DirectoryLostError(RuntimeError):
-    """Raised if a directory that this process has locked was moved, deleted or replaced."""
+    """Raised if a directory that this process has locked was moved, deleted, or replaced."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Lock:
-    """The lock of one thread on one directory, shared by all its `DirectoryLock` objects."""
+    """A lock that one thread holds on one directory, shared by all `DirectoryLock` objects of that thread."""
 
     key: Any  # Identifies the directory and the name of the file.
     path: str
-    descriptor: int | None  # None if the file system has no locks.
+    descriptor: int | None  # None if the file system doesn't support locks.
     thread: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
     count: int = 0
 
@@ -103,7 +107,7 @@ _mutex = threading.RLock()
 
 
 def _close_in_child() -> None:
-    """Closes the descriptors in a forked child. Otherwise the lock would last until the child ends, too."""
+    """Closes the descriptors in a forked child. Otherwise, the directories would stay locked until the child ends."""
     while _held_locks:
         if (descriptor := _held_locks.pop().descriptor) is not None:
             os.close(descriptor)
@@ -118,13 +122,13 @@ if fcntl is not None:
 class DirectoryLock:
     """Prevents other processes and threads from training in a directory at the same time.
 
-    While the lock is held, a file in the directory names the process that holds it. The kernel locks the file
-    (`flock`), and releases it however the process ends. If the process leaves the file behind, the next process reuses
-    it. A thread can acquire the lock several times, also through another path to the same directory, and must release
-    it as often. Other threads can't acquire it meanwhile, and forked processes don't hold it.
+    While the lock is held, a file in the directory describes the process that holds it. The kernel locks the file
+    (`flock`) and releases the lock however the process ends. If the process leaves the file behind, the next process
+    reuses it. A thread can acquire the lock several times, even through different paths to the same directory, and must
+    release it as many times. Meanwhile, no other thread can acquire the lock. Forked processes don't hold it.
 
-    If the file system has no locks (`gs://`, some network file systems), the lock excludes only the other threads of
-    this process, and logs a warning.
+    If the file system doesn't support locks (`gs://`, some network file systems), the lock excludes only other threads
+    of this process, and a warning is logged.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -135,7 +139,7 @@ class DirectoryLock:
     []
 
     Args:
-      directory: The directory, which is created if it is missing.
+      directory: The directory, which is created if it doesn't exist.
       name: The name of the lock file.
     """
 
@@ -145,10 +149,10 @@ class DirectoryLock:
         self._acquired: list[_Lock] = []
 
     def acquire(self) -> None:
-        """Acquires the lock, or raises without waiting for its holder.
+        """Acquires the lock. If it is held, raises an error instead of waiting.
 
         Raises:
-          DirectoryInUseError: Another process or another thread holds the lock.
+          DirectoryInUseError: Another process, or another thread of this process, holds the lock.
           OSError: The directory or the lock file can't be created.
         """
         with _mutex:
@@ -166,7 +170,7 @@ class DirectoryLock:
             self._acquired.append(lock)
 
     def release(self) -> None:
-        """Undoes one `acquire`. The last release deletes the lock file.
+        """Undoes one call to `acquire`. The last release deletes the lock file.
 
         Raises:
           RuntimeError: There is no `acquire` to undo.
@@ -176,7 +180,7 @@ class DirectoryLock:
                 raise RuntimeError(f"The lock of {self._directory} is not held: release() needs an acquire() first.")
             lock = self._acquired.pop()
             lock.count -= 1
-            if lock.count or lock not in _held_locks:  # A forked child has no held locks.
+            if lock.count or lock not in _held_locks:  # A forked child holds no locks.
                 return
             _held_locks.remove(lock)
             if lock.descriptor is None:
@@ -190,10 +194,10 @@ class DirectoryLock:
                 os.close(lock.descriptor)
 
     def check(self) -> None:
-        """Checks that the directory is still the one that this process has locked. Without a lock, it does nothing.
+        """Checks that the directory is still the one that this process has locked. Does nothing if it holds no lock.
 
         Raises:
-          DirectoryLostError: The directory or its lock file was moved, deleted or replaced.
+          DirectoryLostError: The directory or its lock file was moved, deleted, or replaced.
         """
         path = self._path()
         with _mutex:
@@ -213,12 +217,12 @@ class DirectoryLock:
         self.release()
 
     def _path(self) -> str:
-        """Returns the path of the lock file, with links resolved."""
+        """Returns the path of the lock file, with the symbolic links of the directory resolved."""
         directory = self._directory if files.is_remote(self._directory) else os.path.realpath(self._directory)
         return os.path.join(directory, self._name)
 
     def _key(self) -> Any:
-        """Returns a key that is equal for all paths to the directory, which is created if it is missing."""
+        """Returns a key that is the same for all paths to the directory. Creates the directory if it doesn't exist."""
         if files.is_remote(self._directory):
             return self._directory, self._name
         os.makedirs(self._directory, exist_ok=True)
@@ -226,7 +230,7 @@ class DirectoryLock:
         return stat.st_dev, stat.st_ino, self._name
 
     def _open_locked(self, path: str) -> int | None:
-        """Opens and locks the file, and writes the holder; returns its descriptor, or None if it can't be locked."""
+        """Opens and locks the file, and writes the holder. Returns the descriptor, or None if locks are unavailable."""
         reason = "remote file systems and Windows have no locks"
         while fcntl is not None and not files.is_remote(path):
             with contextlib.ExitStack() as stack:
@@ -243,7 +247,7 @@ class DirectoryLock:
                         raise
                     reason = error.strerror
                     break
-                if _is_same_file(descriptor, path):  # Otherwise it was deleted after it was opened here: try again.
+                if _is_same_file(descriptor, path):  # Otherwise, it was deleted after it was opened; try again.
                     self._write_holder(descriptor)
                     stack.pop_all()
                     return descriptor
@@ -252,7 +256,7 @@ class DirectoryLock:
         return None
 
     def _write_holder(self, descriptor: int) -> None:
-        """Writes this process into the file. If the last holder has not released the lock, logs its name."""
+        """Describes this process in the file. Logs the previous holder if that process did not release the lock."""
         own, previous = _this_process(), _read_holder(descriptor)
         if os.fstat(descriptor).st_size:
             level, message = logging.INFO, "%s: took over the lock of %s, which ended without releasing it."
@@ -278,7 +282,7 @@ def _this_process() -> Holder:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
-    """Reads the holder of a lock; returns None if the file does not name it, or does not name it yet."""
+    """Reads the holder of a lock from its file. Returns None if the file doesn't describe a process (yet)."""
     with contextlib.suppress(ValueError, TypeError, OSError):
         holder = Holder(**files.parse_json(os.pread(descriptor, _MAX_BYTES, 0)))
         if [type(value) for value in dataclasses.astuple(holder)] == [int, str, str, str]:

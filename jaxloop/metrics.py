@@ -1,7 +1,7 @@
-"""Fetches, merges and summarizes the outputs of steps.
+"""Functions that fetch, merge, and summarize the outputs of steps.
 
-`fetch` is the one place where jaxloop reads values from devices; `view` reads values in host memory. `summarize` turns
-a loop's outputs into example-weighted scalars.
+`fetch` is the only place where jaxloop reads values from devices; `view` reads values that are in host memory.
+`summarize` turns the outputs of a loop into example-weighted scalars.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from jaxloop import encoding, types
 
 
 def fetch(tree: Any) -> Any:
-    """Blocks until a pytree is computed, and copies it from the devices to the host. Scalars become NumPy scalars."""
+    """Blocks until a pytree has been computed, and copies it to the host. Scalars become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
-    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Otherwise JAX need not be started.
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Otherwise, JAX need not be initialized.
     if has_arrays and jax.default_backend() != "cpu":
-        leaves = jax.device_get(leaves)  # It starts all copies before it waits for the first one.
+        leaves = jax.device_get(leaves)  # This starts all copies before it waits for the first one.
     return jax.tree.unflatten(structure, _viewed(leaves))
 
 
 def view(tree: Any) -> Any:
-    """Like `fetch`, but without a copy. The values must already be in host memory; otherwise this blocks."""
+    """Reads a pytree like `fetch`, but without copying. The values should be in host memory; otherwise it blocks."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _viewed(leaves))
 
@@ -46,22 +46,22 @@ def _reader_of(kind: type) -> Callable[[Any], Any]:
         return _unwrap_scalar
     if not issubclass(kind, jax.Array):
         return lambda leaf: leaf
-    if kind is type(jnp.zeros(())):  # This starts JAX.
+    if kind is type(jnp.zeros(())):  # This initializes JAX.
         return _read
     return lambda leaf: _unwrap_scalar(jax.device_get(leaf))  # For example typed keys.
 
 
 def wait(tree: Any) -> Any:
-    """Blocks until the devices have computed a pytree, without reading it; returns the pytree."""
+    """Blocks until the devices have computed a pytree, and returns the pytree. Its values are not read."""
     if not isinstance(tree, jax.Array) or not is_ready(tree):
         jax.block_until_ready(tree)
     return tree
 
 
 def is_ready(array: Any) -> bool:
-    """Returns whether a value is computed, if it is a device array. It must not have been donated.
+    """Returns whether a value has been computed. Anything that is not a device array counts as computed.
 
-    A typed key counts as not computed, because JAX can't tell.
+    A donated array counts as not computed. So does a typed PRNG key, because JAX can't tell.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -81,9 +81,9 @@ def _unwrap_scalar(leaf: Any) -> Any:
 
 @final
 class LoopOutputs(dict[str, Any]):
-    """The outputs of a loop: for each name, the list of its values, one per step, in order, on the host.
+    """The outputs of a loop, on the host. Each name maps to a list with one value per step, in order.
 
-    `clu.metrics` are merged, so their lists hold merged states. Statistics are plain numbers.
+    `clu.metrics` states are merged, so their lists contain merged states. Statistics are plain numbers.
 
     Attributes:
       num_examples: The number of examples in each step of the loop.
@@ -94,20 +94,20 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples: list[int] = list(num_examples)
 
     def copy(self) -> "LoopOutputs":
-        """Returns a copy whose lists can be extended independently."""
+        """Returns a copy whose lists can be extended without changing the original."""
         lists = {name: list(value) if isinstance(value, list) else value for name, value in self.items()}
         return LoopOutputs(lists, self.num_examples)
 
     @property
     def asks_to_stop(self) -> bool:
-        """True if a step, an action or a hook set `outputs[STOP_LOOP]`."""
+        """True if a step, an action, or a hook has set `outputs[STOP_LOOP]`."""
         return bool(np.any(self.get(types.STOP_LOOP, False)))
 
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of later steps.
 
-        Values that are not scalars, such as images, are replaced by the later ones, so that memory doesn't grow. The
-        lists of this object are extended in place; those of `later` don't change.
+        Values that are not scalars, such as images, are replaced by the later ones, so that memory use doesn't grow.
+        The lists of this object are extended in place. The lists of `later` don't change.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
@@ -124,9 +124,9 @@ class LoopOutputs(dict[str, Any]):
         self.num_examples.extend(later.num_examples)
 
     def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
-        """Returns the outputs of the first `num_steps` steps, and those of the others.
+        """Returns a pair: the outputs of the first `num_steps` steps, and the outputs of the remaining steps.
 
-        Values that are not lists are in both.
+        Values that are not lists are part of both.
 
         >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
         [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]
@@ -140,7 +140,7 @@ class LoopOutputs(dict[str, Any]):
         return first, others
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the outputs in a form for JSON, and the names of the values that have no such form."""
+        """Returns the outputs in a JSON-compatible form, and the names of values that had to be left out."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -152,7 +152,7 @@ class LoopOutputs(dict[str, Any]):
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> "LoopOutputs":
-        """Returns the outputs that `encode` was called on."""
+        """Returns the outputs from the form that `encode` returned, without the values that it left out."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
 
@@ -162,9 +162,9 @@ def _split(values: list[Any], number: int) -> tuple[list[Any], list[Any]]:
 
 
 class _KeptMetric:
-    """A restored `clu.metrics` state of unknown class, with its computed value.
+    """A restored `clu.metrics` state whose class is unknown, with its computed value.
 
-    Its class may be defined inside a function, for example. The next state with the same name reveals it.
+    For example, the class may be defined inside a function. The next state with the same name reveals the class.
     """
 
     def __init__(self, fields: Any, computed: Any):
@@ -172,7 +172,7 @@ class _KeptMetric:
 
 
 def _plain(value: Any) -> Any:
-    """Converts objects of jaxloop and clu in a value to tuples of plain values."""
+    """Converts any objects from jaxloop and clu within a value to tuples of plain values."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, _KeptMetric):
@@ -192,7 +192,7 @@ def _not_plain(value: Any) -> Any:
             return [_not_plain(each) for each in value]
         case ("metric", name, fields, computed):
             cls = _class_of_name(name)
-            with contextlib.suppress(Exception):  # The class changed, or its `empty` is not that of `clu`.
+            with contextlib.suppress(Exception):  # The class has changed, or it overrides `empty`.
                 return _with_fields(cls.empty(), fields)
             return _KeptMetric(fields, computed)
         case ("with metadata", inner, kind, metadata):
@@ -203,7 +203,7 @@ def _not_plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """Returns the arrays of a metric by the names of its fields, also for metrics inside a `Collection`."""
+    """Returns the arrays of a metric by field name, including those of metrics inside a `Collection`."""
     if not dataclasses.is_dataclass(value):
         return value
     fields = [field for field in dataclasses.fields(value) if field.metadata.get("pytree_node", True)]
@@ -211,7 +211,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str | None:
-    """Returns the import path of a metric's class, or of the class that clu derived it from, as in `from_output`."""
+    """Returns the import path of a metric's class, or of its base class if clu derived it, as in `from_output`."""
     for cls in type(metric).__mro__:
         name = f"{cls.__module__}:{cls.__qualname__}"
         if _class_of_name(name) is not None:
@@ -222,7 +222,7 @@ def _name_of_class(metric: Any) -> str | None:
 
 
 def _class_of_name(name: str | None) -> Any:
-    """Returns the metric class with this import path if its module is loaded, or None. Imports nothing."""
+    """Returns the metric class with this import path, or None if its module is not loaded. Imports nothing."""
     module, _, path = (name or "").partition(":")
     found: Any = sys.modules.get(module)
     for each in path.split("."):
@@ -232,7 +232,7 @@ def _class_of_name(name: str | None) -> Any:
 
 
 def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
-    """Converts restored states to the class of later states."""
+    """Converts restored states of unknown class to the class of later states."""
     if not (kept and values and isinstance(kept[0], _KeptMetric)) or isinstance(values[0], _KeptMetric):
         return kept
     return [_with_fields(values[0], each.fields) if isinstance(each, _KeptMetric) else each for each in kept]
@@ -252,7 +252,7 @@ def _is_small(value: Any) -> bool:
 
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of a step's outputs, on the host; an empty dict if one of them is not computed yet."""
+    """Returns the scalars in a step's outputs, on the host; an empty dict if any of them has not been computed yet."""
     scalars = _scalar_values(outputs)
     if all(map(is_ready, scalars.values())):
         return fetch(scalars)
@@ -260,7 +260,7 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of the newest step by name, for outputs on the host."""
+    """Returns the scalars of the newest step by name. The outputs must be on the host."""
     return _scalar_values({name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value})
 
 
@@ -271,40 +271,40 @@ def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def is_metric_class(kind: type) -> bool:
-    """Returns whether objects of a class are states of `clu.metrics`."""
+    """Returns whether the instances of a class are `clu.metrics` states."""
     return issubclass(kind, clu_metrics.Metric | clu_metrics.Collection | _KeptMetric)
 
 
 def is_metric(value: Any) -> bool:
-    """Returns whether a value is a state of `clu.metrics`."""
+    """Returns whether a value is a `clu.metrics` state."""
     return is_metric_class(type(value))
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether a state collects values, so that it grows with each merge and can't be compiled."""
+    """Returns whether a state collects values. Such a state grows with each merge, so merging can't be compiled."""
     is_collecting = lambda node: isinstance(node, clu_metrics.CollectingMetric)
     return any(is_collecting(leaf) for leaf in jax.tree.leaves(metric, is_leaf=is_collecting))
 
 
 def merge(states: Sequence[Any]) -> Any:
-    """Merges several `clu.metrics` states, from the first to the last."""
+    """Merges several `clu.metrics` states in order."""
     return functools.reduce(lambda merged, state: merged.merge(state), states)
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """Returns the values, merged into one if they are `clu.metrics` states of a known class."""
+    """Returns the values, merged into a single one if they are `clu.metrics` states of a known class."""
     if len(values) < 2 or isinstance(values[-1], _KeptMetric) or not all(map(is_metric, values)):
         return values
     return [merge(as_states_like(values, values[-1:]))]
 
 
 def summarize(outputs: types.Output) -> dict[str, float]:
-    """Returns the scalars of a loop's outputs.
+    """Returns a summary of a loop's outputs as scalars.
 
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
-    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` are merged and computed once; the field
-    `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are unchanged. Other values are omitted;
-    `media` returns them.
+    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and computed once. The
+    field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned unchanged. All other
+    values are omitted; `media` returns those.
 
     >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
     {'loss': 2.0}
@@ -330,18 +330,18 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
 
 
 def _are_on_host(value: Any) -> bool:
-    """Returns whether a value is certainly on the host: a loop's list of numbers, or a statistic."""
+    """Returns whether a value is known to be on the host, such as a list of numbers or a statistic."""
     return _numbers_alike(value) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _numbers_alike(values: Sequence[Any]) -> bool:
-    """Returns whether all values are NumPy numbers of one type. Faster than a check of each value."""
+    """Returns whether all values are NumPy numbers of the same type. This is faster than checking each value."""
     kinds = {*map(type, values)}
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
-    """Returns the mean of the values that are not None. Values of empty batches, often NaN, have no weight."""
+    """Returns the weighted mean of all values except None. Values with weight 0 are ignored, even NaN."""
     if not (all(weights) and _numbers_alike(values)):
         pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
         if not pairs:
@@ -358,17 +358,17 @@ def _is_number(value: Any) -> bool:
 
 
 def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
-    """Returns the values of a loop's outputs that are not scalars, each with its kind.
+    """Returns the values in a loop's outputs that are not scalars, each with its type.
 
-    Histograms and arrays without metadata contain the values of all steps. Of images, videos, audio and text, only
-    those of the last step are returned. An array `[N, H, W, C]` without metadata, with C in (1, 3, 4), counts as
-    images.
+    An array `[N, H, W, C]` without metadata counts as images if C is 1, 3, or 4. Any other array without metadata
+    becomes a histogram. Histograms contain the values of all steps. Images, videos, audio, and text are those of the
+    last step only.
     """
     return _media(_reduced(outputs))
 
 
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns the results of `summarize` and `media`, and computes each `clu.metrics` state once for both."""
+    """Returns the results of `summarize` and `media`, but computes each `clu.metrics` state only once."""
     reduced = _reduced(outputs)
     return _scalars(reduced, outputs), _media(reduced)
 
@@ -395,7 +395,7 @@ def _media(reduced: Mapping[str, Any]) -> dict[str, types.MetricWithMetadata]:
 
 
 def _reduced(outputs: types.Output) -> dict[str, Any]:
-    """Returns the outputs on the host, with `clu.metrics` merged and computed."""
+    """Returns the outputs on the host, with `clu.metrics` states merged and computed."""
     reduced, given = {}, dict(outputs or {})
     given.update(fetch({name: value for name, value in given.items() if not _are_on_host(value)}))
     for name in sorted(given):
@@ -428,7 +428,7 @@ def _warn_of_lost(name: str) -> None:
 
 
 def _value_of(value: Any) -> Any:
-    """Returns the value inside scalar metadata; returns other values unchanged."""
+    """Unwraps a scalar with metadata. Returns any other value unchanged."""
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
         return value.value
     return value

@@ -1,4 +1,4 @@
-"""Iterators that know their position in a dataset and can return to it."""
+"""Iterators that know their position in a dataset and can return to a saved position."""
 
 import bisect
 import contextlib
@@ -28,41 +28,41 @@ from jaxloop.sources import (
     unknown_reason,
 )
 
-# A consumer that reads ahead asks for a position that is at most a few marks old.
+# The number of marks to keep. A consumer that reads ahead asks for a position at most a few marks back.
 _MAX_MARKS = 16
-# The length in bytes up to which a byte string stays in the JSON, if it could be stored as an array instead.
+# The maximum length in bytes of a byte string that stays in the JSON rather than being stored as an array.
 _MAX_INLINE = 1024
 
 
 class PositionUnknownError(ValueError):
-    """Raised if the position of an iterator is unknown, or can't be restored."""
+    """Raised if the position of an iterator is unknown or can't be restored."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class DatasetPosition:
-    """The position of an iterator in its dataset: the batches of this epoch consumed so far, and how to return there.
+    """The position of an iterator in its dataset: the number of batches consumed, and how to return to that point.
 
     >>> position = DatasetPosition("state", count=5, state={"dict": {"next_index": 3}}, skip=2)
     >>> DatasetPosition.from_dict(position.to_dict()) == position
     True
 
     Attributes:
-      kind: The way in which the source saves its position:
+      kind: The form in which the source saves its position:
 
         - "state": `get_state` and `set_state`.
         - "state_dict": `state_dict` and `load_state_dict`.
         - "tf.data": The checkpoint of the iterator.
         - "torch": The state of PyTorch's random number generators at the start of the epoch.
-        - "sequence" and "index": A number.
-        - "skip": None, but the order is the same each time, so consumed batches are read again and skipped.
-        - "unknown": None.
-      count: Batches consumed since the start of the epoch, including those left out.
-      state: The state of the source at the newest mark, encoded by `jaxloop.encoding` or with raw bytes; None for the
+        - "sequence" and "index": The index of the next batch.
+        - "skip": No state. The order is the same each time, so the consumed batches are read again and skipped.
+        - "unknown": No state, and no way to return to the position.
+      count: The number of batches consumed since the start of the epoch, including those left out.
+      state: The state of the source at the newest mark, encoded by `jaxloop.encoding` or with raw bytes. None for the
         start of the epoch.
-      skip: Batches consumed since that mark.
-      fingerprint: Lines that identify the dataset: "source" for the parts of the pipeline, and "batch" for the leaves
-        of the first batch, after that was read.
+      skip: The number of batches consumed since that mark.
+      fingerprint: Lines that identify the dataset: "source" for the parts of the pipeline and, once the first batch has
+        been read, "batch" for its leaves.
     """
 
     kind: str
@@ -78,17 +78,17 @@ class DatasetPosition:
             raise ValueError(f"A DatasetPosition needs 0 <= skip <= count, got skip={self.skip}, count={self.count}.")
 
     def to_dict(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
-        """Returns the position as a dict that JSON can store. Byte strings are encoded in base64.
+        """Returns the position as a JSON-serializable dict. Byte strings are encoded in base64.
 
         Args:
-          arrays: A dict to which byte strings of more than 1 KiB are added, as uint8 arrays by name, instead of to the
-            JSON. The checkpoint files of a tf.data iterator with a shuffle buffer have megabytes.
+          arrays: A dict that receives byte strings longer than 1 KiB as named uint8 arrays, so that they aren't in the
+            JSON. For example, the checkpoint files of a tf.data iterator with a shuffle buffer take megabytes.
         """
         return {**dataclasses.asdict(self), "state": _extract_arrays(self.state, arrays)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> "DatasetPosition":
-        """Returns the position that `to_dict` converted, given the arrays that it extracted."""
+        """Returns the position from the result of `to_dict` and the arrays that `to_dict` extracted."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, Mapping) or not {"kind", "count"} <= set(values) <= names:
             got = sorted(values) if isinstance(values, Mapping) else checks.describe(values)
@@ -102,7 +102,7 @@ _ARRAY_KEY = "jaxloop/beside"
 
 
 def _extract_arrays(state: Any, arrays: dict[str, np.ndarray] | None) -> Any:
-    """Returns the state as JSON, and moves its long byte strings to the arrays."""
+    """Returns the state in JSON-compatible form, with its long byte strings moved to `arrays`."""
 
     def extract(leaf: Any) -> Any:
         if not isinstance(leaf, bytes):
@@ -117,7 +117,7 @@ def _extract_arrays(state: Any, arrays: dict[str, np.ndarray] | None) -> Any:
 
 
 def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns the state with the byte strings that `_extract_arrays` moved to the arrays."""
+    """Returns the state after putting back the byte strings that `_extract_arrays` moved to `arrays`."""
     is_reference = lambda node: isinstance(node, dict) and _ARRAY_KEY in node
     insert = lambda node: np.asarray(arrays[node[_ARRAY_KEY]], np.uint8).tobytes() if is_reference(node) else node
     try:
@@ -130,7 +130,7 @@ def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 @final
 class PositionedIterator(Iterator[types.Batch]):
-    """Iterates over batches, and knows the position after the last batch that it returned, however far it reads ahead.
+    """An iterator over batches that knows the position after the last batch it returned, however far it reads ahead.
 
     >>> batches = [{"x": number} for number in range(5)]
     >>> iterator = PositionedIterator(batches)
@@ -142,18 +142,20 @@ class PositionedIterator(Iterator[types.Batch]):
     >>> next(again)
     {'x': 3}
 
-    A consumer that reads ahead calls `mark` when it has used all batches read so far, and later asks for
-    `position(count)`. Grain, sequences and index functions return to a position directly, and tf.data by the checkpoint
-    of its iterator. The batches between the newest mark and the position are read and skipped.
+    A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later asks for
+    `position(count)`. Grain datasets, sequences, and index functions can return to a position directly; tf.data does so
+    by restoring a checkpoint of its iterator. The batches between the newest mark and the position are then read and
+    skipped.
 
     Args:
-      dataset: An iterator or iterable of batches. If it is, or creates, a `PositionedIterator`, that one is returned.
-      iterate: Creates the iterator of the dataset; None for `iter`.
-      prefetch: Number of batches that a background thread reads ahead; 0 for no thread.
-      skippable: True if the dataset gives the same batches in the same order each time.
+      dataset: An iterator or iterable of batches. If it is a `PositionedIterator` or creates one, the constructor
+        returns that iterator.
+      iterate: A function that creates an iterator over the dataset; None to use `iter`.
+      prefetch: The number of batches that a background thread reads ahead; 0 for no thread.
+      skippable: True if the dataset yields the same batches in the same order each time.
 
     Raises:
-      TypeError: The dataset is a single batch, or can't be iterated over.
+      TypeError: The dataset is a single batch, or is not iterable.
     """
 
     _dataset: Any
@@ -194,10 +196,10 @@ class PositionedIterator(Iterator[types.Batch]):
         return self
 
     def _start_reading(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
-        """Starts to read from an iterator after `count` batches, where the source had this state (None if unknown)."""
+        """Starts reading from an iterator after `count` batches, where its source has this state (None if unknown)."""
         self.close()
         self._iterator, self._count = iterator, count
-        self._has_begun = False  # True once a batch was read since.
+        self._has_begun = False  # Whether a batch has been read since then.
         self._peeked: list[types.Batch] = []  # At most one batch.
         self._seek_target: DatasetPosition | None = None  # Set until the first batch after it is checked.
         self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
@@ -229,7 +231,7 @@ class PositionedIterator(Iterator[types.Batch]):
         return batch
 
     def leave_out(self, numbers: Iterable[int]) -> None:
-        """Leaves batches of this epoch out. They are read, and not returned.
+        """Leaves out some batches of this epoch: they are read, but not returned.
 
         >>> iterator = PositionedIterator([{"x": number} for number in range(5)])
         >>> iterator.leave_out([2, 4])
@@ -237,8 +239,8 @@ class PositionedIterator(Iterator[types.Batch]):
         ([0, 2, 4], 3, 5)
 
         Args:
-          numbers: The numbers of the batches in the dataset, starting at 1. For those that were read before, the caller
-            states that they were left out then. `seek` forgets all numbers.
+          numbers: The numbers of the batches in the dataset, starting at 1. If they include batches that have already
+            been read, the caller asserts that these were left out, too. `seek` forgets all numbers.
         """
         self._left_out = tuple(sorted(set(numbers)))
 
@@ -247,17 +249,17 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def count(self) -> int:
-        """Batches returned since the start of the epoch, which doesn't include those left out."""
+        """The number of batches returned since the start of the epoch, not counting those left out."""
         return self._count - bisect.bisect_right(self._left_out, self._count)
 
     @property
     def num_read(self) -> int:
-        """Batches of the epoch up to the last one that was returned, including those left out."""
+        """The number of batches in the epoch up to the last one returned, including those left out."""
         return self._count
 
     @property
     def fingerprint(self) -> list[str]:
-        """Description of the pipeline, with one line for each part; see `fingerprint.describe_source`."""
+        """A description of the pipeline, with one line per part; see `fingerprint.describe_source`."""
         return self._fingerprint["source"]
 
     @property
@@ -280,7 +282,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def kind(self) -> str:
-        """The way in which the source saves its position; see `DatasetPosition`."""
+        """The form in which the source saves its position; see `DatasetPosition`."""
         return self._source.kind if self._source.kind and not self._source.problem else self._kind_without_state
 
     @property
@@ -289,16 +291,17 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def problem(self) -> str | None:
-        """The reason why a position can't be restored, and the remedy; None if no reason is known.
+        """A message that says why a position can't be restored and how to fix it; None if no reason is known.
 
-        For a tf.data pipeline that can't be saved, the reason is known after the first `mark`.
+        For a tf.data pipeline whose state can't be saved, the reason is known only after the first `mark`.
         """
         return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
 
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
-        """Returns the reason why a resumed run will not be exact, and the remedy; None if it will be exact.
+        """Returns a message that says why a resumed run will not be exact and how to fix it; None if it will be exact.
 
-        Call it before the first batch is read: it may peek at that batch, and try to save the state of the source.
+        Call this method before the first batch is read, because it may peek at that batch, and may try to save the
+        state of the source.
 
         Args:
           several_passes: True if the run trains for more than one epoch.
@@ -314,7 +317,7 @@ class PositionedIterator(Iterator[types.Batch]):
     # Batches -----------------------------------------------------------------------------------------
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
-        """Applies a function to each batch before returning it; returns the iterator itself."""
+        """Makes the iterator apply a function to each batch before it returns the batch. Returns this iterator."""
         if self._convert is not convert:
             self._convert = convert
             self._peeked = [convert(batch) for batch in self._peeked]
@@ -333,10 +336,10 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
-        """Reads this number of batches, discards them, and logs the number and the time.
+        """Reads and discards `num_batches` batches. Logs their number and the time it took.
 
         Raises:
-          ValueError: The dataset ends before that.
+          ValueError: The dataset ends before that many batches were read.
         """
         start, target = time.perf_counter(), self._count + num_batches
         while self._count < target:
@@ -351,7 +354,7 @@ class PositionedIterator(Iterator[types.Batch]):
         logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
 
     def close(self) -> None:
-        """Stops the thread that reads ahead, if there is one. After that, the iterator is at its end."""
+        """Stops the thread that reads ahead, if there is one. The iterator then has no more batches."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -360,13 +363,13 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._has_begun:
             return self._convert(self._read_batch())
         if self._marks[-1][1] is None and (self._ahead is None or not self._ahead.has_begun):
-            self._marks[-1] = (self._count, self._source.read())  # Later, reading ahead may pass this state.
+            self._marks[-1] = (self._count, self._source.read())  # Reading ahead may go past this state later.
         batch = self._read_batch()
         if self._count == 0:
             self._fingerprint["batch"] = describe_batch(batch)
         if self._seek_target is not None:
-            # The first batch must be the same when it is read again. After a state comes another batch, whose size may
-            # differ.
+            # If the first batch is read again, it must be the same. After a saved state, another batch follows, and its
+            # size may differ.
             is_reread = self._count == 0 and self._seek_target.count > 0
             check_same(self._seek_target.fingerprint.get("batch"), describe_batch(batch), sizes=is_reread)
             self._seek_target = None
@@ -376,13 +379,13 @@ class PositionedIterator(Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the state of the source, for positions from this batch on. Call it when all batches read were used.
+        """Stores the state of the source, for positions from here on. Call this when all batches read have been used.
 
-        It takes microseconds for Grain, milliseconds for tf.data, and no time for sources whose position is a number.
-        With a thread that reads ahead, the mark is placed after the next batch that the thread reads.
+        A mark takes microseconds for Grain, milliseconds for tf.data, and no time for sources whose position is a
+        number. With a thread that reads ahead, the mark is placed after the next batch that the thread reads.
 
         Args:
-          if_cheap: If True, the state is stored only if that takes microseconds.
+          if_cheap: If True, the state is stored only if that takes no more than microseconds.
         """
         if if_cheap and not self._source.is_cheap:
             return
@@ -395,10 +398,10 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after this epoch has returned `count` batches; None for all returned so far.
+        """Returns the position after the first `count` batches returned in this epoch; None for all returned so far.
 
         Raises:
-          ValueError: `count` is larger than the number of returned batches, or smaller than at the oldest stored mark.
+          ValueError: `count` is larger than the number of batches returned, or lies before the oldest stored mark.
         """
         count = self._count if count is None else number_of(count, self._left_out)
         if count == self._count:
@@ -417,13 +420,13 @@ class PositionedIterator(Iterator[types.Batch]):
         return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, fingerprint)
 
     def seek(self, saved: DatasetPosition) -> None:
-        """Goes to a position of an iterator over the same dataset, in this process or another.
+        """Goes to a position that an iterator over the same dataset returned, in this process or another.
 
-        If batches must be skipped, it logs their number and the time.
+        If batches must be skipped, their number and the time it took are logged.
 
         Raises:
           PositionUnknownError: The source can't return to the position.
-          ValueError: The position belongs to another dataset, or this one ends before it.
+          ValueError: The position was saved from a different dataset, or the dataset ends before the position.
         """
         self._check_same_source(saved)
         self._left_out = ()
@@ -453,7 +456,7 @@ class PositionedIterator(Iterator[types.Batch]):
             self._fingerprint["batch"] = list(saved.fingerprint["batch"])
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position as a dict, like Grain's iterators."""
+        """Returns the position as a dict, like the method of Grain's iterators."""
         return self.position().to_dict()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -465,7 +468,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if saved.kind not in ("skip", "unknown"):
             check_same([*(before or now), f"kind {saved.kind!r}"], [*now, f"kind {kind!r}"])
         elif before and before[0].split()[0] == now[0].split()[0]:
-            check_same(before, now)  # Otherwise, say, a list has replaced a generator: it skips as many batches.
+            check_same(before, now)  # Otherwise, for example, a list replaced a generator: skip as many batches.
 
     def _fresh_iterator(self) -> Iterator[types.Batch]:
         start = random_state(self._dataset)
@@ -480,7 +483,9 @@ class PositionedIterator(Iterator[types.Batch]):
 
 
 def number_of(count: int, left_out: Sequence[int]) -> int:
-    """Returns the number of the last of `count` batches in a dataset of which some are left out, in ascending order.
+    """Returns the number, in the dataset, of the last of `count` batches that were not left out.
+
+    The numbers in `left_out` must be in ascending order.
 
     >>> [number_of(count, [2, 3, 5]) for count in range(5)]
     [0, 1, 4, 6, 7]
@@ -497,9 +502,10 @@ def _iterate(dataset: Any) -> Iterator[types.Batch]:
 
 
 def _make_reader(ahead: ReadAhead, marks: deque[tuple[int, Any]], start: int) -> Callable[[], types.Batch]:
-    """Returns a function that reads the batches of a prefetching thread.
+    """Returns a function that takes batches from a prefetching thread.
 
-    It is not a method, because a reference cycle would keep the iterator and its thread alive for long.
+    The function is not a method, because that would create a reference cycle and keep the iterator and its thread alive
+    for too long.
     """
 
     def read() -> types.Batch:
@@ -516,7 +522,7 @@ def _make_reader(ahead: ReadAhead, marks: deque[tuple[int, Any]], start: int) ->
 @final
 @dataclasses.dataclass(frozen=True)
 class DataWithOptions(Iterable[types.Batch]):
-    """A dataset, with the options of the iterators over it. Each iteration starts a new epoch."""
+    """A dataset with options for the iterators over it. Each iteration starts a new epoch."""
 
     data: Any
     prefetch: int = 0
@@ -536,7 +542,7 @@ class DataWithOptions(Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Adds options of `PositionedIterator` to a dataset; returns an iterator if the dataset is one."""
+    """Adds options for `PositionedIterator` to a dataset. Returns an iterator if the dataset is an iterator."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):
@@ -547,22 +553,22 @@ def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
 
 
 def skippable(data: Any) -> Iterable[types.Batch]:
-    """Declares that a dataset gives the same batches in the same order each time it is created.
+    """Declares that a dataset yields the same batches in the same order each time it is created.
 
-    If a dataset can't save its position, such as a generator or the result of `tfds.as_numpy`, a resumed run then reads
-    and skips the batches that were used before. It logs how many were skipped and how long that took. The declaration
-    changes nothing for a dataset that can save its position.
+    Some datasets can't save their position, such as generators or the result of `tfds.as_numpy`. With this declaration,
+    a resumed run reads and skips the batches that were used before. It logs how many it skipped and how long that took.
+    The declaration has no effect on a dataset that can save its position.
 
-    With `train_epochs`, the dataset is created again for each epoch, and each epoch must have the same order. That
-    excludes data in a new order for each epoch, such as those of a PyTorch `DataLoader` that shuffles. Give such data
-    as one endless generator with `train_total_steps`, or use `from_index`.
+    With `train_epochs`, the dataset is created again for each epoch, and all epochs must have the same order. This
+    rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass such data as
+    one endless generator with `train_total_steps`, or use `from_index`.
 
     >>> iterator = iter(skippable(lambda: ({"x": number} for number in range(5))))
     >>> next(iterator), iterator.position().kind
     ({'x': 0}, 'skip')
 
     Args:
-      data: An iterator or iterable of batches, or a function without arguments that returns one.
+      data: An iterator or iterable of batches, or a function without arguments that returns an iterator or iterable.
 
     Returns:
       An iterable of batches; an iterator if `data` is an iterator.

@@ -1,4 +1,4 @@
-"""Positions in datasets of each kind: Grain, tf.data, sequences, PyTorch, and other iterators."""
+"""Support for positions in each kind of dataset: Grain, tf.data, sequences, PyTorch, and other iterators."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def library(value: Any) -> str | None:
-    """Returns "tensorflow" or "torch" if a value's class is from that library or derived from it; otherwise None.
+    """Returns "tensorflow" or "torch" if a value's class or one of its base classes is from that library, else None.
 
     >>> library(np.ones(2)) is None
     True
@@ -96,18 +96,18 @@ NO_DATA = IndexedBatches(lambda index: None, None)
 
 
 class Source:
-    """Saves and restores the position of an iterator. This base class is for iterators whose position is unknown.
+    """Saves and restores the position of an iterator. The base class itself is for iterators whose position is unknown.
 
     Hooks:
-      read: Reads the position. It is called after each batch if `is_cheap`; otherwise when a checkpoint may be saved.
+      read: Reads the position. Called after each batch if `is_cheap`; otherwise, when a checkpoint may be saved.
       restore: Called when a run resumes from a checkpoint.
-      first: Called before `restore`, to compare the first batch with the one of the interrupted run.
+      first: Called before `restore`, to compare the first batch with that of the interrupted run.
 
     Attributes:
-      kind: The kind, as in `DatasetPosition`; empty for none.
-      start: The number of the first batch, if a number describes the position.
-      is_cheap: Whether the state may be read after each batch.
-      problem: The reason why the state could not be read, and a remedy.
+      kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
+      start: The number of the first batch, if the position is described by a number; otherwise None.
+      is_cheap: Whether reading the state is cheap enough to do after each batch.
+      problem: A message that says why the state could not be read and how to fix it; None if there is no problem.
     """
 
     kind: str = ""
@@ -116,23 +116,23 @@ class Source:
     problem: str | None = None
 
     def read(self) -> Any:
-        """Returns the current state, encoded; None if it is unknown."""
+        """Returns the current state in encoded form; None if it is unknown."""
         return None
 
     def read_start(self) -> Any:
-        """Returns the state before the first batch, encoded; None if reading it takes long and nothing needs it."""
+        """Returns the encoded state before the first batch; None if reading it is slow and nothing needs it."""
         return self.read() if self.is_cheap else None
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        """Moves to a saved state; returns the iterator with which to continue."""
+        """Goes to a saved state, and returns the iterator to continue with."""
         raise NotImplementedError
 
     def doubt(self, *, several_passes: bool) -> str | None:
-        """Returns why a resumed run may see the batches in another order, with a remedy; None if the order is exact."""
+        """Returns why a resumed run may see batches in a different order, and how to fix it; None if it won't."""
         return None
 
     def first(self) -> types.Batch | None:
-        """Returns the first batch if that is possible without consuming a batch; otherwise None."""
+        """Returns the first batch if this is possible without consuming a batch; otherwise None."""
         return None
 
 
@@ -141,7 +141,7 @@ class _Sequence(Source):
 
     def __init__(self, iterator: Any):
         _, (self._items,), *index = iterator.__reduce__()
-        self.start = (index[0] if index else 0) or 0  # An exhausted iterator has dropped its list.
+        self.start = (index[0] if index else 0) or 0  # An exhausted iterator no longer has its list.
 
     def restore(self, state: int) -> Iterator[types.Batch]:
         iterator: Any = iter(self._items)
@@ -191,12 +191,12 @@ class _Stateful(Source):
 
 
 class _TensorFlow(_Stateful):
-    """The position of a tf.data iterator, which is the checkpoint of the iterator.
+    """The position of a tf.data iterator, saved as a checkpoint of the iterator.
 
-    The order of the next epoch comes from the shuffle's seed generator, which all iterators of a dataset share.
-    Creating an iterator advances that generator, and restoring an iterator sets it only while the shuffle still has
-    elements. So the state before the first batch is saved too: restoring an iterator from it resets the generator to
-    its state at the start of the epoch.
+    The order of the next epoch is determined by the seed generator of the shuffle, which all iterators over a dataset
+    share. Creating an iterator advances this generator. Restoring an iterator sets the generator only while the shuffle
+    still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from that state
+    resets the generator to where it was at the start of the epoch.
     """
 
     def __init__(self, dataset: Any, iterator: Any):
@@ -217,7 +217,7 @@ class _TensorFlow(_Stateful):
         return {"dict": {"start": self._start, "now": state}}
 
     def _encode(self, state: Any) -> Any:
-        return {"dict": state}  # Stays bytes, maybe megabytes, until it is known where they are stored.
+        return {"dict": state}  # May be megabytes, so it stays as bytes until it is stored.
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
         items = state["dict"]
@@ -228,7 +228,7 @@ class _TensorFlow(_Stateful):
         return iterator
 
     def _restored(self, state: dict[str, bytes]) -> Any:
-        if not self._is_given:  # TensorFlow can't restore every iterator that already returned a batch.
+        if not self._is_given:  # TensorFlow can't restore some iterators after their first batch.
             self._iterator = self._new_iterator()
         return _restore_tf(self._iterator, state)
 
@@ -240,12 +240,12 @@ class _TensorFlow(_Stateful):
 
 
 class _Torch(_Stateful):
-    """The position in a PyTorch loader, whose order depends on PyTorch's random generators at the start of the epoch.
+    """The position in a PyTorch loader, whose order depends on PyTorch's random state at the start of the epoch.
 
     Args:
       loader: The loader.
-      iterator: The iterator over one epoch.
-      start: The result of `random_state(loader)` before the iterator was created.
+      iterator: The iterator over the current epoch.
+      start: The result of `random_state(loader)`, called before the iterator was created.
     """
 
     def __init__(self, loader: Any, iterator: Any, start: Any):
@@ -255,7 +255,7 @@ class _Torch(_Stateful):
         super().__init__("state_dict" if self._has_state else "torch", self._read_now, self._go_to)
 
     def read(self) -> Any:
-        # Without a state of the loader, a resumed run reads the epoch again from its start.
+        # If the loader has no state, a resumed run reads the epoch again from the start.
         return super().read() if self._has_state else None
 
     def read_start(self) -> Any:
@@ -289,20 +289,20 @@ class _Torch(_Stateful):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in an epoch, or the number left in an iterator; None if it is unknown.
+    """Returns the number of batches in an epoch of a dataset, or left in an iterator; None if it is unknown.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
     """
     try:
         found = operator.length_hint(data, -1)
-    except Exception:  # A tf.data pipeline of unknown length raises one.
+    except Exception:  # A tf.data pipeline of unknown length raises an error.
         return None
     return found if 0 <= found < _ENDLESS else None
 
 
 def is_endless(data: Any) -> bool:
-    """Returns True if a dataset is known to be endless. A dataset can report it in an attribute of this name.
+    """Returns True if a dataset is known to be endless. A dataset can declare this in an attribute `is_endless`.
 
     >>> is_endless(itertools.cycle([1])), is_endless([1])
     (True, False)
@@ -326,15 +326,15 @@ def _has(value: Any, *methods: str) -> bool:
 
 
 def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
-    """Returns the source that fits an iterator of a dataset.
+    """Returns the source that can save and restore the position of an iterator over a dataset.
 
     >>> source_of([], iter([])).kind
     'sequence'
 
     Args:
       dataset: The dataset.
-      iterator: The iterator made from it.
-      start: The result of `random_state(dataset)` before the iterator was created.
+      iterator: The iterator that was created from the dataset.
+      start: The result of `random_state(dataset)`, called before the iterator was created.
     """
     tensorflow = sys.modules.get("tensorflow")
     if isinstance(iterator, _SEQUENCE_ITERATORS):
@@ -357,7 +357,7 @@ def source_of(dataset: Any, iterator: Any, start: Any = None) -> Source:
 
 
 def _save_tf(iterator: Any) -> dict[str, bytes]:
-    """Returns the contents of a tf.data iterator's checkpoint files, keyed by the suffixes of their names."""
+    """Returns the contents of a tf.data iterator's checkpoint files, keyed by file name suffix."""
     with tempfile.TemporaryDirectory() as directory:
         sys.modules["tensorflow"].train.Checkpoint(iterator=iterator).write(f"{directory}/state")
         return {path.name.removeprefix("state."): path.read_bytes() for path in pathlib.Path(directory).iterdir()}
@@ -374,12 +374,12 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
 
 # Parts of a tf.data pipeline that create the iterator of their input immediately, and once per epoch.
 _MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
-# Parts between a shuffle and a repeat whose iterator can be saved until its input has ended.
+# Parts that may be between a shuffle and a repeat, because their iterators can be saved until the input has ended.
 _SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
 
 
 def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, tuple[str, ...]]]:
-    """Returns the parts of a tf.data pipeline that have a seed, each with the kinds of the parts that read from it."""
+    """Returns the parts of a tf.data pipeline that have a seed, each with the kinds of all parts downstream of it."""
     found = [(dataset, above)] if hasattr(dataset, "_seed2") else []
     inputs = dataset._inputs() if _has(dataset, "_inputs") else []
     kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
@@ -387,7 +387,7 @@ def _random_parts(dataset: Any, above: tuple[str, ...] = ()) -> list[tuple[Any, 
 
 
 def _reorders(part: Any) -> bool:
-    """Returns True if a part of a tf.data pipeline produces another order in each epoch."""
+    """Returns True if a part of a tf.data pipeline produces a different order in each epoch."""
     is_shuffle = "Shuffle" in type(part).__name__
     return getattr(part, "_reshuffle_each_iteration", is_shuffle) is not False or bool(
         getattr(part, "_rerandomize", False)
@@ -395,18 +395,18 @@ def _reorders(part: Any) -> bool:
 
 
 def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Returns, for each part that produces another order in each epoch, the kinds of the parts that read from it."""
+    """Returns the kinds of all parts downstream of each part that produces a different order in each epoch."""
     return [above for part, above in parts if _reorders(part)]
 
 
 def _has_one_order_per_epoch(dataset: Any) -> bool:
-    """Returns True if one part of a tf.data pipeline fixes the order of an epoch when its iterator is created."""
+    """Returns True if a single part of a tf.data pipeline sets an epoch's order when its iterator is created."""
     orders = _orders(_random_parts(dataset))
     return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
 
 
 def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
-    """Returns why a tf.data pipeline may change its order after a resume, with a remedy; None if it doesn't."""
+    """Returns why a tf.data pipeline may change its order after a resume, and how to fix it; None if it won't."""
     parts = _random_parts(dataset)
     orders = _orders(parts)
     repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
@@ -429,7 +429,7 @@ def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
 
 
 def reshuffles(dataset: Any) -> bool:
-    """Returns True if a dataset is a tf.data pipeline that reshuffles each time it is iterated over."""
+    """Returns True if a dataset is a tf.data pipeline that is reshuffled each time it is iterated over."""
     dataset = getattr(dataset, "_data", dataset)
     return library(dataset) == "tensorflow" and any(_reorders(part) for part, _ in _random_parts(dataset))
 
@@ -447,7 +447,7 @@ def _is_loader(dataset: Any) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Returns a loader and the samplers in it, without duplicates."""
+    """Returns a list of a loader and all samplers in it, without duplicates."""
     found, more = {}, [loader]
     while more:
         part = more.pop(0)
@@ -458,7 +458,7 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def _unknown_order_reason(loader: Any) -> str | None:
-    """Returns why something other than PyTorch's generators may decide a loader's order; None if nothing does."""
+    """Returns the reason why a loader's order may depend on more than PyTorch's random state; None if it doesn't."""
     has_state = lambda value: _has(loader, "state_dict") and _has(value, "state_dict", "load_state_dict")
     is_iterable = any(base.__name__ == "IterableDataset" for base in type(loader.dataset).__mro__)
     if is_iterable and not has_state(loader.dataset):
@@ -472,7 +472,7 @@ def _unknown_order_reason(loader: Any) -> str | None:
 
 
 def random_state(dataset: Any) -> Any:
-    """Returns the states of the random number generators that a PyTorch loader uses; None for other data."""
+    """Returns the states of the random number generators that a PyTorch loader uses; None for any other dataset."""
     if not _is_loader(dataset):
         return None
     parts = _samplers(dataset)
@@ -500,7 +500,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """Restores the random number generators of a PyTorch loader on exit, so that an evaluation doesn't change them."""
+    """Restores the random state of a PyTorch loader on exit, so that an evaluation doesn't change it."""
     loader = getattr(dataset, "_data", dataset)
     state = random_state(loader)
     try:
@@ -510,7 +510,7 @@ def keeping_random_state(dataset: Any) -> Iterator[None]:
             _set_random_state(loader, state)
 
 
-# The key that marks an array that was a tensor in a PyTorch state, such as the state of a random number generator.
+# The key that marks an array that was a tensor in a PyTorch state (for example, the state of a generator).
 _TENSOR = "torch.Tensor"
 
 
@@ -525,7 +525,7 @@ def _with_tensors(state: Any) -> Any:
 
 
 def unknown_reason(dataset: Any) -> str:
-    """Returns why an iterator of a dataset has no position to save, with a remedy."""
+    """Returns a message that says why the position in a dataset can't be saved and how to fix it."""
     give = "a list, a Grain dataset, a tf.data.Dataset, or jaxloop.data.from_index(function)"
     packages = {base.__module__.partition(".")[0] for base in type(dataset).__mro__}
     if "tensorflow_datasets" in packages:
@@ -538,7 +538,7 @@ def unknown_reason(dataset: Any) -> str:
 
 
 def name_of(dataset: Any) -> str:
-    """Returns the name of a dataset's class with an article, for messages."""
+    """Returns the name of a dataset's class, preceded by "a" or "an", for use in messages."""
     name = type(dataset).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
@@ -552,7 +552,7 @@ _REMEDY = (
 
 
 def is_function(data: Any) -> bool:
-    """Returns True if `data` is a function that returns a dataset, and is not iterable itself.
+    """Returns True if `data` is a function that returns a dataset: it is callable, but not iterable itself.
 
     >>> is_function(lambda: []), is_function([])
     (True, False)
@@ -561,7 +561,7 @@ def is_function(data: Any) -> bool:
 
 
 def check_is_dataset(data: Any) -> None:
-    """Raises a `TypeError` if `data` is a single batch, or can't be iterated over.
+    """Raises a `TypeError` if `data` is a single batch or not iterable.
 
     >>> check_is_dataset([{"x": np.ones(2)}])
     """

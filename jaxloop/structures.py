@@ -1,8 +1,8 @@
 """The structures of pytrees, including the classes of their nodes.
 
 JAX considers two structures equal if they differ only in the class of a dataclass with the same fields. Some versions
-of JAX use this equality to look up the functions that `jax.jit` compiled, and then call a function compiled for another
-class. The hashes of the structures differ, so this module compares them, too.
+of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function that was compiled for a
+different class. The hashes of the two structures differ, so this module also compares the hashes.
 """
 
 import functools
@@ -16,7 +16,7 @@ MAX_STRUCTURES = 1024
 
 
 def are_alike(one: Any, other: Any) -> bool:
-    """Returns whether two trees have the same structure, with nodes of the same classes.
+    """Returns whether two pytrees have the same structure, including the classes of their nodes.
 
     >>> import collections
     >>> are_alike({"x": 1}, {"x": 2}), are_alike({"x": 1}, collections.OrderedDict(x=1))
@@ -26,7 +26,10 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of a tree, and a key of its structure; see `are_alike`. Its last item is the `PyTreeDef`."""
+    """Returns the leaves of a pytree, and a key that identifies its structure as in `are_alike`.
+
+    The last item of the key is the `PyTreeDef`.
+    """
     leaves, structure = jax.tree.flatten(tree)
     return leaves, _with_hash(structure)
 
@@ -40,7 +43,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: Returns the function for one structure. Each call must make a new Python function and jit that.
+      compile: Returns the function for one structure. Each call must create and jit a new Python function.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -55,9 +58,9 @@ class PerStructure:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function for arguments with this structure."""
+        """Returns the function for arguments with the structure of these ones."""
         return self._of(jax.tree.structure(args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function for arguments like these, which may be shapes."""
+        """Lowers the function for arguments like these, which may be `jax.ShapeDtypeStruct`s."""
         return self._of(jax.tree.structure(args)).lower(*args)

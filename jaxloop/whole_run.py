@@ -1,4 +1,4 @@
-"""The state of a run apart from its train state: how a checkpoint stores it, and how a resumed run loads it."""
+"""The state of a run other than its train state, and functions that save it in a checkpoint and load it again."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -26,17 +26,17 @@ _POSITION_ARRAYS = "data"
 @final
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The progress of a run when its checkpoint was saved.
+    """The progress of a run at the time when its checkpoint was saved.
 
     Attributes:
-      elapsed: Progress after the last completed step. Its `previous` is one step earlier.
-      may_be_incomplete: True if a signal or an exception may have prevented actions or evaluations of that step.
-      has_stopped: True if the run had been asked to stop there.
-      steps_in_loop: Completed steps of the current loop.
-      position: Position in the train data; None at the start of the next epoch, or if the position is unknown.
-      knows_position: True if the checkpoint contains the position in the train data.
-      is_own_position: True if the checkpoint was saved by as many processes as there are now, so that the position
-        belongs to this process.
+      elapsed: The progress after the last completed step. Its `previous` is one step earlier.
+      may_be_incomplete: True if a signal or an exception may have kept some actions or evaluations of that step from
+        running.
+      has_stopped: True if the run had been asked to stop at that step.
+      steps_in_loop: The number of completed steps in the current loop.
+      position: The position in the training data; None at the start of an epoch, or if the position is unknown.
+      knows_position: True if the checkpoint contains information about the position in the training data.
+      is_own_position: True if the number of processes is still the same, so that the position belongs to this process.
     """
 
     elapsed: Elapsed
@@ -54,48 +54,48 @@ class Resumed:
 
 
 class Part(Protocol):
-    """A part of a run that has state, such as a loop with its actions.
+    """A part of a run that has a state, such as a loop with its actions.
 
-    The state dict of the part that trains has the keys `elapsed`, `previous` (one step earlier), `steps_in_loop` and
+    The state dict of the training part has the keys `elapsed`, `previous` (one step earlier), `steps_in_loop` and
     `has_stopped`.
     """
 
     @property
     def batches_consumed(self) -> int:
-        """Number of batches that the source had returned when the last step was completed."""
+        """The number of batches that the source had returned when the last step was completed."""
         ...
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns its state as JSON types, and train states that it keeps, by name."""
+        """Returns a pair: the state of this part as JSON types, and the train states that it keeps, by name."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores the results of `state_dict`."""
+        """Restores what `state_dict` returned."""
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Continues from this progress without a state dict, after `batches_before` batches of the current loop."""
+        """Resumes at this progress without a state dict, after `batches_before` batches of the current loop."""
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that it has read from a source but not used."""
+        """Returns the number of batches that this part has read from a source but not used yet."""
         ...
 
 
 @final
 @dataclasses.dataclass(eq=False)
 class WholeRun:
-    """The state of a run except its train state: loops, actions, positions in the data, and the history.
+    """The state of a run other than its train state: loops, actions, positions in the data, and the history.
 
     Attributes:
       main: The part that trains.
-      others: Other parts, by name.
-      eval_sources: Iterators of evaluations that continue where the last evaluation ended, by name.
+      others: The other parts, by name.
+      eval_sources: The iterators of those evaluations that continue where their last evaluation ended, by name.
       history: The history of the run.
-      keys: The PRNG keys. A run can resume only with the same keys.
+      keys: The PRNG keys. A run can be resumed only with the same keys.
       job: The processes that train together, each with its own data.
-      passes: Completed epochs.
-      source: Iterator over the current epoch of the train data; None between two epochs.
-      commands: The commands to the run; None if it takes none.
-      left_out: The batches of the train data that the run leaves out.
+      passes: The number of completed epochs.
+      source: The iterator over the current epoch of the training data; None between two epochs.
+      commands: The commands sent to the run; None if the run accepts no commands.
+      left_out: The batches of the training data that the run leaves out.
     """
 
     main: Part
@@ -116,12 +116,12 @@ class WholeRun:
     # `load` reads what `snapshot` writes, in the same order -----------------------------------------------
 
     def snapshot(self, *, may_be_incomplete: bool = False) -> dict[str, Any]:
-        """Returns the state of the run at this moment, as keyword arguments of `CheckpointAction.save`.
+        """Returns the state of the run at this moment, as keyword arguments for `CheckpointAction.save`.
 
         Args:
           may_be_incomplete: True if some actions or evaluations of this step may not have run.
         """
-        self.history.flush()  # The checkpoint includes the rows up to here.
+        self.history.flush()  # The checkpoint includes all rows up to this point.
         states, trees = {}, {}
         for name, part in self._parts.items():
             states[name], kept = part.state_dict()
@@ -156,14 +156,15 @@ class WholeRun:
 
         Args:
           opened: The checkpoint.
-          state: A train state. The states that actions keep get the same structure and shardings.
+          state: A train state. The states kept by actions are restored with its structure and shardings.
 
         Returns:
-          The progress of the run. The caller must set `source` to an iterator at its `position`.
+          The progress of the run. The caller must set `source` to an iterator at the `position` of this progress.
 
         Raises:
           CheckpointError: The checkpoint is damaged.
-          ValueError: The checkpoint comes from a run with other PRNG keys.
+          ValueError: The checkpoint was saved by a run with different PRNG keys, or its directory was renamed to a
+            different step.
         """
         with opened.understanding():
             metadata, run = opened.metadata(), opened.run()
@@ -204,15 +205,18 @@ class WholeRun:
     # Batches that are left out ---------------------------------------------------------------------------
 
     def newest_batch(self, *, before: int = 0) -> int:
-        """Returns the number of the batch of the last completed step, or of one some steps before; 0 for none."""
+        """Returns the number of the batch used by the last completed step, or by the one `before` steps earlier.
+
+        If there is no such step, the number is 0.
+        """
         return self.left_out.number_at(self.main.batches_consumed, self.source, before=before)
 
     def record_left_out(self, now: Elapsed) -> None:
-        """Adds a row to the history for each batch that was left out since the last call."""
+        """Adds a row to the history for each batch that was left out since the last call to this method."""
         self.left_out.record(self.newest_batch(), now, self.history)
 
     def warn_of_unreached(self) -> None:
-        """Warns of batches that the run was to leave out, and did not reach."""
+        """Warns if the run was asked to leave out batches that it did not reach."""
         self.left_out.warn_of_unreached(self.newest_batch())
 
     def detour(
@@ -220,15 +224,16 @@ class WholeRun:
     ) -> None:
         """Interrupts the run, which then returns to the newest checkpoint before `first_step`.
 
-        From there it continues without the batches of these steps.
+        From there, the run continues without the batches of the steps from `first_step` to `last_step`.
 
         Args:
           now: The progress of the run.
-          first_step: The first of the steps whose batches are left out.
-          last_step: The last one; at most the step of `now`.
-          reason: The reason, in words.
+          first_step: The first step whose batch is left out.
+          last_step: The last step whose batch is left out. It must not be later than the step of `now`.
+          reason: The reason for the detour, in words.
           updates: The number of updates per batch.
-          at_most: The number of detours that the run may make; one more ends it with an error. None for no limit.
+          at_most: The maximum number of detours. If the run needs another one, it ends with an error. None for no
+            limit.
         """
         if not 0 < first_step <= last_step <= now.steps:
             raise ValueError(
@@ -245,7 +250,7 @@ class WholeRun:
     # Positions -------------------------------------------------------------------------------------------
 
     def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """Returns the positions in the data of each process, and the long byte strings of this process, as arrays.
+        """Returns the positions of every process in the data, and the long byte strings of our own position as arrays.
 
         There are arrays only if a single process trains.
         """
@@ -262,9 +267,10 @@ class WholeRun:
     def _load_positions(
         self, positions: Sequence[Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[DatasetPosition | None, bool]:
-        """Restores the positions of evaluations; returns the position in the train data, and whether it is our own.
+        """Restores the positions of evaluations, and returns the position in the training data.
 
-        If the number of processes has changed, it uses the positions of the first process.
+        Also returns whether these positions belong to this process. If the number of processes has changed, they are
+        those of the first process instead.
         """
         place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
         is_own = len(positions) == count
@@ -282,7 +288,7 @@ class WholeRun:
     # --------------------------------------------------------------------------------------------------
 
     def _start_without_state(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
-        """Makes all parts continue from a train state, without state of their own."""
+        """Makes all parts resume from a checkpoint that contains only a train state and no state of the parts."""
         logging.warning(
             "The checkpoint of step %d in %s contains only a train state, as an Orbax CheckpointManager saves it: "
             "the data, the actions and unfinished means start from scratch, and damage to it can't be detected.",
@@ -307,13 +313,13 @@ class WholeRun:
         check_keys(run, self._keys, directory)
 
     def measured_at(self, step: int) -> set[str]:
-        """Returns the names of the metrics in the history at a step."""
+        """Returns the top-level names in the history at a step, such as those of the evaluations that ran there."""
         return {name for row in self.history.rows if row.elapsed.steps == step for name in row.logs}
 
     def resume_history(
         self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
     ) -> None:
-        """Calls `History.resume`. The first process, which writes the file, does so before the others."""
+        """Calls `History.resume`, first in the process that writes the history's file, and then in all others."""
         if not self.job.is_first:
             agreement.wait_for_all("the history")
         self.history.resume(steps, num_rows, checksum=checksum)
@@ -322,10 +328,10 @@ class WholeRun:
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Checks that a checkpoint's `run` has these PRNG keys, which are encoded.
+    """Checks that the `run` entry of a checkpoint contains the given PRNG keys, in encoded form.
 
     Raises:
-      ValueError: The keys differ.
+      ValueError: The checkpoint has different keys.
     """
     if run["keys"] != keys:
         raise ValueError(
@@ -336,14 +342,14 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the progress of the run at the checkpoint of a step. Its `previous` is one step earlier."""
+    """Returns the progress stored in the checkpoint of a step. Its `previous` is one step earlier."""
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
 
 def directories_of(
     train_loop: ActionLoop | None, spec: CheckpointSpec | None, workdir: epath.PathLike | None = None
 ) -> list[epath.Path]:
-    """Returns the directories that a run writes to: those of its checkpoints, and the work directory if given.
+    """Returns the directories that a run writes to: its checkpoint directories, and the work directory if given.
 
     Without a train loop, a run writes only to its work directory.
     """
@@ -361,15 +367,15 @@ def checkpoint_actions(loop: ActionLoop) -> list[CheckpointAction]:
 def check_no_newer_checkpoints(
     train_loop: ActionLoop, step_num: int, listed: Mapping[epath.Path, Sequence[int]] | None = None
 ) -> None:
-    """Checks that a run which starts at `step_num` would not save among later checkpoints of another run.
+    """Checks that a run starting at `step_num` would not save into a directory with later checkpoints of another run.
 
     Args:
       train_loop: The train loop, with its `CheckpointAction`s.
       step_num: The step at which the run starts.
-      listed: The steps in the directories that the caller has already listed.
+      listed: The checkpoint steps in each directory that the caller has already listed.
 
     Raises:
-      ValueError: A directory contains checkpoints of later steps.
+      ValueError: A directory contains checkpoints from later steps.
     """
     listed = listed or {}
     for action in checkpoint_actions(train_loop):
@@ -389,12 +395,12 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
     Args:
       source: The iterator.
       position: The position.
-      is_own: True if the position belongs to this process. Otherwise only its count of batches is used, because its
-        process read another part of each batch.
+      is_own: True if the position belongs to this process. Otherwise, only its number of batches is used, because the
+        process that saved it read a different part of each batch.
 
     Raises:
       PositionUnknownError: The source can't go to the position.
-      ValueError: The position belongs to another dataset.
+      ValueError: The position was saved from a different dataset, or the dataset ends before the position.
     """
     if is_own:
         source.seek(position)
@@ -415,6 +421,6 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
 def _position_of(source: PositionedIterator | None, count: int, arrays: dict[str, np.ndarray] | None = None) -> Any:
     try:
         return source and source.position(count).to_dict(arrays)
-    except Exception:  # The data may be the reason why the run is ending.
+    except Exception:  # A problem with the data may be the reason why the run is ending.
         logging.exception("The position in %r could not be read, so a resumed run can't return to it.", source)
         return None

@@ -13,19 +13,19 @@ from jaxloop.schedules import Schedule
 
 @final
 class LearningRateAction(WriterAction):
-    """Writes the learning rate of the last update, which `optax.inject_hyperparams` stores in the optimizer's state.
+    """Writes the learning rate of the last update, which `optax.inject_hyperparams` stores in the optimizer state.
 
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     >>> float(learning_rate(optimizer.init(0.0)))
     0.10000000149011612
 
     Args:
-      summary_writer: See `SummaryAction`. You own it.
+      summary_writer: See `SummaryAction`. The caller owns the writer.
       interval: See `Action`.
-      background: Whether a thread writes, see `SummaryAction`.
+      background: Whether a background thread does the writing; see `SummaryAction`.
 
     Raises:
-      ValueError: When it is called, if the optimizer's state has no learning rate.
+      ValueError: The optimizer state has no learning rate. The error is raised when the action is called.
     """
 
     uses_outputs = False
@@ -48,8 +48,8 @@ class LearningRateAction(WriterAction):
 
 
 def learning_rate(opt_state: Any) -> Any:
-    """Returns the learning rate in an optimizer's state, on its device; None if there is none or more than one."""
+    """Returns the learning rate in an optimizer state, without a copy to the host; None unless there is exactly one."""
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-    # Besides the rate itself, a schedule has a state with the same name.
+    # A schedule has a state with the same name as the rate itself.
     rates = [value for _, value in found if hasattr(value, "dtype") and np.ndim(value) == 0]
     return rates[0] if len(rates) == 1 else None

@@ -23,25 +23,25 @@ from jaxloop.timing import Spent
 @final
 @dataclasses.dataclass
 class Run:
-    """The run that a loop is part of. An `OuterLoop` sets it on its loops; a standalone loop has none.
+    """The run that a loop is part of. An `OuterLoop` sets it on each of its loops; a standalone loop has no run.
 
     Attributes:
       history: The values measured so far.
       total_steps: The total number of updates; None if it is unknown.
-      loop_steps: Loops end at the multiples of this number of steps; None if their length is unknown.
-      elapsed: For an evaluation, the progress of the training; None for a train loop, which has its own.
-      stop: A further schedule that ends the run.
-      eval_intervals: The intervals of the evaluations, like those of actions.
-      evaluate: Runs the evaluations that are due, given a state, the progress, and whether a loop ended at this step.
+      loop_steps: The length of a loop: loops end at the multiples of this number of steps. None if it is unknown.
+      elapsed: For an eval loop, the training progress; None for a train loop, which counts its own progress.
+      stop: An additional schedule that ends the run.
+      eval_intervals: The intervals of the evaluations, in the same form as those of actions.
+      evaluate: Runs the evaluations that are due, given the state, the progress, and whether a loop ended at this step.
         Returns whether the run continues.
-      end_data: Called when the data end, after the last step of the epoch; None if no other loop may follow.
-      snapshot: Returns everything that a checkpoint contains besides the state, as arguments of
+      end_data: Called when the data run out, after the last step of the epoch; None if no other loop may follow.
+      snapshot: Returns everything that a checkpoint contains besides the state, as keyword arguments for
         `CheckpointAction.save`.
-      can_resume: Whether another call, or process, may continue a loop that a signal interrupted.
-      keeps_batches: Whether a train loop keeps its last batches, to record a failure.
-      ends_with_data: Whether the run ends when the data end.
-      commands: The commands to the run; None if it takes none.
-      detour: Begins a detour, see `WholeRun.detour`; None if the run can't return to a checkpoint.
+      can_resume: Whether a later call, or another process, may continue a loop that a signal interrupted.
+      keeps_batches: Whether a train loop keeps its most recent batches, so that a failure can be recorded.
+      ends_with_data: Whether the run ends when the data run out.
+      commands: The commands sent to the run; None if the run accepts no commands.
+      detour: Begins a detour; see `WholeRun.detour`. None if the run can't return to a checkpoint.
     """
 
     history: History | None = None
@@ -61,14 +61,14 @@ class Run:
 
     @property
     def intervals(self) -> Sequence[int | Schedule]:
-        """The intervals of everything in the run except actions."""
+        """The intervals of everything in the run other than actions."""
         others = (self.stop, None if self.commands is None else self.commands.replay)
         return [*self.eval_intervals, *(each for each in others if each is not None)]
 
 
 @final
 class Moments:
-    """Runs everything that is due between two steps: actions, evaluations, then the actions with `runs_last`.
+    """Runs everything that is due between two steps: first actions, then evaluations, then actions with `runs_last`.
 
     Args:
       stepper: Runs the steps.
@@ -77,11 +77,11 @@ class Moments:
 
     Attributes:
       statistics: The `stat_loop.Statistics` that measures intervals; None in a loop without statistics.
-      agenda: The end actions.
+      agenda: The end actions, and when each one is due.
       begin_actions: The begin actions.
       last_beginning: The progress at which the begin actions were last checked.
       run: The run that the loop is part of; None for a standalone loop.
-      stop_requested: Whether an action or an evaluation asked for the end of the run.
+      stop_requested: Whether an action or an evaluation has asked to end the run.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -95,29 +95,32 @@ class Moments:
         self._spent_before = progress.stopwatch.spent()
 
     def attach(self, action: Action) -> None:
-        """Adds an end action before the others, until `detach_all`. An `OuterLoop` records its history with one."""
+        """Adds an end action that runs before the others, until `detach_all` is called.
+
+        An `OuterLoop` uses such an action to record its history.
+        """
         self.agenda.attach(action, self._stepper.ledger.position)
 
     def detach_all(self) -> None:
-        """Removes the attached actions."""
+        """Removes all actions that were added with `attach`."""
         self.agenda.detach_all()
 
     # When ----------------------------------------------------------------------------------------------
 
     @property
     def elapsed(self) -> Elapsed:
-        """The progress of the training; see `Loop.elapsed`."""
+        """The training progress; see `Loop.elapsed`."""
         newest, progress = self._progress.last_elapsed, self._progress
         return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.elapsed_now()
 
     def elapsed_now(self, loops: int | None = None) -> Elapsed:
-        """Returns the progress of the training now. Schedules of time compare it with its `previous`."""
+        """Returns the current training progress. Time-based schedules compare its time with that of its `previous`."""
         if self.run is None or self.run.elapsed is None:
             return self._progress.elapsed_now(loops)
         return dataclasses.replace(self.run.elapsed, previous=self._progress.last_elapsed.without_previous())
 
     def now(self, *, ends_loop: bool = False) -> Elapsed:
-        """Returns the progress of the training at this moment, with `is_last` if the run ends here.
+        """Returns the training progress at this moment. Its `is_last` is True if the run ends here.
 
         Args:
           ends_loop: Whether a loop ends at this step.
@@ -136,20 +139,20 @@ class Moments:
         return dataclasses.replace(now, is_last=True) if is_last else now
 
     def goal(self) -> Goal:
-        """Returns the goal up to which nothing is due: no action, no evaluation, and not the stop of the run."""
+        """Returns the goal before which nothing is due: no action, no evaluation, and no end of the run."""
         now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.elapsed_now()
         return self.agenda.next(now, () if run is None else run.intervals)
 
     def next(self) -> tuple[int, float]:
-        """Returns the step, and the time on the stopwatch, at which something may be due next."""
+        """Returns the step and the stopwatch time at which something may next be due."""
         goal = self.goal()
         # Slightly early, so that rounding doesn't make it late.
         return goal.step, self._progress.secs_at(goal.time) - 1e-9
 
     def execute_commands(self) -> bool:
-        """Executes the commands to the run; returns whether there were any."""
+        """Executes the commands sent to the run, and returns whether there were any."""
         commands = None if self.run is None or not self._stepper.call.trains else self.run.commands
         if commands is None or not commands.are_due(self._progress.steps):
             return False
@@ -157,15 +160,15 @@ class Moments:
         return True
 
     def due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
-        """Returns the actions that are due and were not called at this step."""
-        # Actions of an evaluation count its own loops.
+        """Returns the actions that are due and have not yet been called at this step."""
+        # The actions of an eval loop count loops of their own.
         loop = now.loops if self._stepper.call.trains else self._progress.loops + self._progress.is_inside
         return self.agenda.due(now, loop if at_end else None)
 
     # What ----------------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """Begins a call of the loop."""
+        """Prepares for a call to the loop."""
         self.stop_requested = False
         for slot in self.agenda.slots:
             slot.is_requested = False
@@ -185,19 +188,20 @@ class Moments:
         self.last_beginning = asked.without_previous()
 
     def run_moment(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
-        """Runs everything that is due at a moment outside a call of the loop; returns whether the run continues.
+        """Runs everything that is due at a moment outside a call to the loop, and returns whether the run continues.
 
-        Such moments are the one before the first step, the last step if it turns out to be the last only afterwards,
-        and the step of a checkpoint at which the run was interrupted. Nothing is called twice at one step.
+        There are three such moments: before the first step; after a step that only later turns out to be the last one;
+        and, in a resumed run, at the step where the earlier run was interrupted. Nothing is called twice at the same
+        step.
 
         Args:
           state: The state.
           at_end: Whether a loop ended at this step.
-          is_last: Whether it was the last step.
-          saves: Whether to call actions that save, too.
+          is_last: Whether this step was the last one.
+          saves: Whether to also call actions that save.
         """
         now = self.elapsed
-        self.stop_requested &= is_last  # A checkpoint of the last step records that a stop was requested.
+        self.stop_requested &= is_last  # A checkpoint saved at the last step records the request to stop.
         is_last |= self.now().is_last
         now = dataclasses.replace(now, is_last=is_last, previous=now.previous or now)
         due = [slot for slot in self.due(now, at_end=at_end) if saves or not slot.saves]
@@ -207,7 +211,7 @@ class Moments:
         return not self.stop_requested
 
     def run_moment_in_loop(self, state: Any, now: Elapsed) -> bool:
-        """Runs everything that is due inside a loop; returns whether the loop continues."""
+        """Runs everything that is due at a moment inside a loop, and returns whether the loop continues."""
         self._progress.last_elapsed, stepper = now, self._stepper
         due = self.due(now)
         reads = any(slot.reads_outputs for slot in due)
@@ -222,7 +226,7 @@ class Moments:
     def evaluate_and_call_last(
         self, due: Sequence[Slot], state: Any, now: Elapsed, *, at_end: bool = False, newest: Any = None
     ) -> bool:
-        """Evaluates, then calls the due actions with `runs_last`; returns whether the run continues."""
+        """Runs the evaluations and actions with `runs_last` that are due, and returns whether the run continues."""
         self._evaluate(state, now, at_end)
         if not self._job.requests.requested:  # Otherwise a checkpoint would contain an interrupted evaluation.
             self.call_due(due, state, now, runs_last=True, newest=newest, ends_run=self.run is not None)
@@ -234,7 +238,7 @@ class Moments:
         self.stop_requested |= not (continues or self._job.requests.requested)
 
     def call_last(self, state: Any) -> bool:
-        """Calls the due actions with `runs_last` at the end of a loop; returns whether the run continues."""
+        """Calls the due actions with `runs_last` at the end of a loop, and returns whether the run continues."""
         now = self._progress.last_elapsed
         self.call_due(self.due(now, at_end=True), state, now, runs_last=True)
         return not self.stop_requested
@@ -249,13 +253,13 @@ class Moments:
         newest: Callable[[], dict[str, Any]] | None = None,
         ends_run: bool = False,
     ) -> None:
-        """Calls the due actions whose `runs_last` is the given value, those that save after the others.
+        """Calls the actions that are due and have the given value of `runs_last`. Those that save are called last.
 
-        With `ends_run`, if an action has asked for the end of the run, saves are postponed to the last moment of the
-        run, which follows at this step. The checkpoint then contains the last row and the last evaluation.
+        With `ends_run`, if an action has asked to end the run, saves are postponed to the last moment of the run, which
+        follows at the same step. That way, the checkpoint contains the last row and the last evaluation.
         """
         ledger = self._stepper.ledger
-        if not runs_last and any(slot.reads_outputs for slot in due):  # A read ends the sums of `clu.metrics`.
+        if not runs_last and any(slot.reads_outputs for slot in due):  # After a read, new sums of `clu.metrics` begin.
             ledger.end_part()
         called = [slot for slot in due if slot.action.runs_last == runs_last]
         for slot in called:
@@ -296,7 +300,7 @@ class Moments:
 
     @contextlib.contextmanager
     def _reporting_failure(self, slot: Slot) -> Iterator[None]:
-        """Reports an exception of an action to the other processes, which then stop at the same step and save."""
+        """Reports an action's exception to the other processes, which then stop at the same step and save."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -305,18 +309,18 @@ class Moments:
             raise
 
     def measure(self, state: Any, spent: Spent | None = None) -> dict[str, Any]:
-        """Returns the statistics of the interval in which `spent` was spent, by name; None for the whole loop."""
+        """Returns the statistics by name, for the interval whose time is `spent`; None for the whole loop."""
         if self.statistics is None:
             return {}
         stepper = self._stepper
         return {**self.statistics.of(state, spent, updates=stepper.call.updates), **stepper.guard.measure()}
 
     def saves_at(self, now: Elapsed) -> bool:
-        """Returns whether an action saves at this moment inside a loop."""
+        """Returns whether any action saves at this moment inside a loop."""
         return any(slot.saves and slot.is_due(now, None) for slot in self.agenda.slots)
 
     def flush(self, *, raise_errors: bool) -> None:
-        """Waits for the pending work of the actions of a standalone loop."""
+        """Waits until the actions have finished their pending work, if the loop is standalone."""
         for slot in self.agenda.slots if self.run is None else ():
             try:
                 slot.action.flush()

@@ -1,4 +1,4 @@
-"""The values that callbacks report, and their aggregation."""
+"""The values that callbacks report, and functions that aggregate them."""
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Logs(dict[str, Any]):
-    """The values that a step reports, by collection and name. A pytree, so that jitted functions can return it.
+    """The values that a step reports, by collection and name. `Logs` is a pytree, so jitted functions can return it.
 
     >>> logs = Logs()
     >>> logs.add_metric("accuracy", 0.9).add_loss("loss", 0.3)
@@ -25,7 +25,7 @@ class Logs(dict[str, Any]):
     __slots__ = ("__weakref__",)
 
     def add(self, collection: str, name: str, value: Any) -> Self:
-        """Adds a value to a collection; returns the logs."""
+        """Adds a value to a collection, and returns these logs."""
         for each in (collection, name):
             if not isinstance(each, str):
                 raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
@@ -33,39 +33,38 @@ class Logs(dict[str, Any]):
         return self
 
     def add_metric(self, name: str, value: Any) -> Self:
-        """Adds a value to the collection `metrics`; returns the logs."""
+        """Adds a value to the collection `metrics`, and returns these logs."""
         return self.add("metrics", name, value)
 
     def add_loss(self, name: str, value: Any) -> Self:
-        """Adds a scalar to the collection `losses`, whose sum `train_step` differentiates; returns the logs."""
+        """Adds a scalar to `losses`, and returns these logs. `train_step` differentiates the sum of this collection."""
         return self.add("losses", name, value)
 
     @property
     def updates(self) -> "Logs":
-        """The collection `updates`: the variables that the forward pass changed, which `train_step` stores in the
-        state.
+        """The collection `updates`: variables that the forward pass has changed. `train_step` stores them in the state.
 
-        `logs.add("updates", "batch_stats", batch_stats)` adds to it. A history doesn't store it.
+        To add to this collection, call `logs.add("updates", "batch_stats", batch_stats)`. A history doesn't store it.
 
-        Assigning logs to this attribute merges everything they report: `logs.updates, state = train_step(state,
-        batch)`.
+        Assigning logs to this attribute merges all of their other collections into these logs: `logs.updates, state =
+        train_step(state, batch)`.
         """
         return self.setdefault("updates", Logs())
 
     def merge(self, other: Mapping[str, Any]) -> Self:
-        """Adds all entries of other logs, collection by collection; returns the logs."""
+        """Adds all entries of other logs, collection by collection, and returns these logs."""
         for name, value in other.items():
-            if isinstance(value, (dict, Mapping)):  # The first costs less.
+            if isinstance(value, (dict, Mapping)):  # The first check is cheaper.
                 own = self.get(name)
                 value = Logs(value) if own is None else Logs({**own, **value} if isinstance(own, Mapping) else value)
             self[name] = value
         return self
 
     def entry_value(self, name: str) -> Any:
-        """Returns the value with a name in any collection; `entry_value("metrics.loss")` selects a collection.
+        """Returns the value with this name in any collection. `entry_value("metrics.loss")` selects a collection.
 
         Raises:
-          KeyError: No value, or more than one, has this name.
+          KeyError: There is no value with this name, or more than one.
         """
         values = dict(entries(self))
         found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]
@@ -101,7 +100,7 @@ class Logs(dict[str, Any]):
 
 
 def _nearest_method(name: str) -> str:
-    """Returns the method of `Logs` that a misspelled name probably means, with its arguments."""
+    """Returns the `Logs` method that a misspelled name was probably meant to be, with its arguments."""
     nearest = next((kind for kind in ("metric", "loss") if kind in name), None)
     return f"add_{nearest}(name, value)" if nearest else "add(collection, name, value)"
 
@@ -116,13 +115,13 @@ def _flatten_with_keys(logs: Logs) -> tuple[list[tuple[Any, Any]], tuple[str, ..
     return [(jax.tree_util.DictKey(name), logs[name]) for name in names], names
 
 
-# It runs in each call of a compiled function, so its speed matters.
+# This runs in each call to a compiled function, so its speed matters.
 _unflatten = lambda names, values: Logs(zip(names, values, strict=False))
 jax.tree_util.register_pytree_with_keys(Logs, _flatten_with_keys, _unflatten, _flatten)
 
 
 def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values with their paths, such as `metrics.loss`."""
+    """Yields each value together with its path, such as `metrics.loss`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from entries(value, f"{prefix}{name}.")
@@ -131,7 +130,7 @@ def entries(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def nested(entries: Mapping[str, Any]) -> Logs:
-    """Returns the logs with these entries."""
+    """Returns logs with the given entries, which are keyed by path."""
     logs = Logs()
     for path, value in entries.items():
         *collections_, name = path.split(".")
@@ -143,9 +142,9 @@ def nested(entries: Mapping[str, Any]) -> Logs:
 
 
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries by their short names: `loss` for `metrics` and `losses`, `test/loss` for others."""
+    """Returns the entries by short name: `loss` in the collections `metrics` and `losses`, `test/loss` in any other."""
     named = {}
-    # A metric with the name of a loss comes later, and replaces it.
+    # A metric with the same name as a loss comes later, and replaces the loss.
     for path, value in sorted(entries(logs), key=lambda entry: not entry[0].startswith("losses.")):
         collection, _, name = path.partition(".")
         named[(name if name and collection in ("metrics", "losses") else path).replace(".", "/")] = value
@@ -153,20 +152,23 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
-    """Returns the number of examples in a row; after steps that have no row, the mean over these steps."""
+    """Returns the number of examples in a row.
+
+    If steps between the previous row and this one have no row, returns the mean number of examples per step.
+    """
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 
 
 @final
 class Means:
-    """The means of the rows of a history so far, weighted by examples."""
+    """The running means over the rows of a history, weighted by the number of examples."""
 
     def __init__(self):
         self._num_rows, self._before, self._weight = 0, Elapsed(), 1
         self._sums: dict[str, tuple[float, int]] = {}
 
     def take(self, history: History) -> None:
-        """Adds the new rows of a history."""
+        """Adds the rows that are new in a history."""
         for index in range(self._num_rows, len(history)):
             elapsed, logs = history[index]
             self._add(elapsed, logs)
@@ -181,11 +183,11 @@ class Means:
                 self._sums[path] = (total + self._weight * float(value), weights + self._weight)
 
     def logs(self) -> Logs:
-        """Returns the means."""
+        """Returns the means over all rows added so far."""
         return nested({path: total / weights for path, (total, weights) in self._sums.items()})
 
     def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
-        """Returns the means with one more row, which is not stored."""
+        """Returns the means as if one more row had been added."""
         means = Means()
         means._sums, means._before, means._weight = dict(self._sums), self._before, self._weight
         means._add(elapsed, logs)
@@ -201,7 +203,7 @@ REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
-    """Aggregates the rows of a history."""
+    """Aggregates the rows of a history into a single value per entry."""
     if how == "mean":
         means = Means()
         means.take(history)
@@ -220,18 +222,18 @@ class NewestReady:
     """The newest logged values that have arrived on the host."""
 
     def __init__(self):
-        # The steps that may be in flight; of the others, only the newest value of each collection is kept.
+        # The steps that may be in flight. For earlier steps, only the newest value of each collection is kept.
         self._recent: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=64)
         self._before = Logs()
 
     def push(self, logs: Mapping[str, Any]) -> None:
-        """Adds the logs of the next step, which may still grow until the step after it."""
+        """Adds the logs of the next step. They may still grow until the logs of the following step are added."""
         if self._recent:
             self._before.update(self._recent[-1])
         self._recent.append(logs)
 
     def scalars(self) -> dict[str, Any]:
-        """Returns the newest values by name that are on the host, or can be read without waiting."""
+        """Returns, by name, the newest values that are on the host or can be read without waiting."""
         found: dict[str, dict[str, Any]] = {}
         for logs in (*reversed(self._recent), self._before):
             for collection in logs.keys() - found.keys():

@@ -1,4 +1,4 @@
-"""The loop of the functional API."""
+"""The loop function of the functional API."""
 
 import contextlib
 import dataclasses
@@ -37,47 +37,50 @@ def loop(
     num_examples: Callable[[Any], int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
-    """Calls, for each batch, the callbacks whose schedule fires, in the order of the tasks, checkpoints last.
+    """Runs a loop over the batches of a dataset, and calls the callbacks whose schedules fire at each step.
 
-    A callback is a function of the first zero to four of `(state, batch, elapsed, loop_state)`, passed by position;
-    further arguments need a default. It returns None, logs, `(logs, state)` or `(outputs, logs, state)`, with None for
-    parts that it doesn't change. It may return a state alone if that is neither a tuple nor a dictionary. jaxloop's
-    `Step`s, `Action`s and `Loop`s are callbacks too (a loop runs on the one batch), and so are objects with
-    `__loop_callback__(loop_state) -> (logs, state)`.
+    The callbacks are called in the order of the tasks, except that checkpoints come last. A callback is a function that
+    takes up to four of the arguments `(state, batch, elapsed, loop_state)`, in this order and passed by position; any
+    further parameters need a default. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, with None
+    for parts that it doesn't change. It may also return just a state, unless the state is a tuple or a dictionary.
+    jaxloop's `Step`s, `Action`s, and `Loop`s are callbacks too (a `Loop` runs on the current batch only), and so are
+    objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step become one row of the history. While only one compiled function is called, the loop adds the rows
-    of up to 32 steps together. The loop doesn't wait for the devices unless a callback reads a value. Ctrl-C ends the
-    loop after the step in flight, saves if the tasks have a checkpoint, and returns the results so far. SIGTERM does
-    the same and exits with 143.
+    of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value. Ctrl-C ends the
+    loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results so far. SIGTERM
+    does the same, but then exits with status 143.
 
     If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
-    called, as in an `OuterLoop`. So `elapsed.is_last` is known, and a checkpoint stores the position before that batch.
+    called, as in an `OuterLoop`. This way, `elapsed.is_last` is known, and a checkpoint stores the position before that
+    batch.
 
-    With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint: the state,
-    the position in the dataset, the history, `LoopState.metadata`, and the memory of the tools and of objects with
-    `__loop_callback__` that have `state_dict()` and `load_state_dict(state_dict)`.
+    With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint. It restores
+    the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores what the tools
+    remember, and any object with `__loop_callback__` that has `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
-      dataset: The batches. None for callbacks that need no data: their batch is None, and `stop` ends the loop.
-      tasks: `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, or pairs. `on_start` and `on_end` are
-        keys too.
-      stop: When to end the loop, see `elapse`.
-      history: A history to continue, which is also returned; None for a new one.
+      dataset: The batches to loop over. None if the callbacks need no data: `batch` is then None, and `stop` ends the
+        loop.
+      tasks: The callbacks by schedule, such as `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, as a
+        dictionary or as pairs. `on_start` and `on_end` are also valid keys.
+      stop: When to end the loop; see `elapse`.
+      history: A history to continue, which is also returned; None to start a new one.
       elapsed: The progress of an earlier run to continue.
-      num_examples: Returns the number of examples in a batch, the weight of its row in means; for example
-        `lambda batch: batch["mask"].sum()` for padded batches. None for the length of the leading axis, or 1 without
-        one.
-      clock: Returns the time in seconds.
+      num_examples: A function that returns the number of examples in a batch, which is the weight of its row in means.
+        For padded batches, pass for example `lambda batch: batch["mask"].sum()`. None to use the size of the leading
+        axis, or 1 if there is none.
+      clock: A function that returns the time in seconds.
 
     Returns:
       `(state, history, elapsed)`.
 
     Raises:
-      TypeError: A callback has an invalid signature or result. The message names it.
+      TypeError: A callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: The state was donated to an earlier call.
-      Exceptions of callbacks and the dataset, with a note that names the place and the step. Pending checkpoints are
-        committed first.
+      Exceptions raised by callbacks and by the dataset, with a note that says where and at which step they occurred.
+        Pending checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:
@@ -109,12 +112,12 @@ def loop(
         plan = _Plan(entries)
         batch_read = None if loop_state.stop_iteration else counting.read()
         while batch_read is not None:
-            end_row(loop_state)  # Only now, because values that are due at the last step belong to its row.
+            end_row(loop_state)  # Not earlier, because values reported at the last step belong to its row.
             loop_state.elapsed, loop_state.batch = batch_read
             due = plan.due(loop_state.elapsed)
             if due.has_actions and not loop_state.elapsed.is_last:
                 if due.saves:
-                    mark()  # Before the next batch is read: the position belongs to this step.
+                    mark()  # Before the next batch is read, because the position must be that of this step.
                 with stopwatch.counting("data"):
                     is_last = not feed.has_more()
                 if is_last:
@@ -128,7 +131,7 @@ def loop(
             for callback in callbacks:
                 callback.save(loop_state)
         elif loop_state.elapsed is not start:
-            # If the dataset has ended, this is the first time that the last step is known to be the last.
+            # If the dataset has ended, only now is the last step known to be the last.
             now = loop_state.elapsed = dataclasses.replace(loop_state.elapsed, is_last=True)
             _Due(entry.without(plan.newest.entries) for entry in entries if entry.when(now)).call(loop_state, stopwatch)
         end_row(loop_state)
@@ -139,7 +142,7 @@ def loop(
 
 
 def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
-    """Returns a new history, next to the checkpoints that the loop resumes from."""
+    """Returns a new history. If the loop can resume from checkpoints, the file of the history lies next to them."""
     for _, callbacks in tasks:
         for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
             if isinstance(callback, CheckpointTool) and callback.resume:
@@ -150,10 +153,10 @@ def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
 def _set_up_checkpoints(
     loop_state: LoopState, callbacks: Sequence["CallbackOf"], dataset: Any
 ) -> tuple[Feed, Callable[[], None]]:
-    """Prepares checkpoints of the whole loop, and resumes from one if a task requests it.
+    """Prepares for checkpoints of the whole loop, and resumes from the newest one if a task requests it.
 
     Returns:
-      The feed, at the right position in the dataset, and a function that records the position for a checkpoint.
+      The feed, at the right position in the dataset, and a function that marks the position for a checkpoint.
     """
     if not any(callback.saves for callback in callbacks):
         return Feed(as_iterator(dataset)), lambda: None
@@ -173,7 +176,7 @@ def _set_up_checkpoints(
                 logging.warning("%s", warning)
             logging.info("No checkpoint found in %s", directory)
             steps = loop_state.elapsed.steps
-            loop_state.history.resume(steps, None if steps else 0)  # The rows of step 0 are made again.
+            loop_state.history.resume(steps, None if steps else 0)  # The rows of step 0 will be added again.
             continue
         opened, loop_state.state = restored
         resumed = run.load(opened, given)
@@ -232,7 +235,7 @@ class _LoopPart:
 
 
 def _steps_of(stop: Any, start: Elapsed) -> int | None:
-    """Returns the planned number of steps, if `stop` determines it."""
+    """Returns the planned number of steps; None if `stop` does not determine it."""
     if isinstance(stop, Schedule):
         return stop.next_step(start) if getattr(stop, "unit", None) == "steps" else None
     return stop
@@ -240,7 +243,7 @@ def _steps_of(stop: Any, start: Elapsed) -> int | None:
 
 @contextlib.contextmanager
 def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
-    """Locks the directories that the callbacks save to against other runs."""
+    """Locks the directories that the callbacks save to, so that no other run can use them."""
     actions = [callback.of.action if isinstance(callback.of, Tool) else callback.of for callback in callbacks]
     with contextlib.ExitStack() as locks:
         for action in actions:
@@ -251,7 +254,7 @@ def _locking(callbacks: Sequence["CallbackOf"]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _closing(callbacks: Sequence["CallbackOf"], loop_state: LoopState) -> Iterator[None]:
-    """Closes the callbacks, however the loop ends. An error in that doesn't hide the one that ended the loop."""
+    """Closes the callbacks, however the loop ends. An error while closing doesn't hide the one that ended the loop."""
     has_failed, errors = True, []
     try:
         yield
@@ -271,20 +274,23 @@ def _closing(callbacks: Sequence["CallbackOf"], loop_state: LoopState) -> Iterat
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Entry:
-    """An entry of the tasks."""
+    """An entry of the tasks: a schedule or a moment, with its callbacks."""
 
     when: Schedule | Moment
     callbacks: Sequence["CallbackOf"]
 
     def without(self, called: Sequence["_Entry"]) -> "_Entry":
-        """Returns the callbacks left to call after some entries were called: actions decide themselves."""
+        """Returns the entry with the callbacks left to call after some entries were called.
+
+        If this entry was called, only its actions are left, because they decide themselves whether they are due.
+        """
         if self not in called:
             return self
         return _Entry(self.when, [each for each in self.callbacks if isinstance(each, ActionCallback)])
 
 
 class _Due:
-    """The entries that are due, with their callbacks in order, checkpoints last."""
+    """The entries that are due, with their callbacks in order, except that checkpoints come last."""
 
     def __init__(self, entries: Iterable[_Entry]):
         self.entries = list(entries)
@@ -294,15 +300,15 @@ class _Due:
         self.saves = any(callback.saves for callback in called)
 
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch, *, ends_loop: bool = False) -> None:
-        """Calls the callbacks. With `ends_loop`, checkpoints are skipped if a callback stopped the loop.
+        """Calls the callbacks. With `ends_loop`, checkpoints are skipped if a callback has stopped the loop.
 
-        The end of the loop then saves at this step, including everything that is logged there.
+        In that case, the checkpoint is saved when the loop ends at this step. It then includes everything logged there.
         """
         for callback in self.callbacks:
             if callback.saves and ends_loop and loop_state.stop_iteration:
                 continue
             try:
-                if callback.time_category == "dispatch":  # The current kind.
+                if callback.time_category == "dispatch":  # This is already being counted.
                     callback(loop_state)
                 else:
                     with stopwatch.counting(callback.time_category):
@@ -312,7 +318,7 @@ class _Due:
                 raise
 
     def program(self, loop_state: LoopState) -> Program | None:
-        """Returns the program for steps at which only one compiled function is called; None if there is more."""
+        """Returns the program that runs the steps, if only one compiled function is called at each; None otherwise."""
         known = self.callbacks[0].program() if len(self.callbacks) == 1 else None
         return None if isinstance(loop_state.state, tuple) else known
 
@@ -320,8 +326,8 @@ class _Due:
 class _Plan:
     """Determines which entries are due at a step, without asking schedules that can't fire yet.
 
-    If the entries of each step are a single compiled function, the plan runs the steps in between itself, because a
-    dispatch may take no longer than a few calls in Python.
+    If only a single compiled function is called at every step, the plan itself runs the steps up to the next one at
+    which another entry may be due. This matters because a dispatch may take no longer than a few Python calls.
     """
 
     def __init__(self, entries: Sequence[_Entry]):
@@ -333,7 +339,7 @@ class _Plan:
         self.newest = _Due(())
 
     def due(self, now: Elapsed) -> _Due:
-        """Returns what is due now, which is also in `newest` until the next step."""
+        """Returns what is due now, and also stores it in `newest` until the next step."""
         if now.steps < self._next_step and not now.is_last:
             self.newest = self._each_step
             return self.newest
@@ -345,7 +351,7 @@ class _Plan:
     def advance(
         self, loop_state: LoopState, counting: Counting, interruptible: interrupt.Interruptible
     ) -> tuple[Elapsed, Any] | None:
-        """Runs the steps at which only one compiled function is called; returns the batch after them.
+        """Runs steps as long as only one compiled function is called, and returns the progress and batch after them.
 
         Returns None at the end of the run or after a signal. The row of the last step is not yet added to the history.
         """
@@ -370,7 +376,7 @@ class _Plan:
         interruptible: interrupt.Interruptible,
         room: int,
     ) -> bool:
-        """Runs up to `room` steps and adds their rows to the history; returns whether the dataset ended."""
+        """Runs up to `room` steps, and adds their rows to the history. Returns whether the dataset has ended."""
         clock, seen = counting.stopwatch.clock, list[tuple[int, float]]()
 
         def observe(batch: Any) -> None:
@@ -404,7 +410,7 @@ class _Plan:
 
 
 def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[Any]) -> None:
-    """Adds the rows of some steps of a compiled function to the history, except that of the last step."""
+    """Adds the rows of several steps of a compiled function to the history, except for the row of the last step."""
     end_row(loop_state)
     for now, each in zip(elapsed, found, strict=True):
         if each["outputs"] is not None:
@@ -416,7 +422,7 @@ def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[A
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
-    """Returns the checked entries of the tasks. A callback that appears several times is wrapped once."""
+    """Checks the tasks, and returns their entries. A callback that appears several times is wrapped once."""
     entries, known, reporters = [], {}, []
     for when, callbacks in _pairs(tasks):
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]

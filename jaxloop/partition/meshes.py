@@ -1,4 +1,4 @@
-"""Meshes, which are grids of devices with named axes, and sharding constraints."""
+"""Functions for sharding constraints and for meshes, which are grids of devices with named axes."""
 
 import contextlib
 import math
@@ -12,17 +12,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 
 def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
-    """Returns a mesh of all devices with named axes: `create_mesh(data=-1, model=2)`.
+    """Returns a mesh of devices with named axes. For example, `create_mesh(data=-1, model=2)` uses all devices.
 
     >>> create_mesh(data=-1).axis_names
     ('data',)
 
     Args:
-      devices: The devices of the mesh; None for all devices of all hosts.
-      **axes: The sizes of the axes by name. One of them may be -1, for the remaining devices.
+      devices: The devices of the mesh; None to use all devices of all hosts.
+      **axes: The size of each axis. One size may be -1, so that the mesh uses all devices.
 
     Raises:
-      ValueError: The sizes don't multiply to the number of devices.
+      ValueError: The product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
@@ -46,7 +46,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context in which a `PartitionSpec` refers to the axes of a mesh. It costs nothing after tracing."""
+    """Returns a context in which a `PartitionSpec` refers to the axes of a mesh. It has no cost after tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -58,10 +58,11 @@ def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
 def _hide_mesh_from_dense_general(
     call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """Calls a Linen method, and hides the mesh from `nn.DenseGeneral`.
+    """Calls a Linen method, but hides the mesh from `nn.DenseGeneral`.
 
-    That module initializes a flat kernel, also in `apply`, to compare shapes. If Flax sees a mesh, it constrains this
-    kernel by the axis names of the reshaped one, and raises an error. The partitioner lays out the kernel anyway.
+    `nn.DenseGeneral` initializes a flat kernel to compare shapes, even in `apply`. If there is a mesh, Flax constrains
+    the flat kernel with the axis names of the reshaped kernel, and raises an error. The constraint isn't needed,
+    because the partitioner lays out the kernel anyway.
     """
     if not isinstance(context.module, nn.DenseGeneral) or context.method_name != "__call__":
         return call(*args, **kwargs)
@@ -70,15 +71,16 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Returns whether the devices of a mesh share one CPU."""
+    """Returns whether the mesh has several devices that share one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
-    """Returns the number of steps that the host may be ahead, so that the devices never wait for it.
+    """Returns the number of steps that the host may run ahead of the devices, so that they never wait for the host.
 
-    If several devices share one CPU, the collectives of many steps would compete for the same threads. A single CPU
-    finishes a small dispatch in less time than it takes to wake a waiting thread.
+    The number is small if several devices share one CPU, because the collectives of many steps would compete for the
+    same threads. For a single CPU, it grows with `steps_per_dispatch`: such a device finishes a small dispatch in less
+    time than it takes to wake a waiting thread.
     """
     if is_cpu_mesh(mesh):
         return 8
@@ -86,19 +88,19 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
 
 
 def constrain(value: jax.Array, *axes: Any) -> jax.Array:
-    """Constrains the sharding of a value inside `run` or a model: its leading axes are split over these mesh axes.
+    """Constrains the sharding of a value inside `run` or a model by sharding its leading axes over mesh axes.
 
-    The compiler chooses shardings itself, but not always well. A transformer with split parameters is faster if its
-    activations are split like the batch: `x = constrain(x, "data")`. On one device this is a no-op.
+    The compiler chooses shardings itself, but not always well. For example, a transformer with sharded parameters is
+    faster if its activations are sharded like the batch: `x = constrain(x, "data")`. On one device, this is a no-op.
 
     >>> import jax.numpy as jnp
     >>> constrain(jnp.zeros([8, 3]), "data").shape
     (8, 3)
 
     Args:
-      value: An array.
-      *axes: For each of its leading axes, the name of a mesh axis, a tuple of several, or None. Names that the mesh
-        does not have are ignored.
+      value: The array to constrain.
+      *axes: For each leading axis of the array, the name of a mesh axis, a tuple of such names, or None. Names that the
+        mesh doesn't have are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -108,5 +110,5 @@ def constrain(value: jax.Array, *axes: Any) -> jax.Array:
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a `PartitionSpec`."""
+    """Returns the names of the mesh axes in one entry of a `PartitionSpec`."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

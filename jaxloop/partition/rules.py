@@ -1,4 +1,4 @@
-"""The partitioner that splits the state by rules for the paths of its leaves."""
+"""The partitioner that shards the state according to rules for the paths of its leaves."""
 
 import math
 import re
@@ -16,26 +16,27 @@ from jaxloop.partition.partitioner import SMALL, Rules
 
 @final
 class RulesPartitioner(_LeafPartitioner):
-    r"""Splits the state by rules for the paths of its leaves, for models without partitioning metadata.
+    r"""Shards the state of models without partitioning metadata, according to rules for the paths of its leaves.
 
-    A rule is a regular expression, which is searched in the path of a leaf, and a `PartitionSpec`, whose names are axes
-    of the mesh. The first matching rule counts. Paths are those of the whole state, so the rule `Dense_0/kernel`
-    matches `params/Dense_0/kernel` and also the optimizer's moments of that leaf.
+    A rule is a pair of a regular expression, which is searched for in the path of each leaf, and a `PartitionSpec`,
+    which names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
+    `Dense_0/kernel` matches `params/Dense_0/kernel`, and also the optimizer's moment estimates for that parameter.
 
     >>> from jaxloop.partition import create_mesh
     >>> mesh = create_mesh(data=-1, model=1)
     >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
 
-    Leaves without a matching rule are replicated. A warning lists the large ones, and rules that match nothing.
+    Leaves without a matching rule are replicated. Warnings list the large ones among them, and the rules that match
+    nothing.
 
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
-      rules: Pairs of a pattern and a `PartitionSpec`.
+      rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: A rule names an axis that the mesh does not have. When there is a state: a rule splits an axis of a
-        parameter that does not divide or does not exist.
+      ValueError: A rule names an axis that the mesh doesn't have. Once there is a state, the error is also raised if a
+        rule shards an axis of a parameter that doesn't exist, or whose size can't be divided evenly across the mesh.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -48,7 +49,7 @@ class RulesPartitioner(_LeafPartitioner):
     def _lay_out(self, state):
         leaves, is_known = checks.leaves_by_path(state), self._sharding is not None
         super()._lay_out(state)
-        if is_known:  # The warnings were logged.
+        if is_known:  # The warnings have already been logged.
             return
         for pattern, spec in self._rules:
             if not any(pattern.search(path) for path in leaves):
@@ -70,7 +71,7 @@ class RulesPartitioner(_LeafPartitioner):
         pattern, spec = rule
         shape = np.shape(leaf)
         problem = self._problem_of(spec, shape)
-        # The optimizer's state of a parameter may have fewer axes.
+        # In the optimizer state, the leaf for a parameter may have fewer axes.
         if problem and path.startswith("opt_state"):
             return PartitionSpec()
         if problem:

@@ -1,14 +1,14 @@
-"""The check of a run before it starts: its plan and its problems. It runs no step and changes no state.
+"""Checks a run before it starts, and reports its plan and its problems. No step is run, and no state is changed.
 
-`check` goes through these modules:
+`check` uses these modules, each of which checks one part of the run:
 
-- `step`: the state, the hooks with a batch, a trace of `run`, and the memory of the compiled train step.
+- `step`: the state, the hooks (called with a batch), a trace of `run`, and the memory use of the compiled train step.
 - `data`: the first batch of each dataset, the number of batches, and the length of the run.
 - `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
-- `actions`: their calls, and what they remember, monitor and write.
+- `actions`: when actions are called, and what they remember, monitor, and write.
 
-They check an `Experiment`, collect problems in the `Findings` of `report`, and return a `Report`. The `Course` of
-`jaxloop.forecast` predicts when actions and evaluations are due.
+The modules check an `Experiment` and collect problems in `report.Findings`. `check` returns them as a `Report`. The
+class `Course` in `jaxloop.forecast` predicts when actions and evaluations are due.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ __all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
 
 
 def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
-    """Checks an experiment that begins with a state; `errors` are those of its arguments."""
+    """Checks an experiment that starts from a state. `errors` are the errors found in its arguments."""
     began, found = time.perf_counter(), Findings()
     for error in errors:
         found.at("the arguments").error(str(error))
@@ -44,7 +44,7 @@ def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Re
 
 
 def _without_invalid_counts(experiment: Experiment) -> Experiment:
-    """Drops invalid arguments, so that the rest can be checked."""
+    """Returns the experiment without invalid counts and stop schedules, so that the rest can be checked."""
     given = experiment.spec
     counts = {name: getattr(given, name) for name in ("total_steps", "loop_steps", "epochs")}
     valid = {name: count if isinstance(count, int) and count > 0 else None for name, count in counts.items()}
@@ -70,7 +70,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     if train_loop is not None:
         _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
         check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
-    if data.source is not None and not experiment.spec.has_iterator:  # The run continues an iterator.
+    if data.source is not None and not experiment.spec.has_iterator:  # The run will continue to read from an iterator.
         data.source.close()
     return calls
 
@@ -93,7 +93,7 @@ def _check_evaluation(
 
 
 def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course) -> Calls:
-    """Returns the predicted calls of an evaluation."""
+    """Predicts when an evaluation is called."""
     if experiment.train_loop is not None:
         return dataclasses.replace(course.calls(spec.when_due), at_most=spec.should_eval_fn is not None)
     if experiment.checkpoint_spec is None:

@@ -1,4 +1,4 @@
-"""Checks of the actions: their calls, and what they remember, monitor and write."""
+"""Checks of the actions: when they are called, and what they remember, monitor, and write."""
 
 import dataclasses
 import inspect
@@ -22,14 +22,14 @@ _CONTEXT = ("step_num", "elapsed", "history", "total_steps", "spent", "snapshot"
 @final
 @dataclasses.dataclass(frozen=True)
 class CalledAction:
-    """An action of a loop or a step, with its predicted calls.
+    """An action of a loop or a step, with a prediction of when it is called.
 
     Attributes:
       action: The action.
-      part: The loop.
-      at: "begin" or "end" for an action at the beginning or end of a loop, "step" for an action of a step.
+      part: The loop that the action belongs to.
+      at: "begin" or "end" for a begin or end action of a loop, "step" for an action of a step.
       calls: The predicted calls.
-      here: The findings for the action.
+      here: The findings about the action.
     """
 
     action: Action
@@ -40,7 +40,7 @@ class CalledAction:
 
 
 def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Findings) -> dict[Action, Calls]:
-    """Checks the actions of all loops; returns the predicted calls of each."""
+    """Checks the actions of all loops, and returns the predicted calls of each action."""
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
         action, here = called.action, called.here
@@ -59,7 +59,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops; those of a shared step once."""
+    """Yields the actions of all loops. Actions of a step that several loops share are yielded once."""
     told = set()
     for part in parts:
         for each, at in zip(part.loop.action_lists, ("begin", "end", "step", "step"), strict=True):
@@ -79,7 +79,7 @@ def _calls_of(action: Action, part: Part, at: At, course: Course) -> Calls:
 
 
 def _check_interval(called: CalledAction, course: Course) -> None:
-    """Warns of an action that is never called although its loop runs."""
+    """Warns if an action is never called although its loop runs."""
     interval, part = called.action.interval, called.part
     if called.calls.is_never and not course.is_over and not is_never(interval):
         unit = "steps within the loop" if called.at == "step" else "loops"
@@ -89,7 +89,7 @@ def _check_interval(called: CalledAction, course: Course) -> None:
 
 
 def _run_check(called: CalledAction, state: Any) -> None:
-    """Adds the problems that the action's own `check` finds."""
+    """Adds the problems found by the action's own `check` method."""
     outputs = None if called.at == "begin" else called.part.outputs or {}
     texts: Any = called.action.check(state, outputs)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
@@ -100,7 +100,7 @@ def _run_check(called: CalledAction, state: Any) -> None:
 
 
 def _check_contract(action: Action, here: Findings) -> None:
-    """Checks that loops can call an action, and that it can resume from a checkpoint."""
+    """Checks that loops can call an action, and that the action can be restored from a checkpoint."""
     name = type(action).__name__
     try:
         inspect.signature(action).bind(None, None, **dict.fromkeys(_CONTEXT))
@@ -122,10 +122,10 @@ def _check_contract(action: Action, here: Findings) -> None:
 
 
 def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
-    """Checks that the metric that an action monitors is measured, and before the action is called."""
+    """Checks that the metric monitored by an action is measured before the action is called."""
     known = {part.name: part.outputs and metrics.summarize(part.outputs) for part in parts}
     if monitor.name.startswith("jaxloop/") or _may_be_missing(monitor, known):
-        return  # A statistic, or unknown.
+        return  # The metric is a statistic, or may exist.
     own, here = metrics.summarize(called.part.outputs), called.here
     if monitor.is_measured(own, None):
         return
@@ -148,7 +148,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns whether a metric may belong to a loop whose metrics are unknown."""
+    """Returns whether a metric could come from a loop whose metrics are unknown."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None
@@ -156,7 +156,7 @@ def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | 
 
 
 def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
-    """Returns a history with one row of all known metrics."""
+    """Returns a history with a single row that contains all known metrics."""
     history = History()
     history.commit(Elapsed(1), {name: dict(scalars) for name, scalars in known.items() if scalars})
     return history
@@ -167,7 +167,7 @@ def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
 
 def _check_curves(all_called: Sequence[CalledAction]) -> None:
     """Warns if the `SummaryAction`s of two loops would write the same curve."""
-    written: dict[tuple[int, str, str], str] = {}  # The first place, by writer, prefix and name.
+    written: dict[tuple[int, str, str], str] = {}  # Where each curve is first written, by writer, prefix, and name.
     for called in all_called:
         action, where, outputs = called.action, called.part.here.where, called.part.outputs
         if called.at == "end" and isinstance(action, SummaryAction) and outputs is not None:
