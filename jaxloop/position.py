@@ -220,15 +220,11 @@ class PositionedIterator(Iterator[types.Batch]):
         self._start_reading(self._iterator, *self._marks[-1])
 
     def __next__(self) -> types.Batch:
-        batch = self._next_of_all()
-        while self._left_out and self._count in self._left_out:
-            batch = self._next_of_all()
-        return batch
-
-    def _next_of_all(self) -> types.Batch:
-        batch = self._peeked.pop() if self._peeked else self._read_next()
-        self._count += 1
-        return batch
+        while True:
+            batch = self._peeked.pop() if self._peeked else self._read_next()
+            self._count += 1
+            if not self._left_out or self._count not in self._left_out:
+                return batch
 
     def leave_out(self, numbers: Iterable[int]) -> None:
         """Leaves out some batches of this epoch: they are read, but not returned.
