@@ -913,7 +913,7 @@ class CheckpointWriter:
             raise
         except Exception as error:
             if self._owns_manager:
-                self._discard_manager()
+                self._discard_manager(step)
             try:
                 found = ", ".join(map(str, all_steps(self._directory))) or "none"
             except OSError as reason:
@@ -926,7 +926,7 @@ class CheckpointWriter:
                 [] if step is None else [step],
             ) from error
 
-    def _discard_manager(self) -> None:
+    def _discard_manager(self, step: int | None) -> None:
         """Closes the manager after an error, and removes the files of the failed save, which may fill the disk.
 
         The manager can't be used again, because it would treat the failed step as saved.
@@ -938,6 +938,10 @@ class CheckpointWriter:
         with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
             self._lock.check()  # In a directory of another run, these files are not ours.
             clear_leftovers(self._directory)
+            path = self._directory / str(step)
+            # Orbax may have renamed the directory before it failed to write its metadata.
+            if distributed.is_first_process() and path.exists() and seal.problems(path):
+                path.rmtree()
 
     def wait(self) -> None:
         """Waits until the last save is committed.
