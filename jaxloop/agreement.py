@@ -41,7 +41,7 @@ def is_known_to_all_processes(error: BaseException) -> bool:
 
 
 def known_to_all_processes(error: Any) -> Any:
-    """Marks an error that all processes raise at the same step; returns it."""
+    """Marks an error that all processes raise at the same step, and returns it."""
     error._jaxloop_is_known_everywhere = True
     return error
 
@@ -285,7 +285,7 @@ class JointReader:
 
     @property
     def next_examples(self) -> int:
-        """The examples in all processes of the first batch that was returned and not counted."""
+        """The number of examples, across all processes, in the first batch that was returned but not counted yet."""
         return self._returned[0][0]
 
     def __call__(self) -> types.Batch:
@@ -305,7 +305,7 @@ class JointReader:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns the examples in all processes, and the seconds of training, of the next batches to count."""
+        """Returns the number of examples across all processes, and the seconds of training, for the next batches."""
         return [self._returned.popleft() for _ in range(number)]
 
     def _send(self) -> None:

@@ -230,7 +230,8 @@ def problems_of_batch(batch: Any) -> Iterator[str]:
 def batch_in_words(batch: Any) -> str:
     """Describes a batch for an error message: `batch['x'] float32[8, 3], ...`, with at most eight leaves.
 
-    Lists of numbers, each of which JAX would make an array, and None, which JAX ignores, are shown as such.
+    Lists of numbers are shown as lists, because JAX would turn each number into an array. None is also shown, although
+    JAX ignores it.
     """
     is_odd = lambda node: node is None or _is_list_of_numbers(node)
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_odd)
@@ -513,7 +514,7 @@ def check_outputs(outputs: Any, hook: str) -> None:
 
 
 def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Checks the result of a compiled hook, see `check_result`; rejects strings with a clearer error than JAX's."""
+    """Checks the result of a compiled hook like `check_result`. The error for a string is clearer than JAX's."""
     state, outputs = check_result(result, hook)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if isinstance(leaf, str | bytes):
@@ -553,7 +554,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns lines with the leaves in which two pytrees differ, see `first_lines`."""
+    """Returns lines with the leaves in which two pytrees differ; see `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
@@ -566,5 +567,5 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Returns lines that show changes, see `first_lines`."""
+    """Returns lines that show changes; see `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

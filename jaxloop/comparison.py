@@ -77,7 +77,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     Args:
       workdirs: The work directories.
       by: The path of the metric in the history: "test.accuracy".
-      mode: "max", "min", or "auto" to decide by the name, see `EarlyStoppingAction`.
+      mode: "max", "min", or "auto" to decide by the name; see `EarlyStoppingAction`.
 
     Raises:
       FileNotFoundError: A directory has no run log.

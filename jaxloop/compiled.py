@@ -86,7 +86,7 @@ class Compiled:
         return carry[0].whole(carry[1]) if self._is_flat else carry
 
     def call(self, carry: Any, batch: types.Batch, form: Any = None) -> tuple[Any, Any]:
-        """Dispatches a batch; returns the new carry and the outputs. The old carry is donated.
+        """Dispatches a batch, and returns the new carry and the outputs. The old carry is donated.
 
         Args:
           carry: See `enter`.
@@ -264,7 +264,7 @@ def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> 
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
-    """Stacks batches, or their shapes, on a new leading axis; returns None if their shapes differ.
+    """Stacks batches, or their shapes, on a new leading axis. Returns None if their shapes differ.
 
     Host arrays stay on the host.
 

@@ -148,7 +148,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 
 
 def collectives_of(program: str) -> Sequence[Collective]:
-    """Returns the collective operations of a compiled program, given as XLA's text, largest first.
+    """Returns the collective operations in the text of a compiled XLA program, largest first.
 
     >>> program = '''
     ... ENTRY %main (x: f32[8]) -> f32[8] {

@@ -68,17 +68,17 @@ def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
 
 @final
 class Counting:
-    """Reads the batches of a run and counts them, as `elapse` does, for loops that also read some themselves.
+    """Reads and counts the batches of a run like `elapse`, for loops that also read some batches themselves.
 
     Args:
       iterator: The batches.
       stop: A schedule that ends the run; None to read to the end of the dataset.
       start: The progress of an earlier run.
-      stopwatch: Attributes the time; its current kind is "dispatch" when `read` is called.
+      stopwatch: Tracks what the time is spent on. It must be set to "dispatch" when `read` is called.
       num_examples: See `elapse`.
 
     Attributes:
-      newest: The progress including the newest batch, without `previous`.
+      newest: The progress up to and including the newest batch, with `previous` unset.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Counting:
         return count
 
     def end_by(self, error: BaseException) -> None:
-        """Ends the run after an exception of the iterator, and raises it unless it is `StopIteration`."""
+        """Ends the run after the iterator has raised an exception, and re-raises it unless it is `StopIteration`."""
         if not isinstance(error, StopIteration):
             error.add_note(f"in the dataset, after step {self.newest.steps}")
             raise error

@@ -231,7 +231,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
 
     Raises:
       TypeError: The dataset is of another kind. The message contains the remedy.
-      ValueError: A dataset of examples is already batched, or the rows of a batch don't divide over the processes.
+      ValueError: A dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
+        processes.
     """
     place = jax.process_index() if process_index is None else process_index
     count = jax.process_count() if process_count is None else process_count

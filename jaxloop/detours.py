@@ -86,20 +86,26 @@ class LeftOut:
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)
 
     def record(self, number: int, now: Elapsed, history: History) -> None:
-        """Adds a row for each batch that was left out since the last call. `number` is that of the newest batch."""
+        """Adds a row for each batch that was left out since the last call.
+
+        `number` is the number of the newest batch.
+        """
         for left_out in self.numbers[self._num_recorded : bisect.bisect_right(self.numbers, number)]:
             self._num_recorded += 1
             history.commit(now, {"left_out": {"batch": left_out}})
 
     def warn_of_unreached(self, number: int) -> None:
-        """Warns of batches that the run was to leave out, and did not reach. `number` is that of the newest batch."""
+        """Warns of batches that the run was to leave out, and did not reach.
+
+        `number` is the number of the newest batch.
+        """
         if unreached := [each for each in self._given if each > number]:
             logging.warning("The run has ended before the batches %s of its skip.", _listed(unreached))
 
     # Detours ---------------------------------------------------------------------------------------------
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """Returns the state as JSON types, for a checkpoint. `number` is that of the newest batch."""
+        """Returns the state as JSON types, for a checkpoint. `number` is the number of the newest batch."""
         return {
             "numbers": [each for each in self.numbers if each <= number],
             "detours": [dataclasses.asdict(each) for each in self.detours],

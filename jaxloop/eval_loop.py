@@ -20,7 +20,7 @@ class EvalLoop(ActionLoop):
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     The example-weighted means of its outputs (`jaxloop.metrics.summarize`) are exact over the dataset, even if the last
-    batch is short. A short batch that doesn't divide over the mesh is replicated.
+    batch is short. A short batch that can't be divided evenly across the mesh is replicated.
 
     >>> from jaxloop import examples, metrics
     >>> step, state, batches = examples.tiny_regression()
@@ -81,7 +81,7 @@ class EvalLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Evaluates at most `num_steps` batches, see `Loop.__call__`. The state is neither changed nor donated."""
+        """Evaluates at most `num_steps` batches; see `Loop.__call__`. The state is neither changed nor donated."""
         if return_state_from_step:
             raise ValueError(
                 "EvalLoop got return_state_from_step=True, but an evaluation can't change the state. Use a TrainLoop "

@@ -36,7 +36,7 @@ class Failure:
       step_num: The number of the failed step: the value that `state.step` would have had after it.
       error: The exception.
       nan_policy: The `nan_policy` of the train loop, which is part of the compiled program.
-      batches: Consecutive batches keyed by step, as the dataset returned them. The last one is that of the failed step.
+      batches: Consecutive batches keyed by step, as the dataset returned them. The last one belongs to the failed step.
       state: The state before the step; None if it was donated.
       checkpoint_dirs: The directories that contain the checkpoints of the run.
     """

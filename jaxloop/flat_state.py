@@ -36,7 +36,7 @@ class FlatState:
 
     @classmethod
     def of(cls, state: Any) -> tuple[Self, Any]:
-        """Flattens a state; returns it without `state.step`, and `state.step`, or None if the state has none."""
+        """Returns a pair: the flattened state without `step`, and `state.step` (None if the state has none)."""
         leaves, structure = structures.flatten(state)
         index = _step_index(structure)
         step = None if index is None else leaves.pop(index)

@@ -88,7 +88,7 @@ class _Form:
         self._keys = self._checked(logs, "")
 
     def _checked(self, logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Records the paths of logs, with a prefix; returns the keys."""
+        """Records the paths of logs, with a prefix, and returns the keys."""
         keys: dict[str, Any] = {}
         for key, value in logs.items():
             if not isinstance(key, str):
@@ -245,7 +245,7 @@ class History:
             self._append_to_file([len(self) - 1])
 
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
-        """Appends several rows, see `commit`.
+        """Appends several rows; see `commit`.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -956,7 +956,7 @@ def _keep_damaged_file(path: epath.Path, suffix: str) -> epath.Path | None:
 
 
 def _truncate(path: epath.Path, size: int) -> int:
-    """Truncates a file to its first `size` bytes; returns the number of dropped lines."""
+    """Truncates a file to its first `size` bytes, and returns the number of dropped lines."""
     if path.stat().length == size:
         return 0
     with files.open_file(path, "r+b") as file:

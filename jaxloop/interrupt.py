@@ -237,7 +237,7 @@ class _Watch:
 
     @classmethod
     def begin(cls, interruptible: Interruptible) -> "_Watch | None":
-        """Starts the thread; returns None if the program already uses the wakeup file descriptor, like asyncio."""
+        """Starts the thread. Returns None if the program already uses the wakeup file descriptor, like asyncio."""
         watch = cls(interruptible)
         # Python writes the number of each signal to the pipe when it comes, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)

@@ -50,7 +50,7 @@ for signum in (signal.SIGTERM, signal.SIGKILL):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job to its end; returns the exit code."""
+    """Runs a job to its end, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxloop.launch", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", type=int, required=True, help="the number of processes")
     parser.add_argument("--devices", type=int, help="the number of CPU devices of each process")
@@ -108,7 +108,7 @@ class _Job:
             self._guard.stdin.flush()
 
     def wait(self) -> int:
-        """Waits for all processes; returns the exit code."""
+        """Waits for all processes, and returns the exit code."""
         processes, killed = self._processes, []
         while any(each.is_running for each in processes):
             time.sleep(_POLL_SECS)
@@ -190,7 +190,7 @@ class _Process:
 def _report(
     processes: "Sequence[_Process]", killed: "Sequence[_Process]", signum: int | None, signal_secs: float
 ) -> int:
-    """Prints how processes failed; returns the exit code of the first one that did."""
+    """Prints how processes failed, and returns the exit code of the first one that did."""
     failed = sorted((each for each in processes if each.code), key=lambda each: (each in killed, *_rank(each)))
     hangs = bool(failed) and failed[0] in killed  # No process failed by itself.
     since = f"{_GRACE_SECS:.0f} s later" if not hangs else f"{signal_secs:g} s after {signal.Signals(signum or 0).name}"

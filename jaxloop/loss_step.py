@@ -359,7 +359,7 @@ class LossStep(NumpyStep):
         return {name: self._mean(name, metric(outputs, batch), mask) for name, metric in self._metrics.items()}
 
     def _mean(self, name: str, value: Any, mask: Any) -> Any:
-        """Returns the mean of a per-example value over the unmasked examples; returns other values unchanged."""
+        """Returns the mean of a per-example value over the unmasked examples, and other values unchanged."""
         if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
             return types.MetricWithMetadata(self._mean(name, value.value, mask), value.type, value.metadata)
         is_per_example = False
@@ -494,7 +494,7 @@ class LossStep(NumpyStep):
         return self._divisible(self._eval_rows) if self._is_shared else self._eval_rows
 
     def _divisible(self, rows: int) -> int:
-        """Rounds a number of rows up so that they divide over the devices of this process."""
+        """Rounds a number of rows up so that they can be divided evenly among the devices of this process."""
         shards = self._partitioner.local_shards
         return -(-rows // shards) * shards
 

@@ -156,7 +156,7 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """Resets a `clu.metrics` state after a bad step; returns other values unchanged."""
+    """Returns a `clu.metrics` state reset after a bad step, and other values unchanged."""
     if not metrics.is_metric(value):
         return value
     empty = value.empty()
@@ -288,7 +288,7 @@ class Guard:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step that ends the run, among the flags that have arrived, see `Watch.look`."""
+        """Returns the first bad step that ends the run, among the flags that have arrived; see `Watch.look`."""
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:

@@ -84,7 +84,7 @@ def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """The outputs, on the devices, of several steps in one dispatch. The leading axis is that of the steps."""
+    """The outputs of several steps in one dispatch, on the devices. Their leading axis counts the steps."""
 
     outputs: types.Output
     num_steps: int
@@ -283,7 +283,7 @@ class OutputQueue:
         return self._chunk_size - self._steps
 
     def push(self, num_steps: int, state: Any) -> Arrived:
-        """Processes the outputs that were appended to `newest`; returns those that have arrived on the host.
+        """Processes the outputs that were appended to `newest`, and returns those that have arrived on the host.
 
         Args:
           num_steps: The number of appended steps: at most `room`, or those of one dispatch.
@@ -339,7 +339,7 @@ class OutputQueue:
         return others
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
-        """Waits for all outputs; returns them, and the `clu.metrics` states merged since the last `drain`, by name.
+        """Waits for all outputs. Returns them, and the `clu.metrics` states merged since the last `drain`, by name.
 
         With `keep_sums`, merging continues from these states, so the next `drain` includes them.
         """
@@ -376,7 +376,7 @@ class OutputQueue:
     # States of clu.metrics -----------------------------------------------------------------------
 
     def _split_off_metrics(self, chunk: "list[types.Output | Block]") -> "list[types.Output | Block]":
-        """Merges the `clu.metrics` states of a chunk on the device; returns its other outputs."""
+        """Merges the `clu.metrics` states of a chunk on the device, and returns its other outputs."""
         columns = _columns_if_alike(chunk)
         if columns is None:
             self._are_plain &= all(map(_is_plain, chunk))

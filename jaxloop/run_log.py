@@ -67,10 +67,10 @@ class RunLog:
         self._newest_line = -math.inf
 
     def start(self, **described: Any) -> None:
-        """Writes the line of a start.
+        """Writes the log line that marks the start of a run.
 
         Args:
-          **described: A description of the run, as JSON types. The commit of the program is added to its notes.
+          **described: A description of the run, as JSON types. The program's Git commit is added to the notes.
         """
         if self._path is None:
             return
@@ -90,7 +90,7 @@ class RunLog:
             self._write("start", now, **process, **described, notes=notes, environment=_environment())
 
     def begin(self, step: int) -> None:
-        """Writes the line of the step at which the run begins, or from which it resumes."""
+        """Writes the line that records at which step the run begins or resumes."""
         self._line("begin", step)
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ class RunLog:
                 observers.remove(each)
 
     def log(self, step: int) -> None:
-        """Writes the line of a log point, unless the newest line is less than a second old."""
+        """Writes the line for a log point, unless the newest line is less than a second old."""
         if self._descriptor is not None and self._clock() - self._newest_line >= _LINE_SECS:
             self._line("log", step)
 
@@ -132,7 +132,7 @@ class RunLog:
 
         Args:
           step: The number of completed updates.
-          reason: How the run ended, see `Attempt.reason`.
+          reason: How the run ended; see `Attempt.reason`.
         """
         self._line("end", step, reason=reason)
         self._close()

@@ -1,7 +1,7 @@
 """The progress of a run, and schedules, which decide at which of its steps something happens.
 
 A schedule is an immutable value without memory. It answers two questions: did it fire between `before` and `now`, and
-what is the next step, time or end of a loop at which it can fire? Up to there a run need not ask again.
+what is the next step, time or end of a loop at which it can fire? Until then, a run doesn't need to ask again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -79,7 +79,7 @@ class Elapsed:
         Args:
           samples: Examples in that batch.
           time: Training time at its end, in seconds since the start of the run.
-          steps: Updates made with it, see `Step.updates_per_step`.
+          steps: Updates made with it; see `Step.updates_per_step`.
         """
         return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
@@ -237,7 +237,7 @@ def at(
 
     `at(0)` fires before the first update of a run that begins at step 0, and not when a run resumes.
 
-    Takes exactly one argument, see `every`.
+    Takes exactly one argument; see `every`.
 
     >>> [step for step in range(1, 1000) if at(250)(Elapsed(step))]
     [250]
@@ -252,7 +252,7 @@ def after(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "After":
-    """Returns a schedule that fires at each step from a point on. Takes exactly one argument, see `every`.
+    """Returns a schedule that fires at each step from a point on. Takes exactly one argument; see `every`.
 
     `after(p).then(schedule)` fires like `schedule`, with its counts in the unit of `p` starting at `p`.
 
@@ -273,8 +273,8 @@ def first() -> Schedule:
 def last() -> Schedule:
     """Returns a schedule that fires after the last step of a run.
 
-    A run also ends with its dataset, or when an action stops it. `last()` doesn't fire after Ctrl-C or an exception,
-    because such a run can resume. If `every(1000) | last()` is due twice at a step, it fires once.
+    A run also ends when its dataset is exhausted, or when an action stops it. `last()` doesn't fire after Ctrl-C or an
+    exception, because such a run can resume. If both parts of `every(1000) | last()` are due at a step, it fires once.
 
     >>> last().fires(Elapsed(599), Elapsed(600, is_last=True))
     True
@@ -320,7 +320,7 @@ class Goal(NamedTuple):
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns the next points at which one of the intervals may be due; up to there a run need not ask.
+    """Returns the next points at which one of the intervals may be due. Until then, the run doesn't need to check them.
 
     Args:
       intervals: Schedules, and ints, which count loops.

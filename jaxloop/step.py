@@ -339,9 +339,9 @@ class Step:
           transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
         Raises:
-          FileNotFoundError: There are checkpoints, but none of `step`.
+          FileNotFoundError: There are checkpoints, but none for `step`.
           CheckpointError: The checkpoint of `step` is damaged, or, with `step=None`, all are.
-          ValueError: The checkpoint is of another model. The error lists the leaves that differ.
+          ValueError: The checkpoint was saved from a different model. The error lists the leaves that differ.
         """
         if not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
@@ -437,7 +437,7 @@ class Step:
             self._num_flops = self._cost.flops
 
     def _in_shapes(self, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-        """Passes a batch through the hooks before `run`; returns the state (or its shapes) and the batch's shapes."""
+        """Passes a batch through the hooks before `run`. Returns the state (or its shapes) and the batch's shapes."""
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
         state, batch = self.before_run(state, models.example_batch(batch))
@@ -538,7 +538,7 @@ class Step:
         return self._cost
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy of this step that can be compiled for other devices, see `Partitioner.moved_to`."""
+        """Returns a copy of this step that can be compiled for other devices; see `Partitioner.moved_to`."""
         moved = copy.copy(self)
         moved._partitioner, moved._compiled, moved._cost = self._partitioner.moved_to(devices), {}, None
         moved._known_state, moved._known_leaf, moved._is_moved = _NOTHING, _NOTHING, True
@@ -551,7 +551,7 @@ class Step:
 
         Args:
           state: The state, or its shapes from `abstract_state`.
-          batch: A batch or its shapes, see `compile`. The size of its leading axis doesn't matter.
+          batch: A batch or its shapes; see `compile`. The size of its leading axis doesn't matter.
           topology: See `cost_analysis`. None for the devices of the step's partitioner, if they report their memory.
 
         Returns:
@@ -657,7 +657,9 @@ class Step:
         return state, outputs
 
     def work_after_run(self, *, evaluates: bool = False) -> str | None:
-        """Returns why a loop must run host code after each step, instead of fusing steps; None if it need not.
+        """Returns the reason why a loop must run host code after each step, so that steps can't be fused.
+
+        Returns None if there is no such reason.
 
         Args:
           evaluates: True for evaluations, False for training.
@@ -724,13 +726,13 @@ class Step:
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """Makes the state of the last `initialize_model` again; returns None before the first one."""
+        """Makes the state of the last `initialize_model` again. Returns None before the first one."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
         """Passes one batch through the hooks and returns only the outputs. The state is unchanged and stays usable.
 
-        If the rows of the batch don't divide over the devices, the batch is replicated.
+        If the rows of the batch can't be divided evenly among the devices, the batch is replicated.
         """
         if per_loop_step_number == 0:
             self.begin_evaluation()
@@ -750,7 +752,10 @@ class Step:
         return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
-        """Places a batch on the devices with `shard_batch`. An evaluation replicates a batch that doesn't divide."""
+        """Places a batch on the devices with `shard_batch`.
+
+        An evaluation replicates a batch that can't be divided evenly.
+        """
         return self._shard_short_batch(batch) if evaluates else self.shard_batch(batch)
 
     def place_stacked(self, batches: types.Batch) -> types.Batch:

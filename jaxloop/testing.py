@@ -44,7 +44,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
             testing.assert_resumable(make_run, at_steps=[7, 12])
 
     Args:
-      make_run: Runs the experiment in a work directory, or resumes it there; returns the final state, or `(state,
+      make_run: Runs the experiment in a work directory, or resumes it there, and returns the final state, or `(state,
         history)`. It must be a function of a module or a script, so that the processes can import it.
       at_steps: The steps at which to kill a run, each in a separate run. They must come after the first checkpoint.
       timeout: Seconds that one process may take.
@@ -80,7 +80,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
 
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
-    """Describes the first difference between a resumed run and an uninterrupted one; returns "" if there is none.
+    """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
     Both are records of the processes of `assert_resumable`: `steps` by number, each with digests of its `batch`, its
     `outputs`, and the leaves of the `state` before it if the host has that; `state`, the final leaves; and `history`.
@@ -163,7 +163,7 @@ def _start(target: str, directory: pathlib.Path, kill_at: int = 0) -> subprocess
 
 
 def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: float, killed_at: int = 0) -> Any:
-    """Waits for a process; returns its record."""
+    """Waits for a process, and returns its record."""
     try:
         printed, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -54,7 +54,7 @@ class Training:
     returns: bool = False
 
     def __call__(self, state: Any, *, logs_total_steps: bool) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains to the end; returns the state and the outputs of the last train loop, or None if no loop ran.
+        """Trains to the end, and returns the state and the outputs of the last train loop, or None if no loop ran.
 
         Args:
           state: The state to begin with if there is no checkpoint.
@@ -104,7 +104,7 @@ class Training:
         return state, outputs
 
     def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
-        """Trains from a state to `spec.total_steps`; returns the new state and the next batch, or None at the end.
+        """Trains from a state to `spec.total_steps`, and returns the new state and the next batch, or None at the end.
 
         It reads and writes no checkpoints.
 
@@ -125,7 +125,10 @@ class Training:
         return state, None
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
-        """Saves a checkpoint outside the schedules of the saving actions; returns their errors."""
+        """Saves a checkpoint now, regardless of the schedules of the actions that save.
+
+        Returns the errors that they raised.
+        """
         errors = []
         for action in () if self.run.left_out.requested else self.savers:  # A detour abandons its state.
             try:
@@ -202,7 +205,7 @@ class Training:
     # Epochs --------------------------------------------------------------------------------------
 
     def _train(self, state: Any) -> tuple[Any, metrics.LoopOutputs | None, bool]:
-        """Trains to the end; returns the state, the outputs of the last loop, and False if a signal ended it."""
+        """Trains to the end, and returns the state, the outputs of the last loop, and False if a signal ended it."""
         loop, engine, run, outputs = self.loop, self.loop.engine, self.run, None
         run_info, progress = engine.moments.run, engine.progress
         assert run_info is not None
@@ -293,7 +296,7 @@ class Training:
     # Resuming ------------------------------------------------------------------------------------
 
     def _end_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
-        """Describes the end that a run has already reached; returns None if there is something left to train."""
+        """Describes the end that a run has already reached. Returns None if there is something left to train."""
         spec, loop = self.spec, self.loop
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None

@@ -51,7 +51,7 @@ class TrainState(train_state.TrainState):
     """Flax's `TrainState`, extended to hold all variables of a model. Subclasses may add fields.
 
     Hooks:
-      apply_gradients: Called inside `Step.run` with the gradients; returns the state after the update.
+      apply_gradients: Called inside `Step.run` with the gradients. Returns the state after the update.
       update_variables: Called inside `Step.run` with the variables that a forward pass changed.
 
     Attributes:

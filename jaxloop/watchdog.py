@@ -82,8 +82,8 @@ class Watchdog:
         Args:
           train: The engine of the train loop, or of the first eval loop if nothing is trained.
           evals: The engines of the eval loops.
-          workdir: The directory for the reports; None for none.
-          before_exit: Called with the place of this process before it exits.
+          workdir: The directory for the reports; if None, no reports are written.
+          before_exit: Called before the process exits, with a description of where in the run it is stuck.
         """
         thread = _Watching(self, train, evals, workdir, before_exit)
         thread.start()
@@ -197,7 +197,7 @@ class _Watching(threading.Thread):
         return path
 
     def _collect(self, folder: epath.Path, number: int, place: str) -> str:
-        """Waits for the reports of the other processes; returns a sentence about all of them."""
+        """Waits for the reports of the other processes, and returns a sentence about all of them."""
         count, places, deadline = distributed.place()[1], {number: place}, time.monotonic() + _COLLECT_SECS
         while len(places) < count and time.monotonic() < deadline:
             time.sleep(0.05)

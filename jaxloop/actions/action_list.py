@@ -14,7 +14,7 @@ class ActionList:
     """Actions in the order of their calls.
 
     Args:
-      actions: The actions, or None for none. Objects of `clu.periodic_actions` are accepted.
+      actions: The actions; None if there are none. Objects of `clu.periodic_actions` are accepted.
       unit: The unit of their int intervals, for warnings: "loops".
     """
 
@@ -34,7 +34,7 @@ class ActionList:
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls an action; adds a note of the action and the step to an exception."""
+        """Calls an action. If it raises an exception, a note that names the action and the step is added."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:

@@ -56,7 +56,7 @@ class EarlyStoppingAction(Action):
     (True, 0.98, 200)
 
     Args:
-      monitor: The name of the metric, see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
+      monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
         last call.
       patience: The number of measurements in a row without an improvement after which the run ends; or a period without
         an improvement, such as `after(steps=1000)` or `after(time=600)`, which starts at the best value.
@@ -164,7 +164,7 @@ class EarlyStoppingAction(Action):
         return f"{self!r} can't stop a loop as one of its begin_actions. Give it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Records a value; returns a sentence with the reason to stop, or None."""
+        """Records a value, and returns a sentence with the reason to stop, or None."""
         memory = self._memory
         if self._monitor.has_failed(value):
             return f"{self._monitor.name} is {value}."

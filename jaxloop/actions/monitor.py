@@ -70,7 +70,8 @@ class Monitor:
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
         """Returns the value at this step; None if it was not measured.
 
-        The value is one of the scalars of `outputs`, see `jaxloop.summarize`, or from the newest row of `history` if
+        The value is one of the scalars of `outputs` (see `jaxloop.summarize`), or comes from the newest row of
+        `history` if
         that belongs to this step.
 
         Raises:

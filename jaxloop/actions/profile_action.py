@@ -16,8 +16,8 @@ from jaxloop.schedules import after, at, every
 class ProfileAction(Action):
     """Records a profile of some steps for TensorBoard's profile page, XProf or Perfetto.
 
-    The trace contains whole steps: the loop synchronizes with the devices before it begins and before it ends. A run
-    that ends early leaves a trace of the steps it had.
+    The trace contains whole steps: the loop synchronizes with the devices before the trace starts and before it stops.
+    If the run ends early, the trace contains the steps completed so far.
 
     >>> import tempfile
     >>> ProfileAction(tempfile.mkdtemp(), first_step=100, num_steps=5).interval
@@ -27,7 +27,7 @@ class ProfileAction(Action):
       logdir: The directory of the trace, which is written under `plugins/profile/`.
       first_step: The first step of the trace, at least 2, because the first step of a run compiles.
       num_steps: The number of steps. A few are enough, and the files are large.
-      every_steps: Repeats the trace every this many steps; None for one trace.
+      every_steps: The number of steps from one trace to the next; None to record a single trace.
 
     Raises:
       OSError: The directory can't be written.

@@ -175,7 +175,7 @@ class WriterQueue:
             self._unflushed_step = None
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Flushes everything; returns an action's failed calls and the writer's position, for a checkpoint.
+        """Flushes everything, and returns an action's failed calls and the writer's position, for a checkpoint.
 
         It doesn't raise errors, so that the checkpoint can be saved. They are raised later.
         """

@@ -17,10 +17,10 @@ class Slot:
     """An end action of a loop, and how far it has read the ledger.
 
     Attributes:
-      called_at: The step after which it was called last; None before the first call.
-      is_requested: Whether it is due at the next moment, whatever its interval: because a command requests it, or its
-        call was postponed to the last moment of the run.
-      next_interval: The interval after its next call; None for the same.
+      called_at: The step after which it was last called; None before the first call.
+      is_requested: Whether it is due at the next moment regardless of its interval, either because a command requested
+        it or because its call was postponed to the last moment of the run.
+      next_interval: The interval to use after its next call; None to keep the current one.
       spent_before: The time that the loop had spent at the last call.
       cursor: The position in the ledger up to which it has read the outputs.
     """
@@ -104,7 +104,7 @@ class Agenda:
         self.detach_all()
 
     def attach(self, action: Action, cursor: int) -> None:
-        """Adds an action before the others. It reads the outputs after a position in the ledger."""
+        """Adds an action that runs before the others. It receives the outputs after a position in the ledger."""
         self._set_slots([Slot(ActionList([action], unit="loops"), 0, cursor), *self.slots])
 
     def detach_all(self) -> None:
@@ -112,7 +112,7 @@ class Agenda:
         self._set_slots(self._own)
 
     def keep_only(self, action: Action) -> None:
-        """Removes all actions but an attached one, until `detach_all`."""
+        """Removes all actions except an attached one, until `detach_all` is called."""
         self._set_slots([slot for slot in self.slots if slot.action is action])
 
     def reschedule(self, slot: Slot, interval: Schedule) -> None:
@@ -132,7 +132,7 @@ class Agenda:
         return bool(of_parts), bool(of_loops)
 
     def next(self, now: Elapsed, others: Iterable[int | Schedule] = ()) -> Goal:
-        """Returns the goal up to which no action is due, nor anything with one of the intervals in `others`."""
+        """Returns the next point at which an action, or anything with one of the intervals in `others`, may be due."""
         return goal_of([*(slot.action.interval for slot in self.slots), *others], now)
 
     def due(self, now: Elapsed, loop: int | None = None) -> list[Slot]:
@@ -169,7 +169,7 @@ class Agenda:
 def paired_with_saved(
     mine: Sequence[Any], kept: Sequence[Mapping[str, Any]], action_of: Callable[[Any], Action], who: Any
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Pairs the actions of this program with the saved states, in order, by the class of the action."""
+    """Pairs the program's actions with the saved states: the n-th action of a class with the n-th saved state of it."""
     left = list(kept)
     for each in mine:
         found = next((one for one in left if one["action"] == class_name(action_of(each))), None)
@@ -189,7 +189,7 @@ def paired_with_saved(
 
 
 def saved_state(action: Action) -> dict[str, Any]:
-    """Calls `before_checkpoint` of an action; returns its class and its state, as JSON."""
+    """Calls `before_checkpoint` of an action, and returns a dict with its class and its state, as JSON."""
     try:
         action.before_checkpoint()
         return {"action": class_name(action), "state": encoding.encode(action.state_dict())}

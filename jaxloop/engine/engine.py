@@ -82,7 +82,7 @@ class Engine:
     def run_loops(
         self, state: Any, dataset: Any, steps_of_loop: Callable[[], int | None], *, trains: bool
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs one loop after another while `_continues`; returns the state and the outputs of the last loop.
+        """Runs one loop after another, and returns the state and the outputs of the last one.
 
         Args:
           state: See `Loop.__call__`.
@@ -127,7 +127,7 @@ class Engine:
         return state, outputs
 
     def _begin_call(self, state: Any, trains: bool) -> Call:
-        """Begins a call. If the state is not at the step where the last call ended, counting restarts at its step."""
+        """Begins a call. If the state isn't at the step where the last call ended, counting restarts at its step."""
         stepper, progress = self.stepper, self.progress
         if stepper.call.failed_step is not None:
             self.kept = KeptBatches()
@@ -165,18 +165,18 @@ class Engine:
         return state, iterator
 
     def open(self, dataset: Any) -> Iterator[types.Batch]:
-        """Returns the iterator to read batches from. The hook `begin` calls it."""
+        """Returns the iterator to read batches from. Called by the hook `begin`."""
         iterator = as_iterator(dataset)
         self.stepper.call.made_iterator = iterator is not dataset
         return iterator
 
     def begin(self, state: Any) -> None:
-        """Calls the begin actions. The hook `begin` calls it."""
+        """Calls the begin actions. Called by the hook `begin`."""
         if self.progress.began is None:
             self.moments.call_begin_actions(state)
 
     def _finish_loop(self, state: Any, outputs: metrics.LoopOutputs) -> tuple[Any, metrics.LoopOutputs]:
-        """Calls the hook `end`; in a run, then evaluates and calls the actions with `runs_last`."""
+        """Calls the hook `end`. In a run, then runs the evaluations and calls the actions with `runs_last`."""
         state, outputs = self._call_end_hook(state, outputs)
         call, moments, run, requests = self.stepper.call, self.moments, self.moments.run, self.job.requests
         if self.progress.is_inside and not requests.requested:  # An interrupted evaluation has no end.
@@ -202,7 +202,10 @@ class Engine:
         return state, _weighted(ended, weights)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> None:
-        """Counts an ended loop and calls the end actions without `runs_last`. The hook `end` calls it."""
+        """Counts a loop that has ended, and calls the end actions that don't have `runs_last` set.
+
+        Called by the hook `end`.
+        """
         progress, moments, ledger = self.progress, self.moments, self.stepper.ledger
         if not self._steps_in_loop():  # The last loop was counted already.
             return
@@ -224,7 +227,7 @@ class Engine:
             outputs[types.STOP_LOOP] = True
 
     def _is_interrupted(self) -> bool:
-        """Returns whether a later call, or process, continues this loop between two of its steps."""
+        """Returns whether this loop was interrupted between two steps, so that a later call or process continues it."""
         call, run = self.stepper.call, self.moments.run
         return run is not None and run.can_resume and call.trains and (call.was_interrupted or call.is_failing)
 
@@ -241,7 +244,7 @@ class Engine:
     # Ends of loops where nothing is due ------------------------------------------------------------------
 
     def _with_idle_ends(self, num_steps: int | None) -> int | None:
-        """Returns the number of steps up to the next end of a loop at which something may be due.
+        """Returns the number of steps until a loop ends at which something may be due.
 
         Sets `Call.idle_ends` to the ends before that one. They are passed without stopping, because a stop takes as
         long as a small step.
@@ -293,7 +296,9 @@ class Engine:
     # The loop over steps -------------------------------------------------------------------------------
 
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
-        """Runs the steps of a loop; returns the newest state and the outputs of all steps. The hook `run` calls it.
+        """Runs the steps of a loop, and returns the newest state and the outputs of all steps.
+
+        Called by the hook `run`.
 
         It may pass idle ends. The outputs are then those of the last loop.
         """
@@ -359,7 +364,7 @@ class Engine:
     # Saving and resuming ---------------------------------------------------------------------------------
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Continues counting from the progress of an earlier run, in this process or another.
+        """Continues counting from the progress of an earlier run, in this process or another one.
 
         Args:
           elapsed: The progress of the earlier run.
@@ -383,7 +388,7 @@ class Engine:
         self.moments.agenda.reset(self.progress.stopwatch.spent())
 
     def kept_by_step(self) -> dict[int, types.Batch]:
-        """Returns the last batches, as read from the dataset, by their steps."""
+        """Returns the last batches that were read from the dataset, keyed by step."""
         failed, updates, step_num = self.stepper.call.failed_step, self.stepper.call.updates, self.stepper.step_num
         newest = step_num + (updates if failed == step_num + updates else 0)
         batches = list(self.kept.batches)
@@ -392,11 +397,11 @@ class Engine:
 
     @property
     def batches_consumed(self) -> int:
-        """The number of batches counted by `source` as of the last completed step."""
+        """The number of batches that the source had returned when the last step was completed."""
         return self.stepper.call.consumed
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that were read from a source and not used."""
+        """Returns the number of batches that were read from a source but not used yet."""
         return self.stepper.batches_ahead(source)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -429,7 +434,7 @@ class Engine:
         return state_dict, kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` of a loop with the same actions, in this process or another."""
+        """Restores what `state_dict` returned for a loop with the same actions, in this process or another one."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
         progress.last_elapsed = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
@@ -446,7 +451,10 @@ class Engine:
             action.load_state_dict(encoding.decode(kept["state"]))
 
     def call_missed_actions(self, state: Any) -> bool:
-        """Calls the end actions that did not run because one raised; returns whether the run continues."""
+        """Calls the end actions that did not run because one of them raised an exception.
+
+        Returns whether the run continues.
+        """
         progress, moments = self.progress, self.moments
         call = self.stepper.call
         call.trains, call.updates, progress.is_inside = False, 1, True
@@ -480,7 +488,8 @@ _KEPT_BYTES = 256 * 2**20
 
 @final
 class KeptBatches:
-    """The last batches, to record a failure: those of the steps that may be in flight, within a limit of memory.
+    """The most recent batches, kept to record a failure: those of the steps that may be in flight, up to a memory
+    limit.
 
     Attributes:
       batches: The batches, the newest last.

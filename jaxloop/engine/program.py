@@ -64,14 +64,16 @@ class Program:
     """Passes batches through the hooks of a step and dispatches them, one at a time or several in one dispatch.
 
     Args:
-      step: A step without work on the host after `run`; see `Step.work_after_run`. For any other, give `custom_step`.
+      step: A step that needs no work on the host after `run`; see `Step.work_after_run`. For other steps, pass
+        `custom_step`.
       evaluates: Whether to keep the state instead of donating it.
       custom_step: Runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
 
     Attributes:
       step: The step.
       custom_step: As given.
-      observers: Functions that are called with each batch, before its step, or after the dispatch of several steps.
+      observers: Functions that are called with each batch: before its step or, if several steps are dispatched
+        together, after the dispatch.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class Program:
     # Several steps in one dispatch ---------------------------------------------------------------------
 
     def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
-        """Runs `size` steps in one dispatch; returns whether it ran them.
+        """Runs `size` steps in one dispatch, and returns whether it ran them.
 
         It runs none if fewer batches are left, if they differ in shape, or if a dispatch of several steps failed.
 
@@ -319,7 +321,7 @@ def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batc
 
 
 def _measure(program: Program, state: Any, batches: Sequence[types.Batch]) -> StepTimes | None:
-    """Measures steps on copies of the state; returns None if the batches can't be stacked for one dispatch."""
+    """Measures steps on copies of the state. Returns None if the batches can't be stacked for one dispatch."""
 
     def run_first(number: int) -> tuple[Dispatches, float]:
         dispatches = Dispatches(metrics.wait(jax.tree.map(jnp.copy, state)), [], [], time.perf_counter)

@@ -80,7 +80,7 @@ class Call:
         self.passed: int = 0
 
     def begin_next_loop(self, num_batches: int) -> None:
-        """Begins a loop whose first `num_batches` batches were already run, after those of the previous loop."""
+        """Begins a loop whose first `num_batches` batches have already run with those of the previous loop."""
         passed = len(self.num_examples) - num_batches
         del self.num_examples[:passed]
         self.counted, self.settled, self.passed = self.counted - passed, self.settled - passed, self.passed + passed
@@ -187,7 +187,7 @@ class Stepper:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Prepares to run steps; returns the state as prepared by the step.
+        """Prepares to run steps, and returns the state as prepared by the step.
 
         Args:
           state: The state.
@@ -269,7 +269,7 @@ class Stepper:
             self._count()
 
     def _count(self, *, undone: bool = False) -> int:
-        """Counts the steps that were added to `num_examples`; returns their number.
+        """Counts the steps that were added to `num_examples`, and returns their number.
 
         Args:
           undone: Whether another batch was read whose step did not complete.
@@ -387,7 +387,7 @@ class Stepper:
         return self._feed.has_ended
 
     def has_more(self, before_reading: Callable[[], None]) -> bool:
-        """Reads a batch ahead, after calling `before_reading`; returns whether there is one."""
+        """Calls `before_reading`, reads a batch ahead, and returns whether there is one."""
         self.call.place = "the dataset"
         if not self._feed.ahead:
             before_reading()
@@ -404,7 +404,7 @@ class Stepper:
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that were read from a source and not used."""
+        """Returns the number of batches that were read from a source but not used yet."""
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:

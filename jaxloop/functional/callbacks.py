@@ -59,7 +59,7 @@ class CallbackOf(abc.ABC):
 
     @abc.abstractmethod
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        """Calls the callback; returns `(outputs, logs, state)`, with None for unchanged parts."""
+        """Calls the callback, and returns `(outputs, logs, state)`, with None for unchanged parts."""
 
     def __call__(self, loop_state: LoopState) -> None:
         outputs, reported, state = self.report(loop_state)
@@ -203,7 +203,7 @@ class ActionCallback(CallbackOf):
 
     @property
     def kept_state(self) -> Any:
-        """The state that the action keeps, see `Action`."""
+        """The state that the action keeps; see `Action`."""
         return self._action.kept_state
 
     @kept_state.setter

@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """A point in the run outside of the steps, which serves as a key of tasks instead of a schedule."""
+    """A point in the run that is not a step. It can be used in place of a schedule as a key of `tasks`."""
 
     def __init__(self, name: str):
         self._name = name

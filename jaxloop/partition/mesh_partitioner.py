@@ -90,7 +90,7 @@ class MeshPartitioner(Partitioner):
         """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
 
         Raises:
-          ValueError: The rows of a leaf don't divide over the devices of the axis.
+          ValueError: The rows of a leaf can't be divided evenly among the devices of the axis.
         """
         if self._mesh.size == 1:
             return batch  # The jitted call takes host arrays faster than device_put does.

@@ -98,7 +98,7 @@ class Partitioner(abc.ABC):
         return jax.tree.map(lambda _: shardings, state) if isinstance(shardings, Sharding) else shardings
 
     def place_state(self, state: Any) -> Any:
-        """Moves a state that was made elsewhere to its place. The default leaves that to jit."""
+        """Moves a state that was created elsewhere to the devices where it belongs. By default, this is left to jit."""
         return state
 
     def report(self, state: Any) -> Layout:
@@ -116,7 +116,7 @@ class Partitioner(abc.ABC):
         return Layout(self._leaf_layout(*each) for each in checks.leaves_by_path(state).items())
 
     def plot(self, state: Any, pattern: str = "") -> None:
-        """Prints pictures of the split leaves of a state, see `Layout.plot`."""
+        """Prints pictures of the split leaves of a state; see `Layout.plot`."""
         self.report(state).plot(pattern)
 
     def _leaf_layout(self, path: str, leaf: Any) -> LeafLayout:

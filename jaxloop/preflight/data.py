@@ -143,7 +143,7 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
 
 
 def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
-    """Checks the number of batches that an evaluation draws, of which the first is drawn; returns it in words."""
+    """Checks the number of batches that an evaluation draws, and describes it. The first one was drawn already."""
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps:
@@ -165,7 +165,7 @@ def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str
 
 
 def _count(batches: Iterator[Any]) -> tuple[int, bool]:
-    """Draws batches after the first for a moment; returns how many there are by then, and whether these are all."""
+    """Draws batches after the first for a moment, and returns how many there are by then, and whether these are all."""
     count, began = 1, time.perf_counter()
     while time.perf_counter() - began < _LOOK_SECS and count < _LOOK_BATCHES:
         if next(batches, None) is None:

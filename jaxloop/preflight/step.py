@@ -53,7 +53,7 @@ def _state_for_begin(state: State, step: Step) -> Any:
 
 
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
-    """Passes the first batch of a loop through its step's hooks, and traces `run`; returns the loop with its outputs.
+    """Passes the first batch of a loop through its step's hooks, traces `run`, and returns the loop with its outputs.
 
     Args:
       part: The loop.
@@ -115,7 +115,7 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
 
 
 def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
-    """Checks a batch that is ready for `run`; returns whether it can be traced."""
+    """Checks a batch that is ready for `run`, and returns whether it can be traced."""
     problems = list(checks.problems_of_batch(ready))
     for problem in problems:
         here.error(problem)
