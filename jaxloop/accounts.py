@@ -128,18 +128,25 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
     Raises:
       FileNotFoundError: One of the directories has no run log.
     """
-    total = Goodput()
-    for workdir in workdirs:
-        attempts = run_log.read(workdir)
-        if not attempts:
-            raise FileNotFoundError(
-                f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
-            )
-        total += _of_run(attempts)
-    return total
+    return sum((of_attempts(read_attempts(workdir)) for workdir in workdirs), Goodput())
 
 
-def _of_run(attempts: list[run_log.Attempt]) -> Goodput:
+def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
+    """Returns the starts of a run, in order.
+
+    Raises:
+      FileNotFoundError: The directory has no run log.
+    """
+    attempts = run_log.read(workdir)
+    if not attempts:
+        raise FileNotFoundError(
+            f"{printable(workdir)} has no run log ({run_log.FILE}). Give the work directory of an OuterLoop."
+        )
+    return attempts
+
+
+def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
+    """Breaks down the wall time of a run, given its starts in order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:

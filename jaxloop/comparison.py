@@ -99,7 +99,8 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 
 
 def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
-    spent, attempts = accounts.goodput(workdir), run_log.read(workdir)
+    attempts = accounts.read_attempts(workdir)
+    spent = accounts.of_attempts(attempts)
     notes = attempts[-1].described.get("notes")
     best, step = _best(files.absolute(workdir) / HISTORY_FILE, monitor)
     return {
@@ -124,7 +125,7 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
         return None, None
     sign = -1.0 if monitor.mode == "max" else 1.0
     # Values of other paths with the same last name are among these, so the lines of the best ones are parsed.
-    for signed, place in sorted((sign * float(match[1]), match.start()) for match in number.finditer(content)):
+    for signed, place in sorted([(sign * float(m[1]), m.start()) for m in number.finditer(content)]):
         line = content[content.rfind(b"\n", 0, place) + 1 : (content.find(b"\n", place) + 1 or None)]
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = files.parse_json(line)

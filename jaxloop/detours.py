@@ -1,4 +1,4 @@
-"""The batches that a run leaves out, and its returns to earlier checkpoints."""
+"""Batches that a run leaves out, and returns to earlier checkpoints."""
 
 import bisect
 import dataclasses
@@ -21,9 +21,9 @@ class Detour:
     Attributes:
       step: The step at which the run turned back.
       first_batch: The number of the first batch that is left out from then on.
-      last_batch: The number of the last one.
-      first_step: The step of the first one, before which the checkpoint was saved.
-      reason: The reason, in words.
+      last_batch: The number of the last batch that is left out.
+      first_step: The step that used the first of these batches. The checkpoint precedes this step.
+      reason: The reason, as a phrase for messages.
     """
 
     step: int
@@ -46,13 +46,13 @@ class LeftOut:
     (2, 4)
 
     Args:
-      given: The numbers from the `skip` of an `OuterLoop`.
+      given: The batch numbers that were passed to the `OuterLoop` as `skip`.
 
     Attributes:
-      numbers: The numbers, in ascending order.
+      numbers: The numbers of all batches to leave out, in ascending order.
       detours: The detours so far.
       requested: The detour that an action has requested; None if there is none.
-      at_most: The number of detours that the run may make before it ends with an error; None for no limit.
+      at_most: The maximum number of detours. One more ends the run with an error. None for no limit.
       epoch_start: The number of batches in the completed epochs.
     """
 
@@ -66,27 +66,27 @@ class LeftOut:
         self._num_recorded = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
-        """Makes the iterator over the current epoch leave the batches out."""
+        """Makes the iterator over the current epoch skip the batches to leave out."""
         if source is not None:
             source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
 
     def end_epoch(self, source: PositionedIterator | None) -> None:
-        """Counts the batches of an epoch that has ended."""
+        """Adds the batches of an epoch that has ended to `epoch_start`."""
         self.epoch_start += 0 if source is None else source.num_read
 
     def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
-        """Returns the number of the batch that was used a number of batches before another one.
+        """Returns the number of an earlier batch, given how many batches before another one it was used.
 
         Args:
-          count: The number of that other batch among those which the current epoch has returned.
-          source: The iterator over the current epoch; None between two epochs.
+          count: How many batches the current epoch had returned when that other batch was used, including it.
+          source: The iterator over the current epoch, or None between two epochs.
           before: How many batches before.
         """
         earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)
 
     def record(self, number: int, now: Elapsed, history: History) -> None:
-        """Adds a row for each batch that was left out since the last call.
+        """Adds a history row for each batch that was left out since the last call.
 
         `number` is the number of the newest batch.
         """
@@ -95,7 +95,7 @@ class LeftOut:
             history.commit(now, {"left_out": {"batch": left_out}})
 
     def warn_of_unreached(self, number: int) -> None:
-        """Warns of batches that the run was to leave out, and did not reach.
+        """Warns about batches in `skip` that the run never reached.
 
         `number` is the number of the newest batch.
         """
@@ -115,12 +115,14 @@ class LeftOut:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed, record: Callable[[Detour], None]) -> None:
-        """Restores the state of a checkpoint. What is to be left out after it, and newer detours, stay.
+        """Restores the state saved in a checkpoint.
+
+        Keeps the batches to be left out after the checkpoint, and newer detours.
 
         Args:
           state_dict: The result of `state_dict`.
           now: The progress of the run at the checkpoint.
-          record: Called with each newer detour, which led to this checkpoint.
+          record: A function that is called with each detour that is newer than this checkpoint.
         """
         newest, before = state_dict["newest"], state_dict["numbers"]
         detours = [Detour(**each) for each in state_dict["detours"]]

@@ -1,4 +1,4 @@
-"""Exact JSON encoding of the values in a checkpoint that are not arrays of the state. Decoding executes no code."""
+"""Exact JSON encoding of everything in a checkpoint except the arrays of the state. Decoding executes no code."""
 
 import base64
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def encode(value: Any) -> Any:
-    """Converts a value to JSON types, from which `decode` restores it bit for bit.
+    """Converts a value to JSON types so that `decode` can restore it bit for bit.
 
     Accepts None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers, and lists, tuples and dicts
     with string keys of these. `decode` returns JAX arrays as NumPy arrays.
@@ -66,7 +66,7 @@ def decode(encoded: Any) -> Any:
     """Returns the value that `encode` converted.
 
     Raises:
-      ValueError: The argument is not a result of `encode`.
+      ValueError: The argument was not produced by `encode`.
     """
     if isinstance(encoded, list):
         return [decode(each) for each in encoded]

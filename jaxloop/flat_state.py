@@ -1,4 +1,4 @@
-"""The flat form of a train state between two compiled steps, and compiled functions that donate the state."""
+"""Flattened train states, which are passed between compiled steps, and compiled functions that donate the state."""
 
 import functools
 import operator
@@ -12,18 +12,18 @@ from jaxloop import structures
 
 @final
 class FlatState:
-    """The leaves and the structure of a state without `state.step`, which is passed separately and is not donated.
+    """A state as a list of leaves and a structure. `state.step` is passed separately and is not donated.
 
-    Flattening a `TrainState` and rebuilding the new one takes a sixth of the time that jit needs to dispatch a small
-    step. Nothing reads the states between two steps of a loop, so their leaves are passed from call to call as they
-    are. The leaves keep their names in the compiled function and in errors.
+    Flattening a `TrainState` and rebuilding the new one takes a sixth of the time in which jit dispatches a small step.
+    No one reads the states between two steps of a loop, so their leaves are passed directly from one call to the next.
+    The leaves keep their names in the compiled function and in errors.
 
     >>> flat, step = FlatState.of({"kernel": 1.0, "bias": 2.0})
     >>> flat.leaves, flat.whole(step)
     ([2.0, 1.0], {'bias': 2.0, 'kernel': 1.0})
 
     Args:
-      structure: The index of `state.step` among the leaves, or None if there is none, followed by the key that
+      structure: A pair: the index of `state.step` among the leaves (None if the state has none), and the key that
         `structures.flatten` returns.
       leaves: The other leaves of the state, in order.
     """
@@ -77,9 +77,9 @@ jax.tree_util.register_pytree_with_keys(FlatState, _with_paths, FlatState, opera
 
 @final
 class Donating:
-    """A compiled function of `(state, batch)` that donates the state, except `state.step`.
+    """A compiled function of `(state, batch)` that donates every leaf of the state except `state.step`.
 
-    A hook or an action that kept `state.step` can therefore read it after the update.
+    A hook or an action that keeps a reference to `state.step` can therefore still read it after the update.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples
@@ -105,18 +105,18 @@ class Donating:
         return self._of_parts(*FlatState.of(state), batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lowers the function for arguments like these, which may be shapes."""
+        """Lowers the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
         return self._of_parts.lower(*FlatState.of(state), batch)
 
 
 def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
-    """Compiles `fn(state, batch)` and donates the state, except `state.step`, unless `jit_kwargs` override it.
+    """Compiles `fn(state, batch)`. By default, every leaf of the state except `state.step` is donated.
 
     Args:
       fn: A pure function.
-      **jit_kwargs: Arguments of `jax.jit`. If one of them refers to arguments of the function by number, name or
-        position (`in_shardings`, `donate_argnums`, `static_argnums`, ...), it refers to `(state, batch)`, and
-        `state.step` is donated if the state is.
+      **jit_kwargs: Arguments of `jax.jit`. If one of them refers to arguments of the function (`in_shardings`,
+        `donate_argnums`, `static_argnums`, ...), these are `(state, batch)`, and `state.step` is donated along with the
+        state.
     """
     if any(name == "in_shardings" or "argn" in name for name in jit_kwargs):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})

@@ -1,4 +1,4 @@
-"""Steps made of pure functions: `FunctionStep`, and `CompiledFunction` for `jaxloop.functional`."""
+"""Steps built from pure functions: `FunctionStep`, and `CompiledFunction` for `jaxloop.functional`."""
 
 import functools
 import inspect
@@ -19,12 +19,12 @@ _MANY_STATICS = 16
 
 
 class FunctionStep(NumpyStep):
-    """A `Step` whose `run` is your function `fn(state, batch) -> (state, outputs)`. The state is any pytree.
+    """A `Step` that runs your function `fn(state, batch) -> (state, outputs)`. The state may be any pytree.
 
-    If the state has no int32 `step`, the loop counts the steps.
+    If the state has no int32 field `step`, the loop counts the steps.
 
     Hooks:
-      preprocess_batch: As in `Step`. An override must call `super().preprocess_batch` first, which converts tensors to
+      preprocess_batch: As in `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
         NumPy arrays.
       begin, end, num_examples: As in `Step`.
 
@@ -74,10 +74,10 @@ class FunctionStep(NumpyStep):
 class CompiledFunction:
     """Compiles a pure function of `(state, batch)` or `(state, batch, broadcasts, statics)` for all devices.
 
-    The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`; see `outputs_logs_and_state`.
+    The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`, as `outputs_logs_and_state` describes.
 
     Hooks:
-      call: Runs at each call, with all arguments.
+      call: Called with all arguments each time the object is called.
 
     >>> @CompiledFunction
     ... def add(state, batch, broadcasts):
@@ -89,7 +89,8 @@ class CompiledFunction:
     Args:
       fn: The function.
       partitioner: Decides where the state and the batches live; None for one device.
-      train: Whether to update the state, a `TrainState`, with the gradient of the sum of the logged losses.
+      train: Whether to update the state with the gradient of the sum of the logged losses. The state must be a
+        `TrainState`.
       donate: Whether to donate the state, so that the new state reuses its memory.
     """
 
@@ -128,13 +129,13 @@ class CompiledFunction:
           state: The state.
           batch: A host batch, which is sharded over the devices.
           broadcasts: Any pytree, which is replicated on all devices.
-          statics: A hashable value. Each new value compiles the function again.
+          statics: A hashable value. The function is compiled once for each distinct value.
         """
         outputs, logs, state = self.call(state, batch, broadcasts, statics)
         return (logs, state) if outputs is None else (outputs, logs, state)
 
     def call(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
-        """Like a call of the object, but always returns `(outputs, logs, state)`."""
+        """Does the same as calling the object, but always returns `(outputs, logs, state)`."""
         for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
             if value is not None and self._most_arguments < place:
                 raise TypeError(f"{self!r} got {name}, but its function takes no argument {place}. Add {name} to it.")
@@ -154,7 +155,7 @@ class CompiledFunction:
     def program(self) -> Program | None:
         """Returns a program that runs consecutive steps, without broadcasts.
 
-        None before the first call, and for functions that can't run this way.
+        Returns None before the first call, and for functions that can't run this way.
         """
         step = self._steps.get((type(None), None, True)) if self._donate else None
         return None if step is None or self._is_on_cpu_mesh or not self._returns_only_logs else Program(step)
@@ -227,7 +228,7 @@ class CompiledFunction:
 
 
 class _NamedStep(FunctionStep):
-    """A step with the name of its function."""
+    """A step that is named after its function."""
 
     def __init__(self, fn: Callable[..., Any], partitioner: partition.Partitioner, *, train: bool, name: str):
         super().__init__(fn, partitioner, train=train)
@@ -247,7 +248,7 @@ class _NamedStep(FunctionStep):
 
 
 class _PairStep(_NamedStep):
-    """A step whose batch is a pair: the batch, which is sharded, and the broadcasts, which are replicated."""
+    """A step whose batch is a pair: the actual batch, which is sharded, and the broadcasts, which are replicated."""
 
     def preprocess_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
@@ -265,7 +266,7 @@ class _PairStep(_NamedStep):
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:
-    """Copies leaves that are committed to devices other than those of the mesh to the host."""
+    """Copies leaves to the host if they are committed to devices that are not in the mesh."""
     if mesh is None:
         return broadcasts
     devices = set(mesh.devices.flat)
@@ -274,7 +275,7 @@ def _unbound(broadcasts: Any, mesh: Any) -> Any:
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
-    """Stores the variables that the forward pass changed in the state."""
+    """Stores in the state the variables that the forward pass has changed."""
     if not updates:
         return state
     if not hasattr(state, "update_variables"):  # Flax's TrainState, with custom fields.
@@ -294,13 +295,13 @@ def name_of(function: Any) -> str:
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns the names of the required positional arguments of a function, and the largest number that it accepts.
+    """Returns the names of a function's required positional arguments, and the maximum number of positional arguments.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)
 
     Raises:
-      TypeError: It has required keyword-only arguments, or its signature can't be read.
+      TypeError: The function has required keyword-only arguments, or its signature can't be read.
     """
     name = name_of(function)
     try:
@@ -323,7 +324,7 @@ def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
 
 
 def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any, Any]:
-    """Converts the result of a function to `(outputs, logs, state)`, with None for what it didn't return.
+    """Converts the result of a function to `(outputs, logs, state)`, with None for each part that it didn't return.
 
     >>> outputs_logs_and_state(({"loss": 0.5}, 7.0), "train_step", state=6.0)
     (None, {'loss': 0.5}, 7.0)
@@ -331,10 +332,10 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
     Args:
       result: None, logs, `(logs, state)`, `(outputs, logs, state)`, or a state that is neither a tuple nor a dict.
       name: The name of the function, for the error.
-      state: The state that the function received; None if there was none.
+      state: The state that was passed to the function, or None.
 
     Raises:
-      TypeError: The result is none of these.
+      TypeError: The result has none of these forms.
     """
     if type(result) is tuple and len(result) == 2 and isinstance(result[0], dict) and not isinstance(state, tuple):
         return None, *result  # The common case, first for speed.
@@ -358,13 +359,13 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
 
 
 def _is_state_in_parts(result: tuple[Any, ...], state: Any) -> bool:
-    """Returns True if a tuple is a new state, instead of `(logs, state)` or `(outputs, logs, state)`."""
+    """Returns True if a tuple is itself a new state, rather than `(logs, state)` or `(outputs, logs, state)`."""
     may_be = isinstance(state, tuple) and len(state) == len(result) and isinstance(result[0], Mapping)
     return may_be and structures.are_alike(state, result)
 
 
 def _may_replace(result: Any, state: Any) -> bool:
-    """Returns True if a single returned value looks like a new state, instead of a mistake."""
+    """Returns True if a single returned value looks like a new state, rather than a mistake."""
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if isinstance(result, arrays) and isinstance(state, arrays):
         return np.shape(result) == np.shape(state)

@@ -1,4 +1,4 @@
-"""A report of a run as one HTML file: curves, time, starts and environment."""
+"""A report about a run as a single HTML file: curves, time, starts and environment."""
 
 import datetime
 import html
@@ -27,7 +27,9 @@ svg { max-width: 100%; height: auto; }
 
 
 def report(workdir: epath.PathLike) -> str:
-    """Returns one HTML page about the run in a work directory. It loads nothing and runs no script.
+    """Returns an HTML page that describes the run in a work directory.
+
+    The page loads no other files and runs no scripts.
 
     Raises:
       FileNotFoundError: The directory has no run log.
@@ -65,7 +67,7 @@ def report(workdir: epath.PathLike) -> str:
 
 
 def _check(workdir: epath.PathLike) -> Iterable[str]:
-    """Yields the section with the plan of the run, and the problems that the newest check found."""
+    """Yields the section with the plan of the run and the problems that the most recent check found."""
     if (found := Report.load(workdir)) is None:
         return
     yield "<h2>Plan</h2>"

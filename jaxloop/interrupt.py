@@ -1,6 +1,6 @@
 """Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately.
 
-It also passes on the requests of other threads: to pause a run between two steps, or to end it.
+Other threads can also ask it to pause a run between two steps, or to end the run.
 """
 
 import contextlib
@@ -46,15 +46,16 @@ _CLOSED = 0  # Sent to the watching thread. No signal has this number.
 class Interruptible:
     """A context in which Ctrl-C and SIGTERM (preemption) set `requested` instead of interrupting a step.
 
-    First signal: when the outermost context closes after SIGTERM, it exits the process with code 143, so everything
-    that must be saved and closed belongs inside. After Ctrl-C, the program continues. Exceptions propagate; after
-    SIGTERM, with a note.
+    First signal: after SIGTERM, the process exits with code 143 when the outermost context closes, so whatever must be
+    saved or closed belongs inside the context. After Ctrl-C, the program continues. Exceptions propagate; after
+    SIGTERM, a note is added to them.
 
-    Second signal: Ctrl-C raises `KeyboardInterrupt`, also shortly after a Ctrl-C that ended an earlier run. If one of
-    the two signals is SIGTERM, the second one ends the process by its default action: no `finally` runs, and the child
-    processes of `multiprocessing` are killed. But Python handles signals only between two of its instructions, and a
-    program may swallow `KeyboardInterrupt`. So a thread watches too: 5 s after the second signal, or at the third, it
-    exits the process with 128 + the signal's number. In an interactive session, only `KeyboardInterrupt` is raised.
+    Second signal: Ctrl-C raises `KeyboardInterrupt`, even if the first Ctrl-C ended an earlier run a moment ago. If one
+    of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` runs, and the
+    child processes of `multiprocessing` are killed. But Python handles signals only between two of its instructions,
+    and a program may swallow `KeyboardInterrupt`. So a thread watches too: 5 s after the second signal, or at the
+    third, it exits the process with 128 + the signal's number. In an interactive session, only `KeyboardInterrupt` is
+    raised.
 
     If the processes of a job have not agreed on a first signal after 15 s, because one of them hangs, the process exits
     in the same way. Saved checkpoints stay intact in all cases.
@@ -68,9 +69,9 @@ class Interruptible:
     (True, 'Ctrl-C')
 
     Args:
-      clock: Returns the time in seconds.
-      defers: Whether a signal stays `unconfirmed` until `confirm` is called. A multi-process job confirms a
-        signal when all processes know of it.
+      clock: A function that returns the time in seconds.
+      defers: Whether a signal stays `unconfirmed` until `confirm` is called. A multi-process job confirms a signal once
+        all processes know about it.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, defers: bool = False):
@@ -98,7 +99,10 @@ class Interruptible:
 
     @property
     def outermost(self) -> "Interruptible":
-        """The context whose handlers are installed: this one or one around it. Its `signum` is the first signal."""
+        """The context whose handlers are installed: either this one or one that encloses it.
+
+        Its `signum` is the first signal.
+        """
         return self if self._outer is None else self._outer.outermost
 
     @property
@@ -111,30 +115,30 @@ class Interruptible:
 
     @property
     def reason(self) -> str | None:
-        """The reason that a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
+        """The reason why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def request_pause(self) -> None:
-        """Makes the run pause after the current dispatch. Any thread may call it."""
+        """Makes the run pause after the current dispatch. May be called from any thread."""
         if self._defers:
             self._pause_is_unconfirmed = True
         else:
             self.pauses = True
 
     def end_pause(self) -> None:
-        """Ends a pause, or the request for one."""
+        """Ends a pause, or withdraws the request for one."""
         self.pauses = self._pause_is_unconfirmed = False
 
     @property
     def to_confirm(self) -> int:
-        """The request that the processes of a job must confirm; 0 for none."""
+        """The request that the processes of a job still have to confirm; 0 if there is none."""
         return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
     def confirm(self, signum: int) -> None:
-        """Makes a request effective, whichever process of the job received it.
+        """Makes a request effective, no matter which process of the job received it.
 
-        If a signal reaches this process later, it counts as the same signal: the hosts of a cluster don't get it at the
-        same time.
+        The hosts of a cluster don't receive a signal at the same time. If it reaches this process later, it counts as
+        the same signal.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
@@ -149,7 +153,7 @@ class Interruptible:
         self.unconfirmed = None
 
     def end_detour(self) -> None:
-        """Lets the run continue after `DETOUR`, unless a signal came since."""
+        """Lets the run continue after `DETOUR`, unless a signal has arrived since then."""
         if self.signum == DETOUR:
             self.signum = None
 
@@ -228,7 +232,7 @@ class Interruptible:
 
 @final
 class _Watch:
-    """A thread that ends the process if the run doesn't end after signals, whatever the main thread is doing."""
+    """A thread that ends the process if the run doesn't end after signals, even if the main thread hangs."""
 
     def __init__(self, interruptible: Interruptible):
         self._interruptible, self._pid = interruptible, os.getpid()
@@ -237,7 +241,7 @@ class _Watch:
 
     @classmethod
     def begin(cls, interruptible: Interruptible) -> "_Watch | None":
-        """Starts the thread. Returns None if the program already uses the wakeup file descriptor, like asyncio."""
+        """Starts the thread. Returns None if the program already uses the wakeup file descriptor, as asyncio does."""
         watch = cls(interruptible)
         # Python writes the number of each signal to the pipe when it comes, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
@@ -294,14 +298,14 @@ def _exit_now(signum: int) -> None:
 
 
 def _kill_workers() -> None:
-    """Kills the child processes of `multiprocessing`: they may ignore signals, and outlive a process that is killed."""
+    """Kills the child processes of `multiprocessing`, which may ignore signals and may outlive this process."""
     with contextlib.suppress(Exception):
         for worker in multiprocessing.active_children():
             worker.kill()
 
 
 def _forget_watch() -> None:
-    """Runs in a forked process, so that its signals are not sent to the watching thread of its parent."""
+    """Called in a forked process, so that its signals don't reach the watching thread of its parent."""
     open_ = _find_open()
     if open_ is not None and open_._watch is not None:
         signal.set_wakeup_fd(-1)

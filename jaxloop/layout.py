@@ -1,4 +1,4 @@
-"""The layout of a state over devices, as a table."""
+"""The layout of a state across devices, as a table."""
 
 import dataclasses
 import math
@@ -20,14 +20,14 @@ _MOST_PICTURES = 8
 @final
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """The layout of a leaf.
+    """The layout of one leaf of a state.
 
     Attributes:
       path: Its path in the state, such as `params/Dense_0/kernel`.
       shape: The shape of the whole leaf.
       dtype: Its dtype.
       sharding: Its sharding.
-      reason: The reason that it is replicated although it is large, if it is.
+      reason: If the leaf is large but replicated, the reason for that.
     """
 
     path: str
@@ -38,13 +38,13 @@ class LeafLayout:
 
     @property
     def spec(self) -> str:
-        """Its partition spec, such as `P('data')`."""
+        """The partition spec of the leaf, such as `P('data')`."""
         spec = getattr(self.sharding, "spec", None)
         return "" if spec is None else str(spec).replace("PartitionSpec", "P").replace(",)", ")")
 
     @property
     def bytes(self) -> int:
-        """The bytes of the whole leaf."""
+        """The size of the whole leaf, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -55,7 +55,7 @@ class LeafLayout:
 
 @final
 class Layout:
-    """The layout of a state. `str` makes a table of it.
+    """The layout of a state. `str` formats it as a table.
 
     Attributes:
       leaves: The layouts of the leaves, in order.
@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the whole state."""
+        """The size of the whole state, in bytes."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     @property
@@ -78,7 +78,7 @@ class Layout:
         """Prints pictures of the split leaves with JAX's visualizer, one for each group of equal layouts.
 
         Args:
-          pattern: A regular expression that selects leaves by their path.
+          pattern: A regular expression that is searched in the paths of the leaves.
 
         Raises:
           ImportError: rich, which draws the pictures, is not installed.
@@ -123,7 +123,7 @@ class Layout:
 
 
 def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
-    """Returns a shape of at most two axes, preferably split ones, and its sharding."""
+    """Returns a shape with at most two axes, preferably axes that are split, and its sharding."""
     entries = (*leaf.sharding.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
     by_weight = sorted(range(len(leaf.shape)), key=lambda axis: (entries[axis] is None, -leaf.shape[axis]))
     axes = sorted(by_weight[:2])
@@ -137,7 +137,7 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def bytes_of(tree: Any) -> int:
-    """Returns the total bytes of a pytree of arrays, numbers or shapes.
+    """Returns the total size in bytes of a pytree of arrays, numbers or `jax.ShapeDtypeStruct`s.
 
     >>> bytes_of({"kernel": np.zeros([3, 2], np.float32), "bias": jax.ShapeDtypeStruct([2], np.float32)})
     32
@@ -146,7 +146,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def readable(number: float) -> str:
-    """Formats a number of bytes.
+    """Formats a number of bytes with a suitable unit.
 
     >>> readable(1_572_864)
     '1.5 MiB'

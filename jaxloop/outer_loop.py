@@ -1,4 +1,4 @@
-"""The experiment: it trains, evaluates, resumes and stops."""
+"""The loop that runs a whole experiment: training, evaluation, resuming and stopping."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ STOP_LOOP = types.STOP_LOOP
 
 @final
 class OuterLoop:
-    """Runs an experiment: train loops, and the evaluations that are due.
+    """Runs an experiment: trains, and evaluates at the steps at which an evaluation is due.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -71,20 +71,20 @@ class OuterLoop:
     Args:
       train_loop: The loop that trains; None to evaluate only.
       eval_loops: One loop for each `EvalSpec` of the call.
-      checkpoint_spec: The checkpoints to resume from; without a train loop, the checkpoints to evaluate. None for
-        neither.
+      checkpoint_spec: The checkpoints to resume from or, without a train loop, to evaluate. None for no checkpoints.
       workdir: The directory of `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the history is
-        appended to it at once, and a resumed run continues it. None for the directory of the checkpoints if there is a
-        train loop and a `checkpoint_spec`, and otherwise for no file.
-      log_interval: When to add a row with the train metrics since the last one to the history, as an action's interval:
-        an int counts train loops.
-      notes: Strings, numbers and booleans by name that tell this run from others, such as `{"lr": 3e-3, "seed": 0}`.
-        They are written to the run log, for `python -m jaxloop compare`. The commit of the program's Git repository is
-        added as "commit" if there is one.
-      watchdog: Ends a run that hangs; None to let it hang.
-      skip: The numbers of batches to leave out, as if the training data never contained them. They count all batches
-        over all epochs, starting at 1, so that without earlier gaps `skip=[48_213]` leaves out the batch of step
-        48,213. With several processes, each leaves out its own part. The history has a row `left_out.batch` for each.
+        appended to the file immediately, and a resumed run continues the file. If None, a run with a train loop and a
+        `checkpoint_spec` uses the directory of the checkpoints, and any other run writes no file.
+      log_interval: When to add a row to the history with the train metrics since the previous row. As for the interval
+        of an action, an int counts train loops.
+      notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
+        "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
+        in a Git repository, its commit is added as "commit".
+      watchdog: A `Watchdog` that ends the run if it hangs; None to let it hang.
+      skip: The numbers of batches to leave out, as if the training data had never contained them. All batches of all
+        epochs are counted, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the batch of
+        step 48,213. In a multi-process job, each process leaves out its part of the batch. The history gets a row
+        `left_out.batch` for each batch.
 
     Attributes:
       train_loop: As given.
@@ -155,15 +155,17 @@ class OuterLoop:
 
     @property
     def history(self) -> History:
-        """The measured values: `{"train": {...}}` at each log point, `{"test": {...}}` at each evaluation named "test".
+        """The metrics of the run.
 
-        It contains no statistics such as steps per second, so that a repeated run has the same history.
+        Train metrics are under "train", those of an evaluation named "test" are under "test".
+
+        It contains no statistics such as steps per second, so repeating a run gives the same history.
         """
         return self._history
 
     @property
     def spent(self) -> Spent:
-        """The time report of the last call. `str` makes one sentence of it."""
+        """The time report of the last call. `str` formats it as one sentence."""
         return self._spent
 
     @property
@@ -191,30 +193,31 @@ class OuterLoop:
         writers flushed. If an exception ends it, `rescued_state` holds the state after the last completed step, and the
         train loop's `CheckpointAction`s save it.
 
-        Before it acts at a step inside a loop, the run reads the next batch, to find out whether the step is the last
-        one. A checkpoint stores the position before that batch.
+        Before actions are called at a step inside a loop, the run reads the next batch to find out whether the step is
+        the last one. A checkpoint stores the data position before that batch.
 
         Args:
           state: The train state. The train loop donates it; without a train loop it stays usable.
-          train_dataset: An iterator of batches, or an iterable, from which one iterator is made. With a train loop,
-            None is for a step that needs no data: `run` receives None as its batch, which counts as one example, and
-            `train_total_steps` or `stop` ends the run.
+          train_dataset: An iterator of batches, or an iterable from which one iterator is made. For a train step that
+            needs no data, pass None: `run` then receives None as its batch, which counts as one example, and
+            `train_total_steps` or `stop` must end the run.
           train_total_steps: The total number of optimizer updates, including those before a resume; None to train until
-            the dataset ends. Like `train_loop_steps`, a multiple of `Step.updates_per_step`.
-          train_loop_steps: Updates per loop. Loops end at multiples of it. None for one loop through the dataset.
+            the dataset ends. Must be a multiple of `Step.updates_per_step`, and so must `train_loop_steps`.
+          train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, one loop
+            runs through the whole dataset.
           eval_specs: One spec for each eval loop.
-          log_train_total_steps: Whether to log the first and the last step of the training.
+          log_train_total_steps: Whether to log the first and the last step of training.
           stop: A schedule that also ends the training, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
-            loop, so `train_loop_steps` must be None. With `train_total_steps`, the largest number of epochs. A
-            checkpoint stores the epoch and the position in it. The run warns when it starts if the order of later
-            epochs can't be reproduced.
-          on_exhausted: If the training dataset ends before `train_total_steps`, "stop" ends the run with a warning, and
-            "raise" saves the last step and raises an error.
+            loop, so `train_loop_steps` must be None. If `train_total_steps` is given too, the run ends at whichever
+            comes first. A checkpoint stores the epoch and the position in it. If the order of later epochs can't be
+            reproduced, a warning is logged at the start of the run.
+          on_exhausted: What to do if the training dataset ends before `train_total_steps`: "stop" ends the run with a
+            warning; "raise" saves the last step and raises an error.
 
         Returns:
-          `(state, outputs)`, with the outputs of the last train loop or, without a train loop, of the last eval loop;
-          None if no loop ran.
+          `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last
+          eval loop. They are None if no loop ran.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -300,11 +303,11 @@ class OuterLoop:
         on_exhausted: str = "stop",
         topology: str | None = None,
     ) -> preflight.Report:
-        """Returns the plan of a call with these arguments and every problem it finds, without running a step.
+        """Checks a call with these arguments without running a step. Returns the plan of the run and all problems.
 
-        It reads a batch of each dataset, passes it through the hooks before `run`, and traces and compiles `run` (a
-        later call reuses that). The plan lists when each evaluation, action and checkpoint is due, and how much memory
-        a step and a checkpoint need.
+        The check reads one batch of each dataset, calls the hooks that precede `run` with it, and traces and compiles
+        `run`. A later call reuses the compiled program. The plan lists when each evaluation, action and checkpoint is
+        due, and how much memory a step and a checkpoint need.
 
         >>> import jaxloop
         >>> from jaxloop import examples
@@ -320,13 +323,14 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: The state of the call, or its shapes: `step.abstract_state(...)` allocates no memory. It is not
-            donated.
-          train_dataset: The arguments of the call, also the following ones. The first batch of an iterator is read, and
-            the next call of this object begins with it.
-          topology: TPUs to compile the train step for, which this machine need not have, such as "v5e:16x16". The
-            report then contains the memory, FLOPs and communication per device there, and an error if the step doesn't
-            fit. It needs libtpu (`pip install 'jaxloop[tpu-check]'`). A batch must be that of all devices.
+          state: The state of the call, which is not donated; or its shapes from `step.abstract_state(...)`, which
+            allocates no memory.
+          train_dataset: This and the following arguments are those of the call. If it is an iterator, its first batch
+            is read, and the next call of this object begins with that batch.
+          topology: The TPUs to compile the train step for, such as "v5e:16x16". This machine doesn't need to have them.
+            The report then contains the memory, FLOPs and communication per device on these TPUs, and an error if the
+            step doesn't fit. This needs libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
+            batch, for all devices together.
 
         Returns:
           A report of all problems. `report.raise_errors()` ends a program that has errors. With a work directory, the
@@ -357,7 +361,10 @@ class OuterLoop:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
-        """Locks the directories that the run writes to against other programs. The first process does so for all."""
+        """Locks the directories that the run writes to against other programs.
+
+        The first process does so for the whole job.
+        """
         directories = directories_of(self.train_loop, self.checkpoint_spec, self._workdir)
         for directory in directories:  # Fails now rather than after hours of training.
             checkpoint.prepare_directory(directory)
@@ -379,12 +386,12 @@ class OuterLoop:
     def _join_loops(
         self, spec: RunSpec, log: run_log.RunLog, before: Training | None
     ) -> tuple[Evaluations, Training | None]:
-        """Joins the loops into one run, whose actions this object closes, and which this log describes.
+        """Joins the loops into one run. This object closes the actions of the run, and the log describes it.
 
         Args:
           spec: The arguments of the call.
           log: The run log.
-          before: The training that turned back to an earlier checkpoint; None at the beginning of a call.
+          before: The training that has returned to an earlier checkpoint; None at the beginning of a call.
 
         Returns:
           The evaluations of the call, and its training; None if nothing is trained.
@@ -454,7 +461,10 @@ class OuterLoop:
         return evaluations.once(state, step_num)
 
     def source_of(self, dataset: Any) -> PositionedIterator:
-        """Returns the positioned iterator of a dataset. For an iterator it is always the same, so no batch is lost."""
+        """Returns the positioned iterator of a dataset.
+
+        The same iterator always gets the same one, so no batch is lost.
+        """
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
         if id(dataset) not in self._sources:
@@ -504,7 +514,7 @@ class OuterLoop:
 
 
 def _begin_counting(loops: Sequence[ActionLoop]) -> None:
-    """Resets the counters of calls of the loops and their actions."""
+    """Resets the counters of how often the loops and their actions were called."""
     for loop in loops:
         loop.engine.progress.loops_run = loop.engine.progress.longest_loop = 0
         for each in loop.action_lists:
@@ -512,7 +522,7 @@ def _begin_counting(loops: Sequence[ActionLoop]) -> None:
 
 
 def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> None:
-    """Logs one warning that lists the actions and evaluations that were never called in a run, with the reasons."""
+    """Logs a single warning that lists the actions and evaluations that a run never called, with the reasons."""
     lines, action_lists = [], {}
     for loop in loops:
         for each in loop.action_lists if loop.engine.progress.loops_run else ():
@@ -537,7 +547,7 @@ def _warn_of_unused(loops: Sequence[ActionLoop], evaluations: Evaluations) -> No
 
 
 def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num: int) -> None:
-    """Warns of each train metric that is NaN in the last step of a run, if its values are on the host."""
+    """Warns about each train metric that is NaN in the last step of a run, if its value is already on the host."""
     for name, values in (outputs or {}).items():
         if not isinstance(values, list) or not _is_nan(values[-1:]):
             continue
@@ -558,7 +568,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num
 
 
 def _is_nan(values: Sequence[Any]) -> bool:
-    """Returns whether there is a value and it is NaN."""
+    """Returns whether a value is given and is NaN."""
     return any(isinstance(value, float | np.generic) and bool(value != value) for value in values)
 
 
@@ -574,7 +584,7 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
 
 @final
 class Recorder(Action):
-    """Adds rows to the history. It is a loop's first action, so that other actions find the row of their step.
+    """Adds rows to the history. It is the first action of a loop, so that the other actions find the row of their step.
 
     Attributes:
       observers: Functions that are called with the progress of the run after each row.

@@ -1,7 +1,7 @@
 """The queue in which the outputs of a loop's steps move from the devices to the host.
 
 A loop pushes the outputs of its steps into an `OutputQueue`, which returns them some steps later, column by column. The
-queue also limits how many steps the host is ahead of the devices, and merges `clu.metrics` states on the devices.
+queue also limits how far the host runs ahead of the devices, and merges `clu.metrics` states on the devices.
 """
 
 import collections
@@ -23,7 +23,7 @@ CHUNK_SIZE = 32
 
 
 def chunk_size(max_steps_in_flight: int) -> int:
-    """Returns how many steps a loop dispatches before it handles their outputs; at most half of those in flight."""
+    """Returns how many steps a loop dispatches before it handles their outputs. At most half of those in flight."""
     return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
 
 
@@ -37,7 +37,7 @@ class Arrived:
     [{'loss': 3.0}, {'loss': 2.0}]
 
     Attributes:
-      blocks: Pairs, in order, of columns and their number of steps. The steps of a block report the same names. The
+      blocks: Pairs of columns and their number of steps, in order. All steps of a block report the same names. The
         columns are None if the steps have no outputs.
     """
 
@@ -48,7 +48,7 @@ class Arrived:
         return bool(self.blocks)
 
     def add(self, columns: dict[str, Any] | None, num_steps: int) -> None:
-        """Appends steps that report the same names; `columns` is None if they have no outputs."""
+        """Appends steps that report the same names. `columns` is None if they have no outputs."""
         self.blocks.append((columns, num_steps))
 
     def rows(self) -> list[types.Output]:
@@ -84,20 +84,23 @@ def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """The outputs of several steps in one dispatch, on the devices. Their leading axis counts the steps."""
+    """The outputs of several steps that were dispatched together, on the devices.
+
+    Their leading axis counts the steps.
+    """
 
     outputs: types.Output
     num_steps: int
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the last step, on the host; `{}` while one of them is still being computed."""
+        """Returns the scalars of the last step, on the host, or `{}` while one of them is still being computed."""
         arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
         if not all(map(metrics.is_ready, arrays.values())):
             return {}
         return {name: value[-1] for name, value in metrics.fetch(arrays).items()}
 
     def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
-        """Appends its outputs to `arrived`; `fetched` are the outputs on the host."""
+        """Appends its outputs to `arrived`. `fetched` contains the outputs on the host."""
         columns = fetched and {name: _unstacked(value, self.num_steps) for name, value in fetched.items()}
         arrived.add(columns, self.num_steps)
 
@@ -112,10 +115,10 @@ def _unstacked(value: Any, number: int) -> Sequence[Any]:
 
 
 class _Chunk:
-    """The outputs of some steps that are moving to the host.
+    """The outputs of some steps on their way to the host.
 
     Args:
-      outputs: The outputs, on the devices, of each step, or of several steps as a `Block`.
+      outputs: The outputs of each step, on the devices, or those of several steps as a `Block`.
       num_steps: The number of steps.
     """
 
@@ -135,7 +138,10 @@ class _Chunk:
         return all(map(metrics.is_ready, jax.tree.leaves(_outputs_of(self.outputs[-1]))))
 
     def send(self) -> None:
-        """Starts copying everything to the host, without waiting. Scalars that all steps report are copied together."""
+        """Starts copying all outputs to the host, without waiting.
+
+        Scalars that all steps report are copied together.
+        """
         if len(self.outputs) == CHUNK_SIZE and not any(isinstance(outputs, Block) for outputs in self.outputs):
             columns = _columns_of_scalars(self.outputs)  # pyright: ignore[reportArgumentType]
             self._stacked = _stack(columns) if columns else {}
@@ -144,7 +150,7 @@ class _Chunk:
                 leaf.copy_to_host_async()
 
     def on_devices(self) -> Any:
-        """Returns the arrays to read, in the structure that `arrive` takes."""
+        """Returns the arrays to read, in the structure that `arrive` expects."""
         columns = _columns_if_alike(self.outputs)
         if columns is not None:
             self._parts = [self.outputs]
@@ -159,7 +165,7 @@ class _Chunk:
         return first and {name: [row[name] for row in part] for name in first if name not in self._stacked}
 
     def arrive(self, on_host: Any, arrived: Arrived) -> None:
-        """Appends the outputs to `arrived`; `on_host` is the result of `on_devices`, read to the host."""
+        """Appends the outputs to `arrived`. `on_host` is the result of `on_devices`, copied to the host."""
         stacked, fetched = on_host
         begin = 0
         for part, columns in zip(self._parts, fetched, strict=True):
@@ -204,12 +210,12 @@ def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[
 
 
 def _kind(outputs: "types.Output | Block") -> Any:
-    """Returns a value that is equal for steps that report the same names."""
+    """Returns a value that is the same for all steps that report the same names."""
     return outputs.keys() if isinstance(outputs, dict) else outputs
 
 
 def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
-    """Returns the values of each name under which all steps report a scalar of one dtype, on the devices."""
+    """Returns, for each name under which all steps report a scalar of the same dtype, its values on the devices."""
     columns = {}
     for name, first in (chunk[0] or {}).items():
         values = [outputs.get(name) if outputs else None for outputs in chunk]
@@ -232,19 +238,20 @@ class OutputQueue:
     """Receives the outputs of a loop's steps, and returns them when they are on the host.
 
     The host reads values from a device only in `drain`, or when the devices hold the outputs of more than
-    `max_steps_kept` steps, which bounds device memory. If the devices share the host's memory, nothing needs to be
-    copied. The queue then takes the values as soon as some steps are computed, while they are in the CPU caches. The
-    host waits only if it is more than `max_steps_in_flight` steps ahead, which bounds the queue of pending steps.
+    `max_steps_kept` steps. That bounds the memory used on the devices. If the devices share the host's memory, nothing
+    needs to be copied, and the queue takes the values as soon as some steps are computed, while they are still in the
+    CPU caches. The host waits only if it is more than `max_steps_in_flight` steps ahead. That bounds the number of
+    pending steps.
 
-    States of `clu.metrics` are merged one at a time, from the first to the last. Their bits therefore don't depend on
-    where a chunk ends or another queue began.
+    States of `clu.metrics` are merged one at a time, from the first to the last. The merged bits therefore don't depend
+    on where one chunk or queue ends and the next one begins.
 
     Args:
       max_steps_in_flight: The maximum number of pending steps on the devices.
-      max_steps_kept: The maximum number of steps whose outputs the devices hold, if these are scalars. Larger outputs
-        are read when their step is computed. None for `max_steps_in_flight`.
-      stopwatch: Counts the time spent waiting.
-      sums: The merged `clu.metrics` states of an earlier queue to continue with, by name.
+      max_steps_kept: The maximum number of steps whose outputs stay on the devices if they are scalars. Larger outputs
+        are read as soon as their step is computed. None for the value of `max_steps_in_flight`.
+      stopwatch: The stopwatch that counts the time spent waiting.
+      sums: The merged `clu.metrics` states of an earlier queue, by name, with which merging continues.
       is_on_host: Whether the devices share the host's memory, so that nothing is copied. None to detect it.
 
     Attributes:
@@ -286,8 +293,8 @@ class OutputQueue:
         """Processes the outputs that were appended to `newest`, and returns those that have arrived on the host.
 
         Args:
-          num_steps: The number of appended steps: at most `room`, or those of one dispatch.
-          state: The state that the last of them returned, to wait for if there are no outputs.
+          num_steps: The number of steps that were appended: at most `room`, or those of one dispatch.
+          state: The state that the last of these steps returned. The queue waits for it if there are no outputs.
         """
         self._steps += num_steps
         self._wait(num_steps, state)
@@ -310,7 +317,7 @@ class OutputQueue:
         return arrived
 
     def _wait(self, num_steps: int, state: Any) -> None:
-        """Waits until the next steps stay within `max_steps_in_flight`."""
+        """Waits until the next steps can be dispatched without exceeding `max_steps_in_flight`."""
         newest = _outputs_of(self.newest[-1])
         marker = next((leaf for leaf in jax.tree.leaves(newest) if isinstance(leaf, jax.Array)), None)
         self._in_flight.append((marker, num_steps))
@@ -339,7 +346,9 @@ class OutputQueue:
         return others
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
-        """Waits for all outputs. Returns them, and the `clu.metrics` states merged since the last `drain`, by name.
+        """Waits for all outputs.
+
+        Returns the outputs, and the `clu.metrics` states merged since the last `drain`, by name.
 
         With `keep_sums`, merging continues from these states, so the next `drain` includes them.
         """
@@ -360,7 +369,7 @@ class OutputQueue:
         return self._are_plain and all(map(_is_plain, self.newest))
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the newest step that is computed but not yet read. It does not block."""
+        """Returns the scalars of the newest step that is computed but not yet read. Never blocks."""
         for outputs in self._newest_first():
             is_block = isinstance(outputs, Block)
             scalars = outputs.newest_scalars() if is_block else metrics.ready_scalars(outputs or {})
@@ -405,7 +414,7 @@ class OutputQueue:
         return [_outputs_without(outputs, names) for outputs in chunk]
 
     def _sums(self, name: str, states: list[Any]) -> list[Any]:
-        """Returns a list of the sum of a name so far, converted to the class of `states`; empty if there is none."""
+        """Returns the sum for a name so far, as a list with one element of the class of `states`, or an empty list."""
         found = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
         return metrics.as_states_like(found, states)
 

@@ -20,15 +20,15 @@ from jaxloop.text import printable
 
 @dataclasses.dataclass
 class _Memory:
-    """The memory of the action between calls.
+    """The values that the action remembers between calls.
 
     Attributes:
       best: The best value.
       best_elapsed: The progress of the run at the best value.
-      patient_since: The progress at which the patience began.
-      waits: Measurements since then.
-      seen_at: The progress at the newest call.
-      stopped: Whether it has ended the run.
+      patient_since: The progress at which the count of `patience` began.
+      waits: The number of measurements since then.
+      seen_at: The progress at the most recent call.
+      stopped: Whether the action has ended the run.
     """
 
     best: float | None = None
@@ -42,11 +42,11 @@ class _Memory:
 class EarlyStoppingAction(Action):
     """Ends the run when a metric no longer improves, or at once when it is NaN.
 
-    Give it to the eval loop whose metric it monitors, or to the train loop, which calls it after the evaluations of the
-    same step. It logs the reason when it stops the run.
+    Add it to the eval loop whose metric it monitors. The train loop works too: it calls the action after the
+    evaluations that run at the same step. When the action stops the run, it logs the reason.
 
     Hooks:
-      __call__, finish, close, state_dict, load_state_dict: See `Action`. Call those of `super()`.
+      __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the method of `super()`.
 
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:
@@ -56,15 +56,15 @@ class EarlyStoppingAction(Action):
     (True, 0.98, 200)
 
     Args:
-      monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
-        last call.
-      patience: The number of measurements in a row without an improvement after which the run ends; or a period without
-        an improvement, such as `after(steps=1000)` or `after(time=600)`, which starts at the best value.
-      mode: "min", "max" or "auto", see `jaxloop.actions.Monitor`.
+      monitor: The name of the metric, as `jaxloop.actions.Monitor` describes. The value of a train metric is its mean
+        since the last call.
+      patience: The number of consecutive measurements without an improvement after which the run ends. Or a period,
+        such as `after(steps=1000)` or `after(time=600)`: the run ends when the best value is older than that.
+      mode: "min", "max" or "auto"; `jaxloop.actions.Monitor` describes them.
       min_delta: A value must be better than the best one by more than this to count as an improvement.
-      baseline: Improvements restart the patience only once the metric is better than this.
-      restore_best: Keeps a copy of the state with the best value on the devices. The run returns it, with the `step` of
-        the best value, however it ends.
+      baseline: An improvement resets the patience only if the metric is also better than this value.
+      restore_best: Whether to keep a copy of the best state on the devices. The run then returns this state, with the
+        `step` at which it was reached, no matter how the run ends.
       interval: See `Action`.
     """
 
@@ -98,7 +98,7 @@ class EarlyStoppingAction(Action):
         self._is_over = False
 
     def change(self, name: str, value: Any) -> None:
-        """Changes `patience`, in the unit of the argument, or `min_delta`."""
+        """Changes `patience` (in the unit in which it was given) or `min_delta`."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if name == "patience" and is_number and value > 0 and (self._unit or value == int(value)):
             self._patience = value
@@ -164,7 +164,7 @@ class EarlyStoppingAction(Action):
         return f"{self!r} can't stop a loop as one of its begin_actions. Give it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Records a value, and returns a sentence with the reason to stop, or None."""
+        """Records a value, and returns a sentence that says why the run should stop, or None if it should continue."""
         memory = self._memory
         if self._monitor.has_failed(value):
             return f"{self._monitor.name} is {value}."
@@ -234,7 +234,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _patience_and_unit(patience: int | Schedule) -> tuple[float, str]:
-    """Returns the length of the patience and its unit: one of `Elapsed`, or "" for measurements."""
+    """Returns the patience as a number and its unit: a field of `Elapsed`, or "" if it counts measurements."""
     if not isinstance(patience, Schedule):
         checks.check_positive("EarlyStoppingAction.patience", patience)
         return patience, ""

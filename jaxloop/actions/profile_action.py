@@ -26,11 +26,12 @@ class ProfileAction(Action):
     Args:
       logdir: The directory of the trace, which is written under `plugins/profile/`.
       first_step: The first step of the trace, at least 2, because the first step of a run compiles.
-      num_steps: The number of steps. A few are enough, and the files are large.
-      every_steps: The number of steps from one trace to the next; None to record a single trace.
+      num_steps: The number of steps to trace. A few are enough, and the files are large.
+      every_steps: The number of steps from the start of one trace to the start of the next; None to record a single
+        trace.
 
     Raises:
-      OSError: The directory can't be written.
+      OSError: The directory can't be written to.
     """
 
     uses_outputs = False
@@ -75,7 +76,7 @@ class ProfileAction(Action):
                 logging.warning("%r could not profile step %d: %s", self, step_num + 1, error)
 
     def _stop(self, step_num: int | None) -> None:
-        """Ends the trace; the step is None if the last one is unknown."""
+        """Ends the trace. `step` is None if the last traced step is unknown."""
         first, self._running_since = self._running_since, None
         if first is not None:
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""The action that leaves out the batches which make a metric spike."""
+"""The action that leaves out batches that make a metric spike."""
 
 import collections
 import math
@@ -17,30 +17,31 @@ _INTERVAL = every(steps=10)
 
 @final
 class SpikeGuard(Action):
-    """Turns back when a metric of the training spikes, and leaves out the batches of the spike.
+    """Returns to an earlier checkpoint when a train metric spikes, and leaves out the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
-    `sigmas` of their standard deviations. The run then returns to the newest checkpoint before the spike and continues
-    without the batches of the steps from the first to the last value that spiked since the last call. From then on it
-    is the run, bit for bit, whose data never contained those batches. The history has a row "detour" for each return.
+    `sigmas` of their standard deviations. The run then returns to the newest checkpoint before the spike. It continues
+    without the batches between the first and the last spike that this call has found. From then on, it is bit-identical
+    to a run whose data never contained those batches. Each return adds a row "detour" to the history.
 
-    Checkpoints that were saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`,
-    a `CheckpointAction`, and data that can return to an earlier position.
+    Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
+    `CheckpointAction`, and data that can return to an earlier position.
 
     >>> SpikeGuard("loss", sigmas=6, window=128, at_most=3)
     SpikeGuard('loss', sigmas=6, window=128, at_most=3, interval=every(steps=10))
 
     Args:
-      name: The name of an output of the train step. Each step has one value.
-      sigmas: The number of standard deviations.
-      window: The number of values to compare with. Without that many, only NaN and infinity are spikes.
-      at_most: The number of returns in a run. One more spike ends the run with an error, and the run doesn't resume
-        from a checkpoint after the spike.
-      interval: When to look at the values since the last call. Each call waits for the devices. A spike costs the steps
-        since the newest checkpoint before it, so the interval should be shorter than that of the checkpoints.
+      name: The name of an output of the train step, which must be a scalar.
+      sigmas: The number of standard deviations above the mean that counts as a spike.
+      window: The number of previous values to compare with. Until there are that many, only NaN and infinity are
+        spikes.
+      at_most: The maximum number of returns in a run. One more spike ends the run with an error; resuming it starts
+        from a checkpoint before that spike.
+      interval: When to check the values since the last call. Each check waits for the devices. A spike costs all steps
+        since the checkpoint that precedes it, so check more often than you save.
 
     Raises:
-      RuntimeError: In a run, there were `at_most` returns and another spike, or there is no checkpoint before a spike.
+      RuntimeError: Raised during a run if a spike follows `at_most` returns, or if no checkpoint precedes the spike.
     """
 
     def __init__(

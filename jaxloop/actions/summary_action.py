@@ -23,24 +23,26 @@ _METHODS = {
 class SummaryAction(WriterAction):
     """Writes a summary of the steps since its last call.
 
-    A scalar is written as its example-weighted mean over these steps, a `clu.metrics` object as its computed value, and
-    a statistic unchanged. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, and a
-    `MetricWithMetadata` according to its type: images, videos, audio, text or histograms.
+    For a scalar, it writes the example-weighted mean over these steps; for a `clu.metrics` object, the computed value;
+    for a statistic, the statistic itself. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, and
+    a `MetricWithMetadata` according to its type: images, videos, audio, text or histograms.
 
-    A thread writes for all actions with this writer, in the order of their calls, so the loop waits for files only if
-    64 writes are pending. All pending writes finish before a checkpoint is saved and when the run ends. The next call
-    raises an error of the writer, with a note of what could not be written; a resumed run writes that first.
+    All actions that share a writer also share a thread, which writes in the order of their calls. The loop therefore
+    waits for files only if 64 writes are pending. All pending writes finish before a checkpoint is saved and before the
+    run ends. If the writer raises an error, the next call raises it again, with a note that says what could not be
+    written. A resumed run writes that first.
 
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
         `clu.metric_writers.MetricWriter`. You own the writer: it is flushed when a run ends, but not closed. If you
-        write to it yourself during a run, it must be thread-safe, like those of `default_writer`; or call `flush` of
-        this action before.
+        write to it yourself during a run, it must be thread-safe, as the writers that `default_writer` returns are.
+        Otherwise, call this action's `flush` first.
       interval: See `Action`.
-      flush_each_call: Waits for a flush after each call, so that TensorBoard shows the values immediately.
-      prefix: The prefix of each name, such as "eval/", which distinguishes a train loop's `loss` from an eval loop's.
-      background: Whether a thread writes. Use False for a writer that is bound to the thread that made it, in all
-        actions that share it.
+      flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
+      prefix: A prefix for each name, such as "eval/", which tells the `loss` of an eval loop from that of the train
+        loop.
+      background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
+        pass False to all actions that share it.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class SummaryAction(WriterAction):
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
-        """Returns the call that writes a metric that is not a scalar."""
+        """Returns a function that writes a metric that is not a scalar."""
         options, metadata = {}, metric.metadata or {}
         if metric.type is types.MetricType.AUDIO:
             if "sample_rate" not in metadata:
@@ -124,7 +126,7 @@ class SummaryAction(WriterAction):
 def _not_written(
     outputs: types.Output, scalars: Mapping[str, float], media: Mapping[str, types.MetricWithMetadata]
 ) -> dict[str, str]:
-    """Returns the outputs that are not written, by name, with the reasons."""
+    """Returns the names of the outputs that are not written, with the reasons."""
     reasons = {name: f"its type is {metric.type}" for name, metric in media.items() if metric.type not in _METHODS}
     for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
         value = (outputs or {})[name]

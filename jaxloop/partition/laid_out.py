@@ -1,4 +1,4 @@
-"""The base of the partitioners that split the state."""
+"""The base class of the partitioners that split the state."""
 
 import abc
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 
 class _LaidOutPartitioner(MeshPartitioner):
-    """Holds the layout of one state: a pytree of shardings, known once a state was initialized."""
+    """Holds the layout of one state: a pytree of shardings, which is known once a state has been initialized."""
 
     def __init__(self, mesh: Mesh, data_axis: str):
         super().__init__(mesh, data_axis)
@@ -21,7 +21,10 @@ class _LaidOutPartitioner(MeshPartitioner):
 
     @property
     def sharding(self) -> Any:
-        """A pytree of `NamedSharding` with the structure of the state; known once the state was initialized."""
+        """A pytree of `NamedSharding` with the structure of the state.
+
+        It is known once a state has been initialized.
+        """
         if self._sharding is None:
             raise ValueError(
                 f"{type(self).__name__}.sharding is known only after the state was initialized. Call "
@@ -54,7 +57,7 @@ class _LaidOutPartitioner(MeshPartitioner):
 
 
 class _LeafPartitioner(_LaidOutPartitioner):
-    """Lays out the state leaf by leaf, by path and shape. Subclasses implement `_spec_of`."""
+    """Lays out the state leaf by leaf, based on path and shape. Subclasses implement `_spec_of`."""
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
@@ -91,11 +94,11 @@ def _is_box(leaf: Any) -> bool:
 
 
 def boxes_of(tree: Any) -> list[Any]:
-    """Returns the leaves of a pytree that have Linen's annotations."""
+    """Returns the leaves of a pytree that carry Linen's annotations."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_box) if _is_box(leaf)]
 
 
 def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function with Linen's annotations removed from its result, because their names may need rules."""
+    """Wraps a function to remove Linen's annotations from its result, because their names may need rules."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

@@ -20,17 +20,16 @@ from jaxloop.partition.partitioner import Partitioner
 
 
 class MeshPartitioner(Partitioner):
-    """Splits batches on their leading axis over `data_axis`. The base of the partitioners over a mesh.
+    """Splits batches along their leading axis over `data_axis`. The base class of the partitioners over a mesh.
 
     Hooks:
       sharding, shard_init_fn: See `Partitioner`. Subclasses implement them.
       shard_batch, place_state, partition: See `Partitioner`.
 
     Args:
-      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are made automatic (as those of
-        `jax.sharding.Mesh` are), so that `Step.run` is written as for one device; this is logged. `ExplicitPartitioner`
-        keeps them explicit.
-      data_axis: The name of one of its axes. The batch is replicated over the other axes.
+      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, which is
+        logged, so that `Step.run` can be written as for one device. `ExplicitPartitioner` keeps them explicit.
+      data_axis: The name of the mesh axis over which batches are split. They are replicated over the other axes.
     """
 
     _axis_type = AxisType.Auto
@@ -56,7 +55,7 @@ class MeshPartitioner(Partitioner):
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy for a mesh of other devices. Its data axis gets longer or shorter, and the other axes don't.
+        """Returns a copy for a mesh of other devices. Only the size of its data axis may differ.
 
         The copy treats all devices as those of this process.
         """
@@ -183,14 +182,15 @@ class MeshPartitioner(Partitioner):
 
 
 class _OtherResult(Exception):
-    """Signals that a traced function returns a new state although it was assumed not to, or the reverse."""
+    """Signals that a traced function returns a new state although it was assumed not to, or vice versa."""
 
 
 @final
 class _OfAnyResult:
-    """A compiled function of `(state, batch)` that gives a returned new state the layout of the state.
+    """A compiled function of `(state, batch)`. If it returns a new state, that has the layout of the old one.
 
-    It is compiled for a pair `(new state, outputs)` first, and for another result if tracing shows that it returns one.
+    It is first compiled for a result `(new state, outputs)`. If tracing shows a different result, it is compiled for
+    that.
 
     Args:
       fn: The function.
@@ -242,7 +242,7 @@ class _OfAnyResult:
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
-    """Moves a leaf, of which each process has the same copy, to the devices of all processes."""
+    """Moves a leaf to the devices of all processes. Each process must have the same copy of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
