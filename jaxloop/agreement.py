@@ -1,9 +1,9 @@
 """Communication between the processes of a job, so that all of them do the same thing at the same step.
 
-Each process reads its own part of each batch, receives its own signals and raises its own errors. But a step runs in
-all processes or in none: a process that ran one more than the others would wait forever. The processes therefore send
-each other messages about what they will do next. All messages have the same size, and all processes send them at the
-same point of their programs.
+Each process reads its own part of each batch, receives its own signals and raises its own errors. But a step must run
+in all processes or in none: a process that ran one step more than the others would wait for them forever. The processes
+therefore send each other messages about what they will do next. All messages have the same size, and all processes send
+them at the same point in their programs.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def is_known_to_all_processes(error: BaseException) -> bool:
 
 
 def known_to_all_processes(error: Any) -> Any:
-    """Marks an error that all processes raise at the same step, and returns it."""
+    """Marks an error as raised by all processes at the same step, and returns it."""
     error._jaxloop_is_known_everywhere = True
     return error
 
@@ -121,7 +121,10 @@ def wait_for_all(where: str) -> None:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns the texts of all processes, in order. Each process calls it with its text at the same point."""
+    """Returns the texts of all processes, in order.
+
+    All processes must call it at the same point, each with its own text.
+    """
     if jax.process_count() == 1:
         return [text]
     mine = np.frombuffer(text.encode(), np.uint8)
@@ -133,7 +136,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def check_same(what: str, lines: Sequence[str]) -> None:
-    """Raises an error in all processes if their lines differ.
+    """Raises an error in every process unless all processes pass the same lines.
 
     >>> check_same("A loop", ["batch size 8"])
 
@@ -164,7 +167,8 @@ class Job:
 
     Args:
       is_shared: Whether there are several processes.
-      requests: The signals received by this process. It is told when all processes know of one. None for a new object.
+      requests: The signals that this process has received, an `Interruptible`. It is told when all processes know about
+        one. None for a new object.
 
     Attributes:
       is_shared: As given.
@@ -185,7 +189,9 @@ class Job:
         return not self.is_shared or distributed.is_first_process()
 
     def any_stops(self, stops: bool = False) -> bool:
-        """Returns whether any process wants to stop here. The call also learns of signals that others received.
+        """Returns whether any process wants to stop here.
+
+        The processes also tell each other which signals they have received.
 
         Raises:
           ProcessError: Another process failed here.
@@ -204,14 +210,14 @@ class Job:
         return bool(_send_message("asks the first process", int(value)).read()[0, 0]) if self.is_shared else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes, in order; for example, what each of them sees in a directory.
+        """Returns the values of all processes, in order. For example, what each of them sees in a directory.
 
         The values must be representable in JSON.
         """
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns whether all processes stopped for this error, at the same step."""
+        """Returns whether all processes stopped because of this error, at the same step."""
         return not self.is_shared or is_known_to_all_processes(error)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
@@ -222,23 +228,24 @@ class Job:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes, and finds the size of each batch over all processes.
+    """Reads the same number of batches in all processes, and adds up the size of each batch over all processes.
 
-    Each message is about several batches, which take about 50 ms. This reads ahead in the dataset; `held` is the number
-    of batches read ahead. All processes learn at the same batch that one of them has reached the end of its data,
-    raised an error, or received Ctrl-C or SIGTERM.
+    Each message covers the next few batches, about 50 ms of training. These are read ahead from the dataset, and `held`
+    counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM, all
+    processes learn about it at the same batch.
 
     Args:
-      who: A description of the loop that reads, the same in all processes.
-      read: Reads the next batch of this process.
-      before_reading: Called before batches are read from the dataset.
-      count: Counts the examples of a batch.
+      who: A description of the loop that reads the batches. It must be the same in all processes.
+      read: A function that reads the next batch of this process.
+      before_reading: A function that is called before batches are read from the dataset.
+      count: A function that returns the number of examples in a batch.
       requests: The signals received by this process. It is told when all processes know of one.
-      secs: Returns the seconds of training in this process. Those of the first process count for all.
-      fill_to: Called with the largest number of rows of a batch in any process if they differ; None if all batches must
-        have the same size.
-      until_all_processes_end: Whether to continue until the datasets of all processes have ended; the others then read
-        batches without rows. Otherwise the end of one dataset ends all.
+      secs: A function that returns the training time in this process, in seconds. The time of the first process counts
+        for all.
+      fill_to: A function that is called with the largest number of rows if the batches of the processes differ in size.
+        None if all batches must have the same size.
+      until_all_processes_end: Whether to continue until the datasets of all processes have ended. A process whose
+        dataset has ended then reads batches without rows. If False, reading ends with the first dataset that ends.
     """
 
     def __init__(
@@ -272,11 +279,11 @@ class JointReader:
 
     @property
     def held(self) -> int:
-        """The number of batches of this process that were read and not returned."""
+        """The number of batches that this process has read but not returned yet."""
         return len(self._own) + len(self._agreed) + sum(len(batches) for _, batches, _ in self._sent)
 
     def begin(self, limit: int | None, ahead: int) -> None:
-        """Begins a loop of at most `limit` batches, of which the first `ahead` were already returned."""
+        """Begins a loop of at most `limit` batches. The first `ahead` of them have already been returned."""
         coming = ahead + len(self._agreed) + sum(size for *_, size in self._sent)
         self._left = math.inf if limit is None else limit - coming
         while len(self._returned) > ahead:
@@ -285,7 +292,7 @@ class JointReader:
 
     @property
     def next_examples(self) -> int:
-        """The number of examples, across all processes, in the first batch that was returned but not counted yet."""
+        """The number of examples, in all processes, in the first batch that was returned but not counted yet."""
         return self._returned[0][0]
 
     def __call__(self) -> types.Batch:
@@ -305,7 +312,7 @@ class JointReader:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns the number of examples across all processes, and the seconds of training, for the next batches."""
+        """Returns the number of examples in all processes, and the training time in seconds, for the next batches."""
         return [self._returned.popleft() for _ in range(number)]
 
     def _send(self) -> None:

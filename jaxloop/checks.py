@@ -1,4 +1,4 @@
-"""Checks of states, batches and the results of steps, with errors of one form: expected, got, remedy."""
+"""Checks of states, batches and the results of steps. All errors say what was expected, what came, and what to do."""
 
 import importlib.util
 import operator
@@ -20,7 +20,7 @@ def path_name(path: Any) -> str:
 
 
 def batch_leaf_name(path: Any) -> str:
-    """Returns the path of a batch's leaf in Python: `batch['image']`."""
+    """Returns the path of a batch's leaf as a Python expression: `batch['image']`."""
     # A batch with a mask is in the field `batch`.
     return f"batch{jax.tree_util.keystr(path).removeprefix('.batch')}"
 
@@ -31,7 +31,7 @@ def batch_leaves(batch: Any) -> dict[str, Any]:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and sharding of an array; a `jax.ShapeDtypeStruct` is returned unchanged."""
+    """Returns the shape, dtype and sharding of an array as a `jax.ShapeDtypeStruct`."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     is_weak = bool(getattr(leaf, "weak_type", False))
@@ -39,7 +39,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def describe(leaf: Any) -> str:
-    """Describes an array as `float32[32, 10]`, and another leaf by the name of its class."""
+    """Describes an array as `float32[32, 10]`, and any other leaf by the name of its class."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         dtype = leaf.dtype if isinstance(leaf.dtype, np.dtype) else getattr(leaf.dtype, "name", leaf.dtype)
         return f"{dtype}{list(leaf.shape)}"
@@ -47,7 +47,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins names with commas; shows the first ones of many, and the number of others.
+    """Joins names with commas. If there are many, gives the first ones and the number of others.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -57,7 +57,7 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns at most twelve lines, and one with the number of others."""
+    """Returns the first twelve lines, and a line with the number of others if there are more."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
@@ -81,7 +81,10 @@ def is_overridden(thing: Any, name: str, base: type) -> bool:
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
-    """Raises an error unless `value` is a positive int, or None if `optional`. `instead` names an alternative."""
+    """Raises an error unless `value` is a positive int, or None if that is allowed.
+
+    `instead` names an alternative for the error message.
+    """
     if optional and value is None:
         return
     allowed = "a positive int or None" if optional else "a positive int"
@@ -106,7 +109,7 @@ def is_alive(state: Any) -> bool:
 
 
 def mark_donated(state: Any, by: str) -> None:
-    """Records the call to which a state was donated, for the error of a second use.
+    """Records the call to which a state was donated, for the error that its second use raises.
 
     The name is stored on a donated array, so that it survives `state.replace(...)`.
     """
@@ -116,7 +119,10 @@ def mark_donated(state: Any, by: str) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the first array of a state that a step donates, any except `state.step`; None if there is none."""
+    """Returns the first array of a state that a step donates: the first one other than `state.step`.
+
+    None if there is none.
+    """
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf is not step), None)
@@ -134,7 +140,7 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
 
 
 def counting_hint(step: Any) -> str:
-    """Returns the remedy for a training step that does not count its updates."""
+    """Returns a sentence that says how to make a training step count its updates."""
     if step.updates_per_step > 1:
         return (
             f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
@@ -148,7 +154,7 @@ def counting_hint(step: Any) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """Returns a non-negative whole number as an int, given an int, a float or an array with one element; else None.
+    """Converts an int, a float or a one-element array to an int. Returns None unless it is a non-negative whole number.
 
     >>> whole_number(np.float32(8.0)), whole_number(np.array([8])), whole_number(1.5), whole_number("8")
     (8, 8, None, None)
@@ -164,7 +170,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def check_alive(state: Any, caller: str) -> None:
-    """Raises an error if the state was donated. On several CPU devices, its use would crash the process."""
+    """Raises an error if the state was donated. On several CPU devices, using it would crash the process."""
     deleted = _deleted_leaves(state)
     if not deleted:
         return
@@ -177,7 +183,9 @@ def check_alive(state: Any, caller: str) -> None:
 
 
 def adopt(state: Any) -> Any:
-    """Returns the state with its Python and NumPy leaves, such as Flax's `step`, as JAX arrays. Shapes stay shapes.
+    """Converts the Python and NumPy leaves of a state, such as Flax's `step`, to JAX arrays.
+
+    Leaves that are `jax.ShapeDtypeStruct`s stay unchanged.
 
     Raises:
       TypeError: `state.step` is not an integer.
@@ -190,8 +198,8 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
     """Raises a `TypeError` if `state.step`, or its shape, exists and is not an integer.
 
     Args:
-      step: The leaf; None if the state has no counter.
-      is_scalar: Whether it is a scalar. If not, the error is raised.
+      step: The leaf `state.step`; None if the state has none.
+      is_scalar: Whether the leaf is a scalar. If not, the error is raised too.
     """
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
     is_int = isinstance(step, int) and not isinstance(step, bool)
@@ -214,13 +222,13 @@ def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises a `TypeError` that names the leaf if a batch contains something that JAX can't compute with."""
+    """Raises a `TypeError` if a batch contains a leaf with which JAX can't compute. The message names the leaf."""
     for problem in problems_of_batch(batch):
         raise TypeError(problem) from None
 
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
-    """Yields a sentence for each leaf of a batch that JAX can't compute with."""
+    """Yields a sentence about each leaf of a batch with which JAX can't compute."""
     for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:
@@ -277,7 +285,7 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
-    """Returns a warning about dtypes that JAX would silently convert; None if there are none.
+    """Returns a warning about dtypes that JAX would silently convert, or None if there are none.
 
     Raises:
       ValueError: A 64-bit integer does not fit into 32 bits, to which JAX would truncate it.
@@ -298,7 +306,7 @@ def _float64_warning(names: list[str]) -> str:
 
 
 def empty_dataset(dataset: Any) -> ValueError:
-    """Returns the error for a training dataset without a batch."""
+    """Returns the error for an empty training dataset."""
     return ValueError(
         f"The training dataset, {describe(dataset)}, gave no batch. Is it an exhausted iterator, or does its pipeline "
         "filter out everything?"
@@ -313,8 +321,9 @@ class BatchWatch:
     """Checks the batches of a step for changes and dtypes that JAX would accept silently.
 
     Attributes:
-      num_rows: The length of the leading axis that all leaves of the last batch share; None if they don't share one.
-      form: Equal for batches whose leaves have the same names, shapes and dtypes; None before the first batch.
+      num_rows: The number of rows of the last batch; None if its leaves differ in the length of their leading axis.
+      form: A value that is the same for all batches whose leaves have the same names, shapes and dtypes. None before
+        the first batch.
     """
 
     def __init__(self):
@@ -329,14 +338,14 @@ class BatchWatch:
         self._has_warned = False
 
     def look(self, batches: Sequence[Any], step: Any) -> int | None:
-        """Checks the next batches of a step, whose `max_batch_shapes` limits the number of shapes.
+        """Checks the next batches of a step. The step's `max_batch_shapes` limits the number of different shapes.
 
         Args:
           batches: One batch, or several with the shapes and dtypes of the first.
           step: The step.
 
         Returns:
-          The length of the leading axis that all leaves of the batch share; None if they don't share one.
+          The number of rows of the batch, or None if its leaves differ in the length of their leading axis.
 
         Raises:
           ValueError: A 64-bit integer does not fit into 32 bits, to which JAX would truncate it; or there are too many
@@ -357,7 +366,7 @@ class BatchWatch:
         return self.num_rows
 
     def _check_range(self, batch: Any) -> None:
-        """Raises an error if a 64-bit integer in a batch like the last one does not fit into 32 bits."""
+        """Raises an error if a 64-bit integer in a batch of the same form as the last one does not fit into 32 bits."""
         try:
             leaves = [(batch[name], least, most) for name, least, most in self._limits]
         except (KeyError, IndexError, TypeError):  # The batch has another structure.
@@ -393,7 +402,7 @@ class BatchWatch:
         self._limits = [(name, int(limit.min), int(limit.max)) for name, limit in wide]
 
     def _warn_of_change(self, by_path: dict[str, Any], leaves: dict[str, str], step: Any) -> None:
-        """Warns that a batch differs from those before; raises an error after too many shapes."""
+        """Warns that a batch differs from the previous ones. Raises an error after too many different shapes."""
         changed = {path: leaf for path, leaf in leaves.items() if self._leaves.get(path) != leaf}
         shown = ", ".join(f"{path} from {self._leaves.get(path)} to {leaf}" for path, leaf in changed.items())
         what, remedy = "shape", "Drop a short last batch (drop_remainder=True), or pad the batches to one shape."
@@ -450,7 +459,9 @@ def _check_range(batch: Any, wide: list[str]) -> None:
 
 
 def num_examples(batch: Any) -> int | None:
-    """Returns the length of the leading axis that all array leaves share; 1 for None, and None if they share none.
+    """Returns the common length of the leading axes of all array leaves, or None if they differ.
+
+    1 for a batch that is None.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
@@ -474,7 +485,7 @@ def num_examples(batch: Any) -> int | None:
 
 
 def check_only_process(who: str) -> None:
-    """Raises an error in a multi-process job, for functions that support only one."""
+    """Raises an error in a multi-process job, for functions that support only a single process."""
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise NotImplementedError(
             f"{who} supports one process only, but this job has {jax.process_count()}. Use an OuterLoop, a TrainLoop "
@@ -486,14 +497,14 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Returns the pair that a hook returned; raises an error if it returned something else."""
+    """Returns what a hook returned, and raises an error unless it is a pair."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns `(state, outputs)`; raises an error if a hook returned something else."""
+    """Returns what a hook returned, and raises an error unless it is a pair `(state, outputs)`."""
     state, outputs = check_pair(result, hook, "(state, outputs)")
     check_outputs(outputs, hook)
     return state, outputs
@@ -514,7 +525,7 @@ def check_outputs(outputs: Any, hook: str) -> None:
 
 
 def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Checks the result of a compiled hook like `check_result`. The error for a string is clearer than JAX's."""
+    """Checks the result of a compiled hook, like `check_result`. For a string, the error is clearer than JAX's."""
     state, outputs = check_result(result, hook)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if isinstance(leaf, str | bytes):
@@ -532,7 +543,7 @@ def _describe_result(result: Any) -> str:
 
 
 def check_same_state(before: Any, after: Any, hook: str) -> None:
-    """Raises an error that names the leaves if `after` differs from `before` in structure, shapes or dtypes."""
+    """Raises an error if `after` differs from `before` in structure, shapes or dtypes. The message names the leaves."""
     differences = compare(leaves_by_path(before), leaves_by_path(after))
     if not differences and not structures.are_alike(before, after):
         differences = [
@@ -554,18 +565,18 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns lines with the leaves in which two pytrees differ; see `first_lines`."""
+    """Returns lines that list the leaves in which two pytrees differ, shortened by `first_lines`."""
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Returns the paths at which two descriptions of leaves differ, with both descriptions."""
+    """Returns each path at which two descriptions of leaves differ, with both descriptions."""
     paths = [*expected, *(path for path in got if path not in expected)]
     pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
     return [change for change in pairs if change[1] != change[2]]
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Returns lines that show changes; see `first_lines`."""
+    """Formats changes as lines, shortened by `first_lines`."""
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])

@@ -1,4 +1,4 @@
-"""Commands to a run: files in its work directory, which the run reads and executes between two steps."""
+"""Commands for a run: files in its work directory, which the run reads and executes between two steps."""
 
 import contextlib
 import dataclasses
@@ -38,13 +38,13 @@ _MAX_AT_ONCE = 64
 @final
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of a run to a command.
+    """A run's answer to a command.
 
     Attributes:
       id: The name of the command's file, without its suffix.
       command: The command: "save".
-      step: The number of completed updates when it was executed or rejected.
-      error: The reason if it was rejected; None if it was executed.
+      step: The number of completed updates when the command was executed or rejected.
+      error: The reason why the command was rejected; None if it was executed.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Answer:
 
 
 def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answer | None:
-    """Gives a command to the run in a work directory, and waits for its answer.
+    """Sends a command to the run in a work directory, and waits for its answer.
 
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, as after Ctrl-C.
@@ -308,11 +308,11 @@ class Commands:
                 os.replace(path, f"{path}.before")
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns the executed commands, for a checkpoint."""
+        """Returns the commands that were executed, to be stored in a checkpoint."""
         return [dataclasses.asdict(each) for each in self._executed]
 
     def load_state_dict(self, state_dict: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Restores the changes by the commands before a checkpoint, and prepares to repeat those after it.
+        """Applies the commands that were executed before a checkpoint, and prepares to repeat those executed after it.
 
         Args:
           state_dict: The result of `state_dict`.

@@ -1,4 +1,4 @@
-"""A table of runs, with the best value of a metric and the notes that differ."""
+"""A table of runs with the best value of a metric and the notes in which they differ."""
 
 import contextlib
 import dataclasses
@@ -28,8 +28,9 @@ class Comparison:
     Attributes:
       by: The path of the metric.
       mode: "max" or "min": which values are better.
-      runs: A dict for each run: `workdir`, `best`, `step` (of the best value), `secs` (of wall time), `productive` (the
-        fraction spent on new steps), `notes`. `best` and `step` are None if the run has no finite value.
+      runs: A dict for each run with `workdir`, `best`, `step` (at which the best value was reached), `secs` (the wall
+        time in seconds), `productive` (the fraction of it spent on new steps) and `notes`. `best` and `step` are None
+        if the run has no finite value.
       groups: A dict for each group of runs whose notes are equal except for `seed`: `notes`, `runs` (their number),
         `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty if no group has
         more than one run.
@@ -77,7 +78,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     Args:
       workdirs: The work directories.
       by: The path of the metric in the history: "test.accuracy".
-      mode: "max", "min", or "auto" to decide by the name; see `EarlyStoppingAction`.
+      mode: "max", "min", or "auto" to decide by the name, as `EarlyStoppingAction` does.
 
     Raises:
       FileNotFoundError: A directory has no run log.

@@ -19,10 +19,10 @@ from jaxloop.timing import Stopwatch, duration
 
 @final
 class Compiled:
-    """A step's `run`, compiled at its first call, and again for batches of another shape.
+    """A step's `run`, which is compiled at its first call, and again for each new shape of a batch.
 
-    Between two calls, the state is a carry: `enter` converts a state to a carry, and `leave` converts it back. The
-    carry is a flat state if the partitioner can compile for any tree; otherwise it is the state itself.
+    Between two calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back.
+    The carry is a flat state if the partitioner can compile functions of any pytree. Otherwise, it is the state itself.
 
     If the function is traced again for any reason other than the shape of a batch, a warning lists the leaves that
     changed.
@@ -30,15 +30,16 @@ class Compiled:
     Args:
       name: The name of the step's class.
       run: A pure function `(state, batch) -> (state, outputs)`; for evaluation, `(state, batch) -> outputs`.
-      partitioner: Compiles for its placement.
-      evaluates: Whether `run` evaluates. The state is then not donated.
-      fuses: Whether to scan over stacked batches and stack the outputs.
-      policy: Whether to look for values that are not finite. Batches and outputs are then pairs with flags.
+      partitioner: The partitioner that compiles the function.
+      evaluates: Whether `run` evaluates, in which case the state is not donated.
+      fuses: Whether to run several steps per call: `run` is scanned over stacked batches, and the outputs are stacked.
+      policy: How to react to NaN and infinity; None to ignore them. With a policy, batches and outputs are pairs with
+        flags.
       jit_kwargs: Arguments of `jax.jit`, which override those of the partitioner.
-      stopwatch: Returns the stopwatch of the loop that runs the step, or None.
+      stopwatch: A function that returns the stopwatch of the loop that runs the step, or None.
 
     Attributes:
-      detector: Looks for values that are not finite; None without a policy.
+      detector: The detector of NaN and infinity; None without a policy.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Compiled:
         Args:
           carry: See `enter`.
           batch: The batch.
-          form: A value that is equal for batches of one structure; see `checks.BatchWatch`. None to inspect the batch,
-            which takes a twentieth of a small step.
+          form: A value that is the same for all batches of one structure, from `checks.BatchWatch`. None to inspect the
+            batch, which takes a twentieth of the time of a small step.
         """
         try:
             if self._evaluates:
@@ -111,7 +112,10 @@ class Compiled:
                 self._end_compiling()
 
     def lower(self, state: Any, batch: types.Batch) -> jax.stages.Lowered:
-        """Lowers the function that `call` runs for this state and batch. `call` uses the result once it is compiled."""
+        """Lowers the function that `call` would run for this state and batch.
+
+        If you compile the result, `call` reuses it.
+        """
         if self.detector is not None:
             batch = (batch, self.detector.no_flags(state))
         try:
@@ -162,9 +166,9 @@ class Compiled:
 
 
 class _SameInAllProcesses:
-    """A compiled function that checks, for each structure of batches, that it is the same in all processes.
+    """A compiled function that checks, for each new structure of batches, that all processes run the same program.
 
-    If it differed, the processes would wait for each other forever, or compute different results.
+    If the programs differed, the processes would wait for each other forever, or compute different results.
     """
 
     def __init__(self, name: str, compiled: Any):
@@ -264,9 +268,9 @@ def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> 
 
 
 def stacked(batches: Sequence[types.Batch]) -> types.Batch | None:
-    """Stacks batches, or their shapes, on a new leading axis. Returns None if their shapes differ.
+    """Stacks batches, or their shapes, along a new leading axis. Returns None if their shapes differ.
 
-    Host arrays stay on the host.
+    Arrays on the host stay on the host.
 
     >>> stacked([{"x": np.zeros(3)}, {"x": np.ones(3)}])["x"].shape
     (2, 3)

@@ -15,12 +15,13 @@ from jaxloop.layout import readable
 @final
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The collective operations of one kind in one dispatch.
+    """All collective operations of one kind in a dispatch.
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-      count: The number of operations. One in a loop counts once per iteration, if XLA knows the number of iterations.
-      bytes: The total bytes of their inputs or outputs, whichever is larger, on one device.
+      count: The number of operations. An operation in a loop counts once per iteration if XLA knows the number of
+        iterations.
+      bytes: The total size of their inputs or outputs, whichever is larger, in bytes per device.
     """
 
     kind: str
@@ -31,17 +32,17 @@ class Collective:
 @final
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """XLA's estimate of the cost of one dispatch of a compiled step. `str` makes one sentence of it.
+    """XLA's estimate of the cost of one dispatch of a compiled step. `str` formats it as one sentence.
 
     Attributes:
-      flops: Floating-point operations of the whole step over all devices, counted by XLA before optimization (for a
-        topology, after it); None if it doesn't count them. The body of a loop counts once.
-      argument_bytes: Bytes of one device's memory for the state and the batch.
-      output_bytes: Bytes for the new state and the outputs.
+      flops: The number of floating-point operations in the whole step, on all devices together; None if XLA doesn't
+        count them. XLA counts them before optimization or, for a topology, after it. The body of a loop counts once.
+      argument_bytes: The memory for the state and the batch, in bytes per device, like all of the following.
+      output_bytes: The memory for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses donated arguments.
-      temp_bytes: Bytes for temporaries, such as activations and gradients.
-      code_bytes: Bytes for the program.
-      collectives: The collective operations; empty on one device.
+      temp_bytes: The memory for temporaries, such as activations and gradients.
+      code_bytes: The memory for the program itself.
+      collectives: The collective operations, by kind. Empty on one device.
 
     >>> print(Cost(flops=6.2e9, argument_bytes=24 << 20, output_bytes=24 << 20, alias_bytes=24 << 20,
     ...            temp_bytes=100 << 20, code_bytes=0))
@@ -58,7 +59,7 @@ class Cost:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory use of one device, as planned by XLA."""
+        """The peak memory use per device, in bytes, as planned by XLA."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     def __str__(self) -> str:
@@ -73,8 +74,8 @@ class DeviceMemoryError(MemoryError):
     """The error of a program that needs more memory than its devices have.
 
     Attributes:
-      needed_bytes: Bytes that it needs on one device, including its arguments.
-      available_bytes: Bytes that are available there.
+      needed_bytes: The memory that the program and its arguments need, in bytes per device.
+      available_bytes: The memory that is available, in bytes per device.
     """
 
     def __init__(self, needed_bytes: int, available_bytes: int):
@@ -97,7 +98,8 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program.
 
     Raises:
-      DeviceMemoryError: The compiler has found that it needs too much memory. Only that of TPUs does.
+      DeviceMemoryError: The compiler found that the program needs too much memory. Only the compiler for TPUs does
+        that.
     """
     try:
         return lowered.compile()
@@ -126,7 +128,7 @@ def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_d
 
 
 def flops_of(lowered: jax.stages.Lowered) -> float | None:
-    """Returns the floating-point operations of a program over all devices; None if XLA doesn't count them."""
+    """Returns the total floating-point operations of a program on all devices, or None if XLA doesn't count them."""
     try:
         return _flops_in(lowered.cost_analysis())
     except jax.errors.JaxRuntimeError:  # The devices exist only on paper.
@@ -220,7 +222,7 @@ _PEAKS = {
 
 
 def peak_flops_per_sec(device_kind: str) -> float | None:
-    """Returns the peak FLOPs per second of a kind of device for bfloat16 matrix products; None if unknown.
+    """Returns the peak FLOPs per second of a kind of device for bfloat16 matrix products, or None if unknown.
 
     >>> peak_flops_per_sec("NVIDIA H100 80GB HBM3"), peak_flops_per_sec("cpu")
     (989000000000000.0, None)

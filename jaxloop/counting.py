@@ -22,7 +22,7 @@ def elapse(
     stopwatch: timing.Stopwatch | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Elapsed, types.Batch]]:
-    """Yields batches with the progress of the run, for hand-written loops.
+    """Yields batches together with the progress of the run, for hand-written loops.
 
     >>> from jaxloop import every, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -36,13 +36,13 @@ def elapse(
 
     Args:
       dataset: The batches.
-      stop: A schedule that ends the run; an int counts steps. None to read to the end of the dataset. A dataset that
-        ends before `stop` causes a warning.
+      stop: A schedule that ends the run, or a number of steps. None to read to the end of the dataset. A warning is
+        logged if the dataset ends before `stop`.
       start: The progress of an earlier run.
-      num_examples: Returns the number of examples in a batch; None for the length of the leading axis, or 1 without
-        one.
-      stopwatch: Attributes time that is not training. None to count all time.
-      clock: Returns the time in seconds; ignored if there is a stopwatch.
+      num_examples: A function that returns the number of examples in a batch. None to use the length of the leading
+        axis, or 1 for a batch without axes.
+      stopwatch: A stopwatch whose time outside of training is not counted. None to count all time.
+      clock: A function that returns the time in seconds. Ignored if there is a stopwatch.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first one, `elapsed.steps == 1`.
@@ -52,7 +52,7 @@ def elapse(
 
 
 def as_stop(stop: Any) -> Schedule | None:
-    """Returns the schedule for a `stop` argument; an int counts steps."""
+    """Converts a `stop` argument to a schedule. An int is a number of steps."""
     if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
         return at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):
@@ -68,7 +68,7 @@ def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
 
 @final
 class Counting:
-    """Reads and counts the batches of a run like `elapse`, for loops that also read some batches themselves.
+    """Reads and counts the batches of a run, like `elapse`, for loops that also read some batches themselves.
 
     Args:
       iterator: The batches.
@@ -129,7 +129,10 @@ class Counting:
         return count
 
     def end_by(self, error: BaseException) -> None:
-        """Ends the run after the iterator has raised an exception, and re-raises it unless it is `StopIteration`."""
+        """Ends the run after the iterator has raised an exception.
+
+        Raises the exception again unless it is `StopIteration`.
+        """
         if not isinstance(error, StopIteration):
             error.add_note(f"in the dataset, after step {self.newest.steps}")
             raise error
@@ -137,7 +140,7 @@ class Counting:
         _warn_of_early_end(self._start, self.newest, self._stop)
 
     def count(self, samples: int, came: float) -> Elapsed:
-        """Counts a batch with this many examples, which arrived when the clock showed `came`."""
+        """Counts a batch with this many examples. `came` is the clock time at which it arrived."""
         before, self.stopwatch.steps = self.newest, self.stopwatch.steps + 1
         self.stopwatch.samples += samples
         elapsed = before.advance(samples=samples, time=self._offset + self.stopwatch.training_at(came))
@@ -148,7 +151,7 @@ class Counting:
     def count_all(self, seen: Sequence[tuple[int, float]]) -> list[Elapsed]:
         """Counts several batches, given the number of examples and the time of arrival of each.
 
-        Only the last one may end the run, and only its result has a `previous`.
+        Only the last batch may end the run, and only its progress has a `previous`.
         """
         newest, elapsed = self.newest, list[Elapsed]()
         for samples, came in seen[:-1]:
@@ -160,7 +163,7 @@ class Counting:
         return [*elapsed, self.count(*seen[-1])]
 
     def room(self) -> int:
-        """Returns the number of steps before the next one at which `stop` may end the run."""
+        """Returns the number of steps that can run before `stop` may end the run."""
         if self._is_over:
             return 0
         goal = goal_of([] if self._stop is None else [self._stop], self.newest)

@@ -1,4 +1,4 @@
-"""Datasets of any kind, converted to iterators over NumPy batches that know their position."""
+"""Conversion of datasets of any kind to iterators over NumPy batches that know their position."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -29,7 +29,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def numpy_batch(batch: types.Batch) -> types.Batch:
-    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays; keeps other values.
+    """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are returned unchanged.
 
     A bfloat16 tensor becomes an array of that dtype. Neither library is imported.
 
@@ -59,7 +59,7 @@ def batches(data: Any) -> PositionedIterator:
 
     Args:
       data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
-        dataset or `DataLoader`, any other iterable of batches, or a function without arguments that returns one of
+        dataset or `DataLoader`, or any other iterable of batches. Or a function without arguments that returns one of
         these. A batch is a pytree of arrays or tensors.
 
     Returns:
@@ -86,7 +86,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """A dataset that can be iterated over several times. Each iteration is one epoch, read by `batches`.
+    """A dataset that can be iterated over several times. Each iteration is one epoch, which `batches` reads.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
@@ -107,7 +107,7 @@ class Passes:
 
     @property
     def is_endless(self) -> bool:
-        """True if an epoch is known to be endless."""
+        """True if the dataset is known to be endless."""
         return is_endless(self._data)
 
     def first(self) -> types.Batch:
@@ -130,9 +130,9 @@ def is_one_pass(data: Any) -> bool:
 
 
 def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
-    """Returns the first batch, and an iterator that begins with it.
+    """Returns the first batch of a dataset, and an iterator that begins with this batch.
 
-    The iterator's position stays before the first batch until that batch is read from it.
+    The iterator's position is before the first batch until that batch is read from the iterator.
 
     >>> first, iterator = peek(iter([1, 2, 3]))
     >>> first, list(iterator)
@@ -156,27 +156,27 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 
 
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
-    """Reads up to `size` batches ahead, in one background thread.
+    """Reads up to `size` batches ahead in a background thread.
 
-    It helps if making a batch takes long because it waits for files or the network, or runs NumPy or other code that
-    releases the GIL. It costs a few microseconds per batch. You don't need it in order to make a batch while the device
-    computes, because steps are dispatched asynchronously. You don't need it for Grain, tf.data and torch `DataLoader`s
-    either, which prefetch themselves.
+    This helps if a batch takes long to make because of files, the network, or NumPy or other code that releases the
+    GIL. It costs a few microseconds per batch. Batches are made while the device computes even without it, because
+    steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s don't need it either, because they
+    prefetch themselves.
 
-    An error in the dataset is raised in place of the batch that it prevented. The thread ends at the end of the
-    dataset, at an error, when the iterator is closed with `close`, or when it is garbage-collected. A checkpoint stores
-    the position after the last returned batch. For tf.data, that position is an earlier saved state and a number of
-    batches to read again, so use tf.data's own `.prefetch` instead.
+    If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
+    the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
+    the position after the last returned batch. For tf.data, that position consists of an earlier saved state and a
+    number of batches to read again, so use tf.data's own `.prefetch` instead.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]
 
     Args:
-      data: Any dataset that `batches` takes.
-      size: The number of batches to read ahead; 0 for no thread.
+      data: Any dataset that `batches` accepts.
+      size: The number of batches to read ahead. If 0, no thread is started.
 
     Returns:
-      An iterable; if `data` is an iterator, an iterator.
+      An iterator if `data` is an iterator, and otherwise an iterable.
     """
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"prefetch takes a number of batches as its size (0 for none), got {size!r}.")
@@ -186,14 +186,14 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
 
 def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None = None) -> IndexedBatches:
-    """Returns a dataset whose batch number `i` is `make_batch(i)`. A resumed run finds its position immediately.
+    """Returns a dataset whose `i`-th batch is `make_batch(i)`. A resumed run finds its position immediately.
 
     >>> draw = lambda index: {"x": np.random.default_rng(index).integers(10, size=3)}
     >>> len(list(from_index(draw, num_batches=4)))
     4
 
     Args:
-      make_batch: A pure function of the batch's number, which starts at 0. Seed random numbers with that number.
+      make_batch: A pure function of the batch index, which starts at 0. Use the index to seed random numbers.
       num_batches: The number of batches in an epoch; None for an endless dataset.
     """
     if not callable(make_batch):
@@ -211,14 +211,13 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
     """Returns the part of a dataset that this process reads in a multi-process job.
 
-    In a job of one process, that is the whole dataset. The parts don't overlap, and together they are the whole
-    dataset. In each step, the batches of all processes together contain the same examples for any number of processes,
-    if their total size is the same. So a run can resume with another number of processes.
+    With a single process, that is the whole dataset. The parts of several processes don't overlap and together make up
+    the whole dataset. If the global batch size is the same, each global batch contains the same examples for any number
+    of processes. A run can therefore resume with a different number of processes.
 
-    - Of a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example. Shard first (with tf.data, before you shuffle), then batch by the number of rows per process.
-    - Of a dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every
-      batch.
+    - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
+    example. Shard first (with tf.data, before you shuffle), then batch with the number of rows per process. - From a
+    dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every batch.
 
     >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
     >>> shard_for_process(batches, process_index=1, process_count=2)
@@ -230,7 +229,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
       process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: The dataset is of another kind. The message contains the remedy.
+      TypeError: The dataset is of a different kind. The message says what to do.
       ValueError: A dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
         processes.
     """

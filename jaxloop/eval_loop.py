@@ -1,4 +1,4 @@
-"""The loop that evaluates."""
+"""The loop that evaluates a state."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,8 @@ class EvalLoop(ActionLoop):
     """Evaluates a state, which it neither changes nor donates.
 
     Hooks:
-      begin, end: See `Loop`. Call those of `super()`, which call the actions and add the statistics.
+      begin, end: See `Loop`. An override must call the method of `super()`, which calls the actions and adds the
+        statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
     The example-weighted means of its outputs (`jaxloop.metrics.summarize`) are exact over the dataset, even if the last
@@ -31,7 +32,7 @@ class EvalLoop(ActionLoop):
     Args:
       step: The step to run on each batch, made with `train=False`.
       begin_actions: See `ActionLoop`, also for `end_actions`, `stat_names`, `global_batch_size` and `clock`.
-      endless_after: A call without `num_steps` warns after this many steps that its dataset may be endless.
+      endless_after: The number of steps after which a call without `num_steps` warns that the dataset may be endless.
       steps_per_dispatch: See `TrainLoop`.
       max_steps_in_flight: See `Loop`.
     """
@@ -68,7 +69,7 @@ class EvalLoop(ActionLoop):
 
     @property
     def training_warning(self) -> str:
-        """The warning for a step with train=True in an evaluation."""
+        """The warning about a step with `train=True` in an evaluation."""
         return (
             f"{self.step!r}, a step with train=True, which evaluates dropout and batch statistics in training mode. "
             "Make another step with train=False for the eval loop."
@@ -81,7 +82,10 @@ class EvalLoop(ActionLoop):
         num_steps: int | None = None,
         return_state_from_step: bool = False,
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Evaluates at most `num_steps` batches; see `Loop.__call__`. The state is neither changed nor donated."""
+        """Evaluates the state on at most `num_steps` batches.
+
+        The state is neither changed nor donated. See `Loop.__call__`.
+        """
         if return_state_from_step:
             raise ValueError(
                 "EvalLoop got return_state_from_step=True, but an evaluation can't change the state. Use a TrainLoop "

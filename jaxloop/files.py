@@ -1,4 +1,4 @@
-"""Safe access to the files of a work directory: regular files only, no symbolic links, and reads of limited size.
+"""Safe access to the files in a work directory: regular files only, no symbolic links, and reads of limited size.
 
 The contents of a work directory are untrusted input. A FIFO would block a run forever, a device would discard the rows
 written to it, and a symbolic link would let the run overwrite a file elsewhere.
@@ -31,8 +31,8 @@ _SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | geta
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Opens a regular file of a local file system, like `os.open`.
 
-    The last component of the path must not be a link, but earlier components may be. `O_TRUNC` takes effect only after
-    the file is known to be regular.
+    The last component of the path must not be a symbolic link, but earlier ones may be. `O_TRUNC` takes effect only
+    once the file is known to be regular.
 
     Raises:
       OSError: The path is not a regular file, or can't be opened.
@@ -88,7 +88,7 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON, like `json.loads`, but raises ValueError also for text that is nested too deeply."""
+    """Parses JSON like `json.loads`, but also raises ValueError if the text is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -96,7 +96,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def absolute(directory: Any) -> epath.Path:
-    """Returns the absolute path of a directory, with links resolved. Orbax rejects other paths at its first save."""
+    """Returns the absolute path of a directory, with symbolic links resolved.
+
+    Orbax rejects relative paths at its first save.
+    """
     return epath.Path(directory).expanduser().resolve()
 
 
@@ -122,7 +125,10 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
 
 
 def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
-    """Returns the error for a directory that can't be created or written to, with the reason and the remedy."""
+    """Returns the error for a directory that can't be created or written to.
+
+    Its message gives the reason and says what to do.
+    """
     reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make this one writable"
     return OSError(
@@ -134,7 +140,7 @@ def make_directory(path: epath.PathLike) -> None:
     """Creates a directory and its parents if they are missing.
 
     Raises:
-      OSError: The path is not a directory (a link to one is refused too), or the directory can't be created.
+      OSError: The path is not a directory (a symbolic link to one is refused too), or the directory can't be created.
     """
     if not is_remote(path) and os.path.islink(path):
         raise OSError(errno.EINVAL, "Expected a directory and found a symbolic link. Remove it", os.fspath(path))
@@ -142,7 +148,7 @@ def make_directory(path: epath.PathLike) -> None:
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Returns whether a path belongs to a remote store, such as `gs://`, and not to a local file system."""
+    """Returns whether a path is in a remote store, such as `gs://`, rather than in a local file system."""
     return "://" in os.fspath(path)
 
 

@@ -1,6 +1,6 @@
-"""Predicts the plan of a run with the engine's schedules: where loops end, and when actions and evaluations are called.
+"""Predicts the plan of a run from its schedules: where loops end, and when actions and evaluations are called.
 
-It can't predict the time, the length of some datasets, and the results of user functions.
+It can't predict times, the length of some datasets, or the results of user functions.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class Calls:
 
     Attributes:
       moments: The progress of the run at each call.
-      is_all: False if there may be calls at further steps.
+      is_all: Whether these are all calls. False if there may be more, at later steps.
       at_end: Whether there is also a call at the end of the run, whose step is unknown.
-      by_clock: Whether there may be calls at other steps, because of a schedule of time.
+      by_clock: Whether a time-based schedule may cause calls at other steps.
       at_most: Whether a user function may skip some of the calls.
     """
 
@@ -64,7 +64,7 @@ class Calls:
         return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Returns True if both may be called at the same step."""
+        """Returns Returns whether both may be called at the same step."""
         is_open = [calls.by_clock or not calls.is_all for calls in (self, other)]
         return any(is_open) or (self.at_end and other.at_end) or not set(self.steps).isdisjoint(other.steps)
 
@@ -92,9 +92,9 @@ class Begin:
       elapsed: The progress of the run.
       passes: The number of completed epochs.
       batches: The number of batches used in this epoch.
-      has_stopped: Whether the run was asked to stop there.
+      has_stopped: Whether the run was told to stop at this point.
       last_beginning: The progress at which the last loop began; None if the run begins there now.
-      evaluations: For each evaluation by name, the number of times that it ran, and the progress of the run then.
+      evaluations: For each evaluation, by name, how often it ran and the progress of the run when it last did.
     """
 
     elapsed: Elapsed = dataclasses.field(default_factory=Elapsed)
@@ -120,11 +120,11 @@ class Course:
     4 times, at steps 300, 600, ..., 1,000; never
 
     Attributes:
-      spec: The arguments of the run, which include its length.
-      begin: The point at which it begins.
+      spec: The arguments of the run, including its length.
+      begin: The point at which the run begins.
       batches_in_pass: The number of batches in an epoch; None if it is unknown.
       rows: The number of examples in a batch.
-      updates_per_step: The number of updates that a batch makes; see `Step.updates_per_step`.
+      updates_per_step: The number of optimizer updates per batch, as in `Step.updates_per_step`.
       stopped_at: The step at which the schedule `stop` ends the run; None if it can't be predicted.
     """
 
@@ -141,14 +141,14 @@ class Course:
         return self.begin.elapsed
 
     def end_of_pass(self, number: int) -> int | None:
-        """Returns the step at which an epoch ends, with 1 for the current epoch; None if it is unknown."""
+        """Returns the step at which an epoch ends, or None if it is unknown. The current epoch has the number 1."""
         if self.batches_in_pass is None:
             return None
         return self.start.steps + (number * self.batches_in_pass - self.begin.batches) * self.updates_per_step
 
     @functools.cached_property
     def end(self) -> int | None:
-        """The step at which the run ends, if the data suffice for `total_steps`; None if it is unknown."""
+        """The step at which the run ends, assuming that the data suffices for `total_steps`; None if it is unknown."""
         epochs, total_steps = self.spec.epochs, self.spec.total_steps
         data_end = self.end_of_pass(1 if epochs is None else max(epochs - self.begin.passes, 0))
         ends = [self.stopped_at, total_steps, data_end if epochs is not None or total_steps is None else None]
@@ -176,7 +176,7 @@ class Course:
         return f"the run goes {begin}to {'the end of its data' if self.end is None else f'step {self.end:,}'}"
 
     def ended_by(self, stop: Schedule) -> "Course":
-        """Returns the course of a run that this schedule ends, as far as that can be predicted."""
+        """Returns the course of the run if this schedule ends it, as far as that can be predicted."""
         stop = stop.as_stop()
         moments = itertools.islice(self._moments(stop), _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN)
         tested = itertools.chain([self.start], (now for now, _ in moments))
@@ -189,7 +189,7 @@ class Course:
         Args:
           interval: The interval, as for an action.
           at: "end" for calls inside loops and at their ends; "begin" for calls at the beginning of loops; "step" for
-            the actions of a step, which don't know the end of a loop or of the run.
+            the actions of a step, which don't know when a loop or the run ends.
         """
         moments = self._moments(interval)
         if at == "begin":

@@ -1,4 +1,4 @@
-"""The history of a run: rows of measured values, in memory and in a file, with learning curves."""
+"""The history of a run: rows of metrics, in memory and in a file, and learning curves."""
 
 import array
 import bisect
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     Attributes:
       elapsed: The progress of the run.
-      logs: The measured values, a (nested) dict of Python numbers and strings with the keys of the commit.
+      logs: The metrics: a (nested) dict of Python numbers and strings, with the keys that were committed.
     """
 
     elapsed: Elapsed
@@ -63,7 +63,7 @@ class _Column:
     values: list[Any] = dataclasses.field(default_factory=list)
 
     def place(self, number: int) -> int:
-        """Returns the index of the value of a row."""
+        """Returns the index at which a row's value is stored."""
         return bisect.bisect_left(self.rows, number)
 
     def put(self, number: int, value: Any) -> None:
@@ -112,7 +112,7 @@ class _Form:
         return keys
 
     def checked(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of logs of this form: device values unchanged, all others as Python objects."""
+        """Returns the values of logs of this form. Device values are unchanged; all others are Python objects."""
         return [
             value
             if type(value) in _PLAIN
@@ -123,7 +123,7 @@ class _Form:
         ]
 
     def on_device(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Returns the device values by path."""
+        """Returns the values that are on devices, by path."""
         return {path: values[place] for path, place in self._from_devices}
 
     def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _filled(keys: Mapping[str, Any], values: Iterator[Any]) -> dict[str, Any]:
 
 
 def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
-    """Returns a key that is equal for logs of one form, and the values in order."""
+    """Returns a key that is the same for all logs of one form, and the values in order."""
     if not isinstance(logs, Mapping):
         raise TypeError(
             f"The logs of a history must be a (nested) dict, got {checks.describe(logs)}. Write {{'loss': loss}}."
@@ -158,7 +158,7 @@ def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
 
 @final
 class History:
-    """The measured values of a run, in rows of `(elapsed, logs)`.
+    """The metrics of a run, as rows `(elapsed, logs)`.
 
     Refer to a value by its path (`train.loss` for `{"train": {"loss": 0.5}}`) or by an unambiguous end of it (`loss`).
     A slash means the same as a dot, in names and in the keys of logs: `train/loss`.
@@ -231,9 +231,8 @@ class History:
 
         Raises:
           TypeError: A value is not a scalar, or a key is not a string.
-          ValueError: Two values have the same path; a path is steps, samples, time or loops, which are taken from
-            `elapsed`; a device value was donated; or the file has the rows of an earlier run and `resume` was not
-            called.
+          ValueError: Two values have the same path; a path is steps, samples, time or loops, which come from `elapsed`;
+            a device value was donated; or the file has rows of an earlier run and `resume` was not called.
         """
         _check_elapsed("commit", elapsed)
         form, values = self._read(logs)
@@ -253,13 +252,12 @@ class History:
         ([1, 2], [0.5, 0.4])
 
         Args:
-          elapsed: The progress of the run, for each row.
-          logs: The measured values, for each row.
+          elapsed: The progress of the run at each row.
+          logs: The metrics of each row.
 
         Raises:
-          ValueError: The lengths differ.
-          The errors of `commit`, with a note of the progress of the run. The rows before the failing one are in the
-            history, those after it are not.
+          ValueError: The lengths differ. The errors of `commit`, with a note that gives the progress of the run. The
+          rows before the failing one are in the history; those after it are not.
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
@@ -271,14 +269,17 @@ class History:
                 raise
 
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
-        """Keeps values that are not scalars, such as images, unchanged: in memory only, without a copy to the host."""
+        """Adds values that are not scalars, such as images.
+
+        They are kept unchanged in memory, and not copied to the host.
+        """
         _check_elapsed("add_outputs", elapsed)
         self.outputs.append((elapsed.without_previous(), outputs))
 
     def flush(self) -> None:
         """Waits for all pending values, and writes all rows to the file if there is one.
 
-        Called before each checkpoint, which includes the rows up to its step.
+        Called before each checkpoint is saved, because a checkpoint covers the rows up to its step.
         """
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
@@ -286,27 +287,27 @@ class History:
             self._queue = OutputQueue(_MAX_PENDING_ROWS)
 
     def close(self) -> None:
-        """Flushes. No file stays open between writes, so the history can still be read and written to."""
+        """Flushes. No file stays open between writes, so the history can still be used afterwards."""
         self.flush()
 
     def checksum(self) -> dict[str, Any] | None:
-        """Returns the length and SHA-256 of the file with all rows so far; None if this object writes no file."""
+        """Returns the length and SHA-256 checksum of the file with all rows so far; None if there is no file."""
         self.flush()
         writes = self._path is not None and self._writes
         return self._in_file.to_dict() if writes and self._in_file is not None else None
 
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
-        """Drops the rows and outputs after a step, because the steps after it will be repeated.
+        """Drops the rows and outputs after a step, because the following steps will be repeated.
 
         With a path, the rows are read from the file if it exists, and the file is rewritten if any row was dropped. An
-        incomplete last line, which a killed process has left, is dropped too. If no row is kept, the old file is saved
-        as `<path>.before`, in case a program was run twice by mistake. Of several such files, the longest is kept.
+        incomplete last line, left by a killed process, is dropped too. If no row is kept, the old file is saved as
+        `<path>.before`, in case a program was run twice by mistake. Of several such files, only the longest is kept.
 
         Args:
           steps: The number of completed updates from which the run continues; 0 to start over.
           num_rows: The number of rows at that point, if known. Later rows of the same step will be repeated.
-          checksum: The result of `checksum` at that point. If the file no longer begins with these bytes, the rows that
-            can still be read are kept, the file is moved to `<path>.damaged`, and a warning lists what was lost.
+          checksum: The result of `checksum` at that point. If the file no longer begins with these bytes, it is moved
+            to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
 
         Raises:
           ValueError: A line of the file is broken, and no checksum was given.
@@ -379,7 +380,7 @@ class History:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, in the order of their commits."""
+        """All rows, in the order in which they were committed."""
         self.flush()
         return list(map(self._row, range(len(self))))
 
@@ -400,11 +401,13 @@ class History:
         return f"History({count} up to step {self._steps_at(-1)}: {checks.listed(self._columns)})"
 
     def paths(self) -> list[str]:
-        """Returns the full paths of all values so far, in the order of their first appearance."""
+        """Returns the full paths of all values so far, in the order in which they first appeared."""
         return list(self._columns)
 
     def find(self, name: str) -> str:
-        """Returns the full path of a value. A name that is a complete path refers to that one.
+        """Returns the full path of a value, given its path or an unambiguous end of it.
+
+        A complete path takes precedence.
 
         Raises:
           ValueError: No value has this name, or several do.
@@ -427,9 +430,10 @@ class History:
         )
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
-        """Returns the newest value of a name, with the progress of the run; None if there is no value yet.
+        """Returns the progress of the run and the newest value with this name, or None if there is no value yet.
 
-        Its cost doesn't depend on the length of the history. It waits for the devices only if that value is pending.
+        The cost doesn't depend on the length of the history. The call waits for the devices only if this value is
+        pending.
 
         Raises:
           ValueError: Several values have this name.
@@ -442,13 +446,14 @@ class History:
         return Elapsed(*self._elapsed[column.rows[-1]]), column.values[-1]
 
     def collect(self, *names: str) -> Any:
-        """Returns the values of names as lists, over the rows that contain all of them.
+        """Returns the values with these names as lists, from the rows that contain all of them.
 
         Args:
           *names: `steps`, `samples`, `time` and `loops` are those of `elapsed`. Other names are looked up as in `find`.
 
         Returns:
-          A tuple with a list per name, or the list if there is only one name. The lists are empty for an empty history.
+          A tuple with one list per name, or just the list if there is only one name. The lists are empty if the history
+          is.
 
         Raises:
           ValueError: No value has this name, or several do.
@@ -498,9 +503,9 @@ class History:
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
-        """Returns a history, in memory, with the rows of a file written by `save` or by a history with a path.
+        """Loads a file that was written by `save` or by a history with a path. The result is in memory only.
 
-        An incomplete last line, which a process killed while writing has left, is dropped with a warning.
+        An incomplete last line, left by a process that was killed while writing, is dropped with a warning.
 
         Raises:
           FileNotFoundError: There is no such file.
@@ -519,7 +524,8 @@ class History:
         matplotlib, and doesn't change its backend or settings.
 
         Args:
-          *names: The values to plot; all numbers except the statistics of loops (`jaxloop/...`) if there are none.
+          *names: The values to plot. Without names, all numbers are plotted except the statistics of loops
+            (`jaxloop/...`).
           x: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
@@ -559,7 +565,7 @@ class History:
         return figure
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Returns the paths to draw by the name of their axes."""
+        """Returns the paths to plot, by the name of their axes."""
         drawable = {path for path, column in self._columns.items() if not any(map(_is_text, column.values))}
         if not names:
             chosen = [path for path in self._columns if path in drawable and "jaxloop" not in path.split(".")[:2]]
@@ -626,7 +632,7 @@ class History:
         self._queue = queue
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores arrived values in the oldest rows that wait for them, and writes these rows to the file."""
+        """Stores values that have arrived in the oldest rows that wait for them, and writes these rows to the file."""
         numbers = self._waiting[: len(rows)]
         for number, values in zip(numbers, rows, strict=True):
             for path, value in values.items():
@@ -688,7 +694,7 @@ class History:
         return line
 
     def _explain_donated(self, read: Callable[[], Any]) -> Any:
-        """Reads device values. If one was donated, raises an error once and stores NaN instead."""
+        """Reads device values. If a value was donated, raises an error once and stores NaN in its place."""
         try:
             return read()
         except RuntimeError:
@@ -819,7 +825,7 @@ def _to_line(row: Row, number: int | None = None) -> str:
 
 
 class _Checksum:
-    """The length and SHA-256 of a growing file."""
+    """The length and SHA-256 checksum of a growing file."""
 
     def __init__(self):
         self.size, self._hash = 0, hashlib.sha256()
@@ -849,8 +855,8 @@ class _Reader:
     """Reads the rows of a file, one line at a time.
 
     Attributes:
-      is_in_order: Whether the lines that were read are exactly the rows, in order and complete.
-      broken_lines: The numbers of the lines that are not rows, if broken lines are skipped.
+      is_in_order: Whether the lines read so far are exactly the rows, complete and in order.
+      broken_lines: If broken lines are skipped, their line numbers.
     """
 
     def __init__(
@@ -866,7 +872,7 @@ class _Reader:
         self.broken_lines: list[str] = []
 
     def rows(self) -> Iterable[_ReadRow]:
-        """Yields the `Elapsed` fields, form and values of each row; in the order of steps if the file is damaged."""
+        """Yields the `Elapsed` fields, form and values of each row, sorted by step if the file is damaged."""
         if not self._is_lenient:
             return self._by_number()
         rows = list(self._by_number()) if self._path.exists() else []

@@ -1,11 +1,11 @@
 """Starts the processes of a job on one machine: `python -m jaxloop.launch --processes 2 --devices 2 driver.py ...`.
 
 `--devices` sets the number of CPU devices of each process; without it, each process uses the devices that JAX finds.
-The launcher prints the output of the processes line by line, prefixed with the number of the process. If a process
-fails, the launcher names the first one that did, kills the others three seconds later, and exits with the first one's
-code. It passes Ctrl-C and SIGTERM to all processes, and SIGHUP, which a closed terminal sends, as SIGTERM. Processes
-that still run 15 seconds after the first signal (`--signal-secs`) are killed. A process is killed together with
-everything it started, and so are all processes if the launcher itself is killed.
+The launcher prints the output of the processes line by line, prefixed with the number of the process. If processes
+fail, it names the first one that did, kills the others three seconds later, and exits with the code of the first one.
+It passes Ctrl-C and SIGTERM on to all processes. SIGHUP, which a closed terminal sends, is passed on as SIGTERM.
+Processes that are still running 15 seconds after the first signal (`--signal-secs`) are killed. A process is killed
+together with everything it started. If the launcher itself is killed, all processes are killed too.
 """
 
 import argparse
@@ -149,7 +149,7 @@ class _Process:
         self._printer.start()
 
     def look(self, now: float) -> None:
-        """Checks whether it has ended."""
+        """Checks whether the process has ended."""
         if self.is_running and (code := self._process.poll()) is not None:
             self.code, self.ended_at = code, now
 
@@ -167,7 +167,7 @@ class _Process:
 
     @property
     def group(self) -> int:
-        """The number of its process group, which contains everything it starts."""
+        """The ID of its process group, which contains everything it starts."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -183,7 +183,7 @@ class _Process:
                 sys.stdout.flush()
 
     def finish(self) -> None:
-        """Waits until its output was printed, but not for processes that it started and left behind."""
+        """Waits until all output of the process has been printed, but not for processes that it left behind."""
         self._printer.join(timeout=_POLL_SECS * 20)
 
 

@@ -21,14 +21,15 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
 class LossStep(NumpyStep):
-    """A `Step` for which you write only the loss, `loss(outputs, batch)`, as a method or an argument.
+    """A `Step` for which you only write the loss, `loss(outputs, batch)`, as a method or as an argument.
 
     `outputs` is the model's output for the inputs of the batch. The loss returns one number per example, `[batch]`, or
     a scalar. It may also return a dict of metrics, each `[batch]` or a scalar: `(losses, metrics)`.
 
     With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
     statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
-    state doesn't change. Both return the outputs `{"loss": ..., **metrics}`, means over the examples of the batch.
+    state doesn't change. In both cases, the outputs are `{"loss": ..., **metrics}`, averaged over the examples of the
+    batch.
 
     Hooks:
       loss: Runs inside `run`, for each batch or micro-batch. It must be pure, and is compiled.
@@ -64,7 +65,7 @@ class LossStep(NumpyStep):
     **Models.** `model` is
 
     - a Linen module;
-    - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial ones;
+    - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial variables;
     - an Equinox module, which is called on one example at a time under `jax.vmap`. If it takes a `key`, each example
       gets its own in training. `state.apply_fn(state.params)` is the module. For a module with a state, give the pair
       that `eqx.nn.make_with_state(...)` returns;
@@ -77,24 +78,24 @@ class LossStep(NumpyStep):
     `prng_key(state.step)`, which depends on `base_prng` and the step only. NNX models keep their own keys in the state.
 
     **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]`, of bools or of 0 and 1.
-    Examples with 0 have no weight in means. (A mask of another shape is left to the loss.)
+    Examples whose mask is 0 have no weight in means. A mask of a different shape is left to the loss.
 
-    A short batch is padded with masked copies of its last row if that changes no mean: the loss and all metrics must be
-    per example, and in training the model must not mix examples, as batch normalization does. An evaluation pads to the
-    size of the loop's first batch, so that it compiles once. Training pads to `batch_size`; without it, to the next
-    multiple of the number of devices in the mesh. Other short batches stay short, which is exact too but compiles once
-    more. A loss that compares the examples of a batch with each other must return a scalar.
+    A short batch is padded with masked copies of its last row if that doesn't change any mean. So the loss and all
+    metrics must be per example, and in training the model must not mix examples, as batch normalization does. An
+    evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to `batch_size`
+    or, without it, to the next multiple of the number of devices in the mesh. Other short batches stay short, which is
+    exact too but compiles once more. A loss that compares the examples of a batch with each other must return a scalar.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by their numbers of examples. The update is that of the whole batch,
-    with a quarter of the memory. With per-example losses, the batch size need not be a multiple of four. Over a mesh,
-    each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow code.
+    with a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of four. On a
+    mesh, each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow code.
 
     Args:
-      base_prng: As in `Step`, like all arguments up to `end_actions`.
+      base_prng: This and all other arguments up to `end_actions` are those of `Step`.
       model: A model of one of the kinds above.
       loss: The loss function, unless a subclass defines the method `loss`.
-      metrics: Further metrics by name, each a function of `(outputs, batch)`.
+      metrics: A dict of further metrics, each a function of `(outputs, batch)`.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. The
         default is the first element of a tuple or list; the value under "inputs", "input", "x", "image", "images",
         "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model with several
@@ -107,8 +108,8 @@ class LossStep(NumpyStep):
       **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
-      TypeError: The loss is missing, or it is both an argument and a method; a keyword is unknown; or the model is of
-        no supported kind.
+      TypeError: The loss is missing, or it is given both as an argument and as a method; a keyword is unknown; or the
+        model is of an unsupported kind.
     """
 
     def __init__(
@@ -189,8 +190,8 @@ class LossStep(NumpyStep):
         """Returns per-example losses `[batch]` or a scalar, or `(losses, metrics)`. It must be pure, and is compiled.
 
         Args:
-          outputs: The output of the model; the parameters if the model is a pytree of parameters.
-          batch: The batch, on the devices; with `accumulate`, a micro-batch.
+          outputs: The output of the model or, if the model is a pytree of parameters, these parameters.
+          batch: The batch, on the devices. With `accumulate`, a micro-batch.
         """
         assert self._loss is not None
         return self._loss(outputs, batch)
@@ -212,7 +213,7 @@ class LossStep(NumpyStep):
         return state, padded
 
     def num_examples(self, batch: types.Batch) -> int:
-        """Like `Step.num_examples`, but counts only the unmasked examples of a batch with a mask."""
+        """Does the same as `Step.num_examples`, but doesn't count masked examples."""
         mask = _mask_of(batch)
         if mask is None:
             return super().num_examples(batch)
@@ -247,12 +248,12 @@ class LossStep(NumpyStep):
     def initialize_model(
         self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any
     ) -> types.TrainState:
-        """Makes the initial state; see `Step.initialize_model`.
+        """Creates the initial state, like `Step.initialize_model`.
 
         Args:
           spec: The model's input, such as `input_spec(batch)`. Unused for NNX and Equinox models and for parameters.
           log_num_params: Whether to log the number of parameters.
-          **init_kwargs: Arguments of the function that makes the parameters, if the model has one.
+          **init_kwargs: Arguments of the function that creates the parameters, if the model has one.
         """
         return super().initialize_model(spec, log_num_params, **init_kwargs)
 
@@ -263,7 +264,7 @@ class LossStep(NumpyStep):
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`; None for a pytree of parameters.
 
-        The inputs are those in a host batch, with one row instead of all.
+        The inputs are taken from a host batch, with a single row.
 
         >>> step = LossStep(jax.random.key(0), (jnp.zeros, jnp.dot), loss=lambda outputs, batch: outputs)
         >>> step.input_spec({"x": np.zeros([32, 28, 28, 1]), "y": np.zeros(32)})
@@ -520,7 +521,7 @@ _OPTIONS = models.options_of(LossStep)
 
 
 class _MaskedBatch(NamedTuple):
-    """A batch with the mask of its real rows: a bool array; None if the rows can't be counted."""
+    """A batch with a mask of its real rows: a bool array, or None if the rows can't be counted."""
 
     batch: Any
     mask: Any
@@ -569,9 +570,11 @@ def _count(mask: Any) -> jax.Array:
 
 
 def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
-    """Splits the rows into `parts` on a new first axis, each with the same number of rows from each of the `shards`.
+    """Splits the rows into `parts` along a new first axis.
 
-    Rows stay on their device. If the rows of a shard don't divide, they are padded with masked copies of the last one.
+    Each part has the same number of rows from each of the `shards`.
+
+    Rows stay on their device. If the rows of a shard can't be divided evenly, masked copies of the last row are added.
     """
     per_shard = rows // shards
     size = -(-per_shard // parts)
@@ -607,7 +610,7 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the product; 0 if the weight is 0, because the value may then be NaN."""
+    """Returns the product, or 0 if the weight is 0, because the value may then be NaN."""
     dtype = _sum_dtype(value)
     return jnp.where(weight > 0, weight.astype(dtype) * value.astype(dtype), 0)
 

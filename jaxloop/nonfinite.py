@@ -1,4 +1,7 @@
-"""Detects NaN and infinity inside the compiled step, and reads the results when the host reads values anyway."""
+"""Detection of NaN and infinity inside the compiled step.
+
+The host reads the results when it reads other values anyway.
+"""
 
 import collections
 import dataclasses
@@ -34,8 +37,8 @@ class NonFiniteError(FloatingPointError):
     """The error of a training step that computed NaN or infinity.
 
     Attributes:
-      step_num: The first such step: the one that made `state.step` this number.
-      names: The values that were not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
+      step_num: The first such step, given as the value of `state.step` after it.
+      names: The names of the values that were not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
     """
 
     def __init__(self, step_num: int, names: Sequence[str]):
@@ -58,8 +61,8 @@ class Detector:
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
-      policy: With "skip", a bad step doesn't change the state, except for `step`.
-      on_mesh: Whether it is compiled for a mesh.
+      policy: The `nan_policy`. With "skip", a bad step changes nothing in the state except `step`.
+      on_mesh: Whether the function is compiled for a mesh.
     """
 
     def __init__(self, run: Callable[[Any, Any], tuple[Any, types.Output]], policy: NanPolicy, on_mesh: bool):
@@ -67,7 +70,7 @@ class Detector:
         self._output_names: list[str] = []
 
     def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
-        """Runs a step with `(batch, flags)`, where `flags` has one row for each of the last steps, the newest last."""
+        """Runs a step with `(batch, flags)`. `flags` has one row for each of the last steps, ending with the newest."""
         batch, flags = batch_and_flags
         new_state, outputs = self._run(state, batch)
         found = _losses(outputs)
@@ -94,7 +97,10 @@ class Detector:
         return zeros() if scalar is None else jax.jit(zeros, out_shardings=scalar.sharding)()
 
     def names(self, row: np.ndarray, state: Any) -> list[str]:
-        """Returns the names of the values that one step's flags mark; `state` may be any of the same structure."""
+        """Returns the names of the values that are marked in one step's flags.
+
+        `state` may be any state of the same structure.
+        """
         names = [*self._output_names[: _OUTPUT_FLAGS - 1], *([""] * _OUTPUT_FLAGS)][: _OUTPUT_FLAGS - 1]
         names += [" or ".join(self._output_names[_OUTPUT_FLAGS - 1 :]), *_watched_leaves(state)]
         return [name for i, name in enumerate(names) if row[i // _WORD] >> (i % _WORD) & 1]
@@ -173,7 +179,7 @@ class Found:
     """A step with non-finite values.
 
     Attributes:
-      index: Its index in the call of the loop, from 0.
+      index: The index of the step in the call of the loop, starting at 0.
       names: The values that were not finite.
     """
 
@@ -183,7 +189,7 @@ class Found:
 
 @final
 class Watch:
-    """Transfers the flags of a loop's steps to the host, in one small array for several steps.
+    """Transfers the flags of a loop's steps to the host, as one small array for several steps.
 
     Args:
       policy: "raise" or "skip".
@@ -209,7 +215,7 @@ class Watch:
         self.steps = self._sent = self._read = 0
 
     def call(self, compiled: Any, carry: Any, batch: Any, form: Any = None, *, fuses: bool = False) -> Any:
-        """Dispatches a batch, or stacked batches, like `compiled.call`, with the flags."""
+        """Dispatches a batch, or stacked batches, together with the flags, like `Compiled.call`."""
         # Without data there is no leaf, and stacked batches have the number of steps as their length.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
         if compiled.detector is not self._detector:  # Each detector has its own flags.
@@ -226,7 +232,7 @@ class Watch:
 
         Args:
           state: Any state with the structure of the train state.
-          in_step: Whether all processes of a job must get the same result after the same step. If True, the call waits
+          in_step: Whether all processes of a job must get the same result after the same step. If so, the call waits
             for all flags except the newest.
         """
         if self.steps - self._sent >= self._chunk_size:
@@ -238,7 +244,7 @@ class Watch:
         return found
 
     def read(self, state: Any) -> list[Found]:
-        """Returns the bad steps among all remaining flags; waits for them."""
+        """Waits for all remaining flags, and returns the bad steps among them."""
         self._send()
         return [found for _ in range(len(self._pending)) for found in self._found_next(state)]
 
@@ -259,15 +265,15 @@ class Watch:
 
 @final
 class Guard:
-    """Applies the `nan_policy` of a train loop to bad steps.
+    """Applies a train loop's `nan_policy` to bad steps.
 
     Args:
-      watch: Finds bad steps; None for no checks.
+      watch: The `Watch` that finds bad steps; None to check nothing.
 
     Attributes:
       watch: The argument.
-      bad: The error of the first bad step of the call, with "raise".
-      skipped: The bad steps of the loop, with "skip".
+      bad: With "raise", the error of the first bad step of the call.
+      skipped: With "skip", the bad steps of the loop.
     """
 
     def __init__(self, watch: Watch | None):
@@ -281,18 +287,21 @@ class Guard:
         return "ignore" if self.watch is None else self.watch.policy
 
     def begin_loop(self) -> None:
-        """Starts a loop, whose steps count from 0."""
+        """Starts a loop, whose steps are counted from 0."""
         self.skipped: list[Found] = []
         self._num_returned = 0
         if self.watch is not None:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step that ends the run, among the flags that have arrived; see `Watch.look`."""
+        """Returns the first bad step that ends the run, among the flags that have arrived.
+
+        The arguments are those of `Watch.look`.
+        """
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:
-        """Returns the first bad step that ends the run, among the flags of all steps; waits for them."""
+        """Waits for the flags of all steps, and returns the first bad step that ends the run."""
         return None if self.watch is None else self._sort(self.watch.read(state))
 
     def _sort(self, found: Sequence[Found]) -> Found | None:

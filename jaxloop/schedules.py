@@ -1,7 +1,7 @@
-"""The progress of a run, and schedules, which decide at which of its steps something happens.
+"""The progress of a run, and schedules, which decide at which steps of a run something happens.
 
 A schedule is an immutable value without memory. It answers two questions: did it fire between `before` and `now`, and
-what is the next step, time or end of a loop at which it can fire? Until then, a run doesn't need to ask again.
+what is the next step, time or loop end at which it can fire? Until then, a run doesn't need to ask again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -33,10 +33,10 @@ class Elapsed:
     """The progress of a run. A pytree whose leaves are the attributes, so that jitted functions can take it.
 
     Attributes:
-      steps: Completed updates. It is 1 in the callbacks of the first batch.
-      samples: Examples in the batches so far.
-      time: Seconds of training, including those before a resume, without evaluations and checkpoints.
-      loops: Train loops that have ended.
+      steps: The number of completed updates. It is 1 in the callbacks of the first batch.
+      samples: The number of examples in all batches so far.
+      time: The training time in seconds, including the time before a resume, but without evaluations and checkpoints.
+      loops: The number of train loops that have ended.
       is_last: Whether this is known to be the last step of the run.
       previous: The progress one batch earlier; None if it was not kept.
 
@@ -77,14 +77,14 @@ class Elapsed:
         """Returns the progress one batch later.
 
         Args:
-          samples: Examples in that batch.
-          time: Training time at its end, in seconds since the start of the run.
-          steps: Updates made with it; see `Step.updates_per_step`.
+          samples: The number of examples in that batch.
+          time: The training time at its end, in seconds since the start of the run.
+          steps: The number of updates made with it, as in `Step.updates_per_step`.
         """
         return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
     def without_previous(self) -> "Elapsed":
-        """Returns a copy without `previous`, which can be kept without keeping others alive."""
+        """Returns a copy without `previous`. Keeping the copy doesn't keep other objects alive."""
         if self.previous is None:
             return self
         known = self.__dict__.get("_without_previous")  # It is asked for several times per step.
@@ -94,7 +94,7 @@ class Elapsed:
         return known
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain numbers by name, for a file. `Elapsed(**elapsed.to_dict())` restores the object."""
+        """Returns a dict of plain numbers, for a file. `Elapsed(**elapsed.to_dict())` restores the object."""
         return {"steps": self.steps, "samples": self.samples, "time": self.time, "loops": self.loops}
 
     def _leaves(self) -> list[Any]:
@@ -103,7 +103,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """Returns a count that JAX accepts: as a float if it exceeds 32 bits, which is exact on the host."""
+    """Returns a count that JAX accepts. A count of more than 32 bits becomes a float, which is exact on the host."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -122,14 +122,17 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class Schedule(abc.ABC):
-    """A rule that decides when something happens. Made by `every`, `at`, `after`, ..., and joined by `|`, `&` and `~`.
+    """A rule that decides when something happens.
+
+    Created by `every`, `at`, `after`, ..., and combined with `|`, `&`, `~`.
 
     Schedules are hashed by identity: two equal schedules are two keys of a dictionary.
 
     Hooks:
-      fires: Called after each step at which it can fire. Pure.
-      next_step, next_time: Called next, to find out when to call `fires` again. Pure.
-      as_stop, stops: Called if it is the `stop` of a run: at the start, and after each step at which it can fire.
+      fires: Called after each step at which the schedule can fire. Must be pure.
+      next_step, next_time: Called after `fires`, to find out when to call it again. Must be pure.
+      as_stop, stops: Called if the schedule is the `stop` of a run: at the start, and after each step at which it can
+        fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
 
     >>> every(steps=100) | first()
@@ -140,42 +143,45 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns whether it fires after `before`, up to and including `now`.
+        """Returns whether the schedule fires after `before` and up to `now`, inclusive.
 
-        A loop calls it at every step at which it can fire, with `before` one step earlier. A run that begins at step 0
-        calls it once before its first update, with both equal to `Elapsed()`. Over several steps, `a & b` is whether
-        both fired among them, and `~a` is whether `a` did not.
+        A loop calls this at every step at which the schedule can fire, with `before` one step earlier. A run that
+        begins at step 0 calls it once before its first update, with both arguments equal to `Elapsed()`. Over several
+        steps, `a & b` fires if each of the two fired at one of them, and `~a` fires if `a` fired at none.
         """
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the first step after `now` at which it can fire in this loop, before `next_time`; None if it can't.
+        """Returns the next step of this loop at which the schedule can fire before `next_time`, or None.
 
-        A schedule of samples can fire at each step. Schedules of loops, and `last()`, are asked again at the end of
-        each loop.
+        A schedule that counts samples can fire at each step. Schedules that count loops, and `last()`, are asked again
+        at the end of each loop.
         """
 
     def next_time(self, now: Elapsed) -> float | None:
-        """Returns the next training time, in seconds, from which on it can fire at any step; None if there is none."""
+        """Returns the training time, in seconds, from which on the schedule can fire at any step, or None."""
         return None
 
     def next_loop(self, now: Elapsed) -> int | None:
-        """Returns the number of the next loop at whose end it can fire, other than by `next_step`.
+        """Returns the number of the next loop at whose end the schedule can fire for reasons other than `next_step`.
 
-        None if that can only be the last loop of the run.
+        Returns None if that can only be the last loop of the run.
         """
         return now.loops + 1
 
     def stops(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns whether a run with this schedule as its `stop` ends at `now`."""
+        """Returns whether a run that has this schedule as its `stop` ends at `now`."""
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
-        """Returns the form for the `stop` of a run, where `at(...)` becomes `after(...)`: past it, a run is over."""
+        """Returns the schedule in the form that ends a run.
+
+        `at(...)` becomes `after(...)`, because a run past that point is over.
+        """
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Returns whether a run is at this point or past it, for `elapsed >= at(...)`.
+        """Returns whether a run is at or past this point, for `elapsed >= at(...)`.
 
         Raises:
           TypeError: The schedule is not a point in a run.
@@ -183,7 +189,7 @@ class Schedule(abc.ABC):
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 
     def __call__(self, elapsed: Elapsed) -> bool:
-        """Returns whether it fires at this step, for hand-written loops: `if eval_period(elapsed): ...`."""
+        """Returns whether the schedule fires at this step. For hand-written loops: `if eval_period(elapsed): ...`."""
         before = elapsed.previous or dataclasses.replace(elapsed, steps=max(elapsed.steps - 1, 0))
         return self.fires(before, elapsed)
 
@@ -218,10 +224,10 @@ def every(
     True
 
     Args:
-      steps: Completed updates.
-      samples: Examples. It fires at the step whose batch passes the multiple.
-      time: Training time, in seconds or as a `timedelta`. It fires at the first step past the multiple.
-      loops: Train loops.
+      steps: A number of completed updates.
+      samples: A number of examples. The schedule fires at the step whose batch reaches or passes the multiple.
+      time: A training time, in seconds or as a `timedelta`. The schedule fires at the first step past the multiple.
+      loops: A number of train loops.
     """
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
 
@@ -235,9 +241,9 @@ def at(
 ) -> "Schedule":
     """Returns a schedule that fires once, at the step that reaches a point. As a `stop`, it ends the run there.
 
-    `at(0)` fires before the first update of a run that begins at step 0, and not when a run resumes.
+    `at(0)` fires before the first update of a run that begins at step 0. It doesn't fire when a run resumes.
 
-    Takes exactly one argument; see `every`.
+    Takes exactly one argument, like `every`.
 
     >>> [step for step in range(1, 1000) if at(250)(Elapsed(step))]
     [250]
@@ -252,7 +258,7 @@ def after(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "After":
-    """Returns a schedule that fires at each step from a point on. Takes exactly one argument; see `every`.
+    """Returns a schedule that fires at each step from a point on. Takes exactly one argument, like `every`.
 
     `after(p).then(schedule)` fires like `schedule`, with its counts in the unit of `p` starting at `p`.
 
@@ -266,7 +272,7 @@ def after(
 
 
 def first() -> Schedule:
-    """Returns a schedule that fires at the first step of a run, and not when it resumes."""
+    """Returns a schedule that fires at the first step of a run. It doesn't fire when a run resumes."""
     return _First()
 
 
@@ -309,9 +315,9 @@ class Goal(NamedTuple):
     """The next points of a run at which something may be due.
 
     Attributes:
-      step: The first step inside a loop.
-      time: The first training time, in seconds.
-      loop: The number of the first loop at whose end something may be due, other than by step or time.
+      step: The next step inside a loop.
+      time: The next training time, in seconds.
+      loop: The number of the next loop at whose end something may be due for reasons other than a step or a time.
     """
 
     step: int
@@ -323,7 +329,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     """Returns the next points at which one of the intervals may be due. Until then, the run doesn't need to check them.
 
     Args:
-      intervals: Schedules, and ints, which count loops.
+      intervals: Schedules or ints, which count loops.
       now: The progress of the run.
 
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
@@ -336,7 +342,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times, where None means never."""
+    """Returns the smallest of several steps or times. None means never."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -375,7 +381,7 @@ def _joined(name: str, given: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Counted(Schedule):
-    """A schedule defined by a count of one unit."""
+    """A schedule that is defined by a count in one unit."""
 
     unit: Unit
     value: float
@@ -421,7 +427,7 @@ class _Point(_Counted):
 
     @abc.abstractmethod
     def _next_step_past_it(self, now: Elapsed) -> int | None:
-        """Returns `next_step` for a point that was reached."""
+        """Returns `next_step` for a point that has been reached."""
 
     def next_time(self, now: Elapsed) -> float | None:
         return self.value if self.unit == "time" and not self.reached(now) else None
@@ -451,7 +457,7 @@ class After(_Point):
     """The schedule that `after(...)` returns, with the method `then`."""
 
     def then(self, schedule: Schedule) -> Schedule:
-        """Returns a schedule that fires like `schedule` from this point on, where its counts in this unit start."""
+        """Returns a schedule that fires like `schedule` from this point on. Its counts in this unit start here."""
         if not isinstance(schedule, Schedule):
             raise TypeError(f"{self!r}.then(...) takes a schedule, got {schedule!r}. Write then(every(steps=100)).")
         return _Then(self, schedule)

@@ -18,12 +18,12 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """The progress of an experiment, passed to `EvalSpec.should_eval_fn`.
+    """The progress of an experiment, which is passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
-      is_continuous_eval: Whether checkpoints are evaluated as they appear, without a train loop.
+      is_continuous_eval: Whether there is no train loop, and checkpoints are evaluated as they appear.
       step_num: The number of completed updates of the state to evaluate.
-      loop_count: The number of completed train loops; in continuous evaluation, of evaluated checkpoints.
+      loop_count: The number of completed train loops or, in continuous evaluation, of evaluated checkpoints.
     """
 
     is_continuous_eval: bool
@@ -41,17 +41,17 @@ class EvalSpec:
     True
 
     Attributes:
-      dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from its start.
+      dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches.
       num_steps: The number of batches to evaluate; None for all.
       eval_loop_interval: The number of train loops per evaluation; None to evaluate after each loop. Ignored in
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only if
         the interval is due.
-      interval: When to evaluate, like the `interval` of an action: an int, with the meaning of `eval_loop_interval`, or
-        a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is exact to the step, also
-        inside a train loop. It is ignored if there is no train loop.
-      name: The name of its rows in the history and the prefix of its metrics: "test" makes `test/accuracy`. If several
+      interval: When to evaluate, like the `interval` of an action: an int, which means the same as
+        `eval_loop_interval`, or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is
+        exact to the step, even inside a train loop. Ignored if there is no train loop.
+      name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
         specs keep the default "eval", the second one becomes "eval_2".
     """
 
@@ -90,14 +90,14 @@ class EvalSpec:
 
     @property
     def when(self) -> str:
-        """The argument that decides when to evaluate, as it appears in messages."""
+        """The argument that decides when to evaluate, as text for messages."""
         if self.interval is not None:
             return f"interval={self.interval!r}"
         is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None
         return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
 
     def empty(self) -> ValueError:
-        """Returns the error for an evaluation that has no batch."""
+        """Returns the error for an evaluation whose dataset is empty."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
             "An eval dataset gave no batch. "
@@ -116,17 +116,17 @@ class EvalSpec:
 class CheckpointSpec:
     """The checkpoints of an experiment.
 
-    An experiment with a train loop resumes from the newest one; a `CheckpointAction` of the train loop writes them. An
-    experiment without a train loop evaluates each checkpoint as it appears.
+    An experiment with a train loop resumes from the newest checkpoint. The train loop's `CheckpointAction` saves them.
+    An experiment without a train loop evaluates each checkpoint as it appears.
 
     Attributes:
       checkpoint_dir: The directory, with one subdirectory per checkpoint, named after its step.
-      iterate_interval_secs: In continuous evaluation, the seconds between two listings of the directory.
-      iterate_stop_fn: In continuous evaluation, a function that returns whether no more checkpoints will appear. The
-        default checks for the file `STOPPED`, which training writes to the directory when it is done.
+      iterate_interval_secs: In continuous evaluation, how often to look for new checkpoints, in seconds.
+      iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
+        default looks for the file `STOPPED`, which training writes to the directory when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
-      restore_data: Whether a resumed run continues at the saved position in its training dataset. False for another
-        dataset, or for an iterator that is already at the right position.
+      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
+        dataset is a different one, or an iterator that is already at the right position.
     """
 
     checkpoint_dir: epath.PathLike
@@ -148,7 +148,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs, with a number added to repeated default names.
+    """Returns the specs with distinct names: a number is added to repeated default names.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -161,7 +161,7 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 
 
 def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
-    """Returns the number of evaluations in this many train loops; None if it depends on more than the loop count."""
+    """Returns the number of evaluations in a number of train loops, or None if it depends on more than that number."""
     if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
         return None
     return train_loops // spec.when_due
@@ -181,7 +181,7 @@ class RunSpec:
     on_exhausted: str = "stop"
 
     def errors(self, train_step: Any, *, num_eval_loops: int) -> Iterator[Exception]:
-        """Yields the errors in these arguments, for an `OuterLoop` with this train step and number of eval loops."""
+        """Yields the errors in these arguments, given the train step and the number of eval loops of an `OuterLoop`."""
         try:
             checks.check_positive("train_total_steps", self.total_steps, optional=True)
             checks.check_positive("train_loop_steps", self.loop_steps, optional=True)
@@ -241,7 +241,7 @@ class RunSpec:
 
     @property
     def data(self) -> Any:
-        """The training dataset; without one, an endless source of the batch None."""
+        """The training dataset or, without one, an endless iterable of None as the batch."""
         return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property
@@ -256,12 +256,12 @@ class RunSpec:
         return "the end of the dataset" if end is None else end
 
     def ends_loop(self, step_num: int) -> bool:
-        """Returns whether a loop certainly ends after this step."""
+        """Returns whether a loop is certain to end after this step."""
         is_multiple = self.loop_steps is not None and step_num % self.loop_steps == 0
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
-        """Returns the number of steps in the next loop; None if only the end of the dataset ends it.
+        """Returns the number of steps in the next loop, or None if only the end of the dataset ends it.
 
         The loop ends at the next multiple of `loop_steps`, or at `total_steps`.
 
@@ -277,7 +277,7 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """Returns the lines that must be equal in all processes of a job."""
+        """Returns a description, as lines that must be the same in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

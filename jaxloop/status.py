@@ -1,4 +1,4 @@
-"""The status of a run, from the files in its work directory."""
+"""The status of a run, based on the files in its work directory."""
 
 import contextlib
 import dataclasses
@@ -24,17 +24,17 @@ class Status:
 
     Attributes:
       workdir: The work directory.
-      state: "running"; "killed"; "silent" if that is unknown because the run started on another host; or the
-        `Attempt.reason` of its end: "finished", "stopped", "SIGTERM", "error: ...". "no step was taken" if its last
+      state: "running"; "killed"; "silent" if that can't be determined because the run started on a different host; or
+        the reason why the run ended: "finished", "stopped", "SIGTERM", "error: ...". "no step was taken" if the last
         start did not run a step and did not reach `total_steps`.
       step: The number of completed updates; None if the last start has not reached its first step.
       total_steps: The planned number of updates; None if only the data or a schedule ends the run.
-      steps_per_sec: The speed since the last log points; None if unknown.
-      secs_left: An estimate of the seconds until the end; None if unknown.
-      metrics: The newest step and value of each path of the history: `{"test.accuracy": (100, 0.9)}`.
+      steps_per_sec: The speed between the last two log points; None if unknown.
+      secs_left: The estimated time until the end, in seconds; None if unknown.
+      metrics: For each path in the history, the newest value and its step: `{"test.accuracy": (100, 0.9)}`.
       checkpoint: The step of the newest checkpoint; None if there is none.
-      starts: The number of starts.
-      quiet_secs: Seconds since the last sign of life.
+      starts: The number of times that the run was started.
+      quiet_secs: The time since the last sign of life, in seconds.
     """
 
     workdir: str
@@ -68,7 +68,7 @@ class Status:
 
 
 def status(workdir: epath.PathLike) -> Status:
-    """Returns the status of a run from its work directory, during the run or afterwards. It changes no file.
+    """Returns the status of a run, given its work directory, during the run or afterwards. Doesn't change any file.
 
     Raises:
       FileNotFoundError: The directory has no run log.

@@ -1,4 +1,4 @@
-"""The loop that trains."""
+"""The loop that trains a state."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ class TrainLoop(ActionLoop):
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size, clock: See `StatLoop`.
-      nan_policy: "raise" raises a `nonfinite.NonFiniteError` that names the first bad step. The loop doesn't
-        synchronize for that: the host reads the flags that have arrived every 32 steps, and all others before a
+      nan_policy: "raise" raises a `nonfinite.NonFiniteError` that names the first bad step. This needs no
+        synchronization: every 32 steps, the host reads the flags that have arrived. It reads all others before a
         checkpoint is saved, so that no checkpoint contains a bad step. "skip" discards the update of a bad step: the
         state keeps its bits, except that `state.step` increases. The outputs of a skipped step stay in the lists but
         have no weight in means; `clu.metrics` are reset for it, unless they collect values;
@@ -55,11 +55,12 @@ class TrainLoop(ActionLoop):
       steps_per_dispatch: The number of steps per dispatch, which scans `run` over that many batches. This makes small
         models, whose steps take less time than their dispatch, several times faster; on a CPU it makes convolutions ten
         times slower. Schedules and the ends of loops and datasets stay exact, because steps run one by one up to them.
-        Only a schedule of time, which can't be predicted, fires after the dispatch in which it becomes due. Results are
-        the same, except that XLA may round the last bit differently. `Step.begin` is called for each batch with the
-        state before the dispatch, and must not change it. A `Step` that has actions or overrides `end` raises a
-        ValueError. "auto" tries 1 and 32 on the first 32 batches, with copies of the state, and keeps the faster one,
-        also in a resumed run; it calls the hooks before `run` more often. With several processes, "auto" is 1.
+        Only a time-based schedule, which can't be predicted, fires after the dispatch during which it becomes due.
+        Results are the same, except that XLA may round the last bit differently. `Step.begin` is called for each batch
+        with the state before the dispatch, and must not change it. A `Step` that has actions or overrides `end` raises
+        a ValueError. "auto" times 1 and 32 on the first 32 batches, with copies of the state, and keeps the faster one,
+        even when the run is resumed. For this, it calls the hooks before `run` more than once per batch. In a
+        multi-process job, "auto" means 1.
       max_steps_in_flight: See `Loop`.
     """
 

@@ -1,4 +1,4 @@
-"""The training of an experiment, from its start or resume, epoch by epoch, to its end."""
+"""The training part of an experiment: begins or resumes, and trains epoch by epoch until the end."""
 
 import contextlib
 import dataclasses
@@ -29,15 +29,15 @@ class Training:
       loop: The train loop.
       spec: The arguments of the call: the dataset and the length of the training.
       evaluations: The evaluations of the call.
-      run: Everything that a checkpoint stores besides the state.
+      run: The object with everything that a checkpoint stores besides the state.
       checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
-      source_of: Returns the positioned iterator of a dataset.
+      source_of: A function that returns the positioned iterator of a dataset.
       savers: The actions that save checkpoints.
       log: The run log.
       has_begun: Whether the training has reached its first step.
-      newest: The newest state and its step; None while the train loop runs, which holds them.
-      epoch_has_ended: Whether the newest epoch was counted.
-      returns: Whether it returns to an earlier checkpoint, even though the given state is past that.
+      newest: The newest state and its step; None while the train loop runs, because the loop then holds them.
+      epoch_has_ended: Whether the newest epoch has ended and was counted.
+      returns: Whether to return to an earlier checkpoint, even though the given state is past it.
     """
 
     loop: ActionLoop
@@ -54,7 +54,7 @@ class Training:
     returns: bool = False
 
     def __call__(self, state: Any, *, logs_total_steps: bool) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains to the end, and returns the state and the outputs of the last train loop, or None if no loop ran.
+        """Trains to the end. Returns the state and the outputs of the last train loop (None if no loop ran).
 
         Args:
           state: The state to begin with if there is no checkpoint.
@@ -104,9 +104,11 @@ class Training:
         return state, outputs
 
     def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
-        """Trains from a state to `spec.total_steps`, and returns the new state and the next batch, or None at the end.
+        """Trains from a state to `spec.total_steps`.
 
-        It reads and writes no checkpoints.
+        Returns the new state and the next batch (None at the end of the data).
+
+        No checkpoints are read or written.
 
         Args:
           state: The state.
@@ -125,7 +127,7 @@ class Training:
         return state, None
 
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
-        """Saves a checkpoint now, regardless of the schedules of the actions that save.
+        """Saves a checkpoint now, regardless of the schedules of the actions that save checkpoints.
 
         Returns the errors that they raised.
         """
@@ -144,7 +146,7 @@ class Training:
         return errors
 
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
-        """Saves the state as of the last completed step before an exception. `state` is None if it is lost."""
+        """Saves the state after the last completed step before an exception. `state` is None if it is lost."""
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
         if self.run.left_out.requested:
@@ -159,7 +161,7 @@ class Training:
         return self.run.left_out.requested is not None and self.run.job.requests.outermost.signum == interrupt.DETOUR
 
     def turn_back(self) -> None:
-        """Begins the requested detour: abandons the checkpoints after the one to which the next training returns.
+        """Begins the requested detour: abandons all checkpoints after the one to which the run returns.
 
         Raises:
           RuntimeError: There is no checkpoint before the batches to leave out, or the run has turned back too often.
@@ -193,7 +195,7 @@ class Training:
         )
 
     def close(self) -> None:
-        """Releases a training dataset that no later call continues, and ends the thread that reads ahead."""
+        """Releases a training dataset that no later call will continue, and ends the thread that reads ahead."""
         if not self.spec.has_iterator:  # The caller owns an iterator, and may continue it.
             self.run.source = None
             self.loop.forget_batches()
@@ -442,5 +444,5 @@ def _check_count(state: Any, saved_step: int, directory: Any) -> None:
 
 
 def step_num_of(state: Any) -> int:
-    """Returns the number of completed updates of a state; 0 if it has no counter."""
+    """Returns the number of completed updates of a state, or 0 if the state has no counter."""
     return int(metrics.fetch(getattr(state, "step", 0)))

@@ -1,4 +1,4 @@
-"""The watchdog, which ends a hanging run and reports which process hangs, and where."""
+"""The watchdog, which ends a run that hangs and reports which process hangs, and where."""
 
 import collections
 import contextlib
@@ -40,10 +40,10 @@ _DONE_FILE = "reported"
 class Watchdog:
     """Ends a run that makes no progress for too long, and reports where it hangs.
 
-    Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, with its place in the run and the stacks
-    of all threads. The first process logs one sentence, such as "process 3 is reading batch 5,113; 7 others are waiting
-    for the other processes", and all exit with code 75, so that a scheduler restarts them. The run then resumes
-    from its newest checkpoint. A thread checks about once per second, so steps cost nothing.
+    Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which says what it is doing and contains
+    the stacks of all threads. The first process logs one sentence, such as "process 3 is reading batch 5,113; 7 others
+    are waiting for the other processes", and all exit with code 75, so that a scheduler restarts them. The run then
+    resumes from its newest checkpoint. A thread checks about once per second, so steps cost nothing.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -52,10 +52,10 @@ class Watchdog:
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The largest number of seconds without a new train step.
-      startup_secs: The same before the first step of a call, and while a step is compiled.
-      eval_secs: The largest number of seconds in an evaluation without a new batch; its compilation counts.
-      checkpoint_secs: The largest number of seconds for which a save or a restore may block the run.
+      step_secs: The maximum time without a new train step, in seconds.
+      startup_secs: The maximum time before the first step of a call, and while a step is being compiled.
+      eval_secs: The maximum time without a new batch in an evaluation, including its compilation.
+      checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
     """
 
     step_secs: float = 600.0
@@ -80,10 +80,10 @@ class Watchdog:
         """Watches the calling thread while the context is open.
 
         Args:
-          train: The engine of the train loop, or of the first eval loop if nothing is trained.
+          train: The engine of the train loop or, if nothing is trained, of the first eval loop.
           evals: The engines of the eval loops.
           workdir: The directory for the reports; if None, no reports are written.
-          before_exit: Called before the process exits, with a description of where in the run it is stuck.
+          before_exit: A function that is called before the process exits, with a description of what it is doing.
         """
         thread = _Watching(self, train, evals, workdir, before_exit)
         thread.start()
@@ -127,7 +127,7 @@ class _Watching(threading.Thread):
                 self._end(now - since)
 
     def _activity(self) -> tuple[Any, ...]:
-        """Returns a tuple that changes while the run makes progress, with the kind of work first."""
+        """Returns a tuple that changes whenever the run makes progress. Its first element is the kind of work."""
         kind = self._train.progress.stopwatch.kind
         counts = [(each.progress.loops, len(each.stepper.call.num_examples)) for each in self._evals]
         return kind, self._steps(), *counts
@@ -248,7 +248,7 @@ def place_of(frame: FrameType | None, step: int) -> str:
 
     Args:
       frame: The innermost frame; None if the thread has ended.
-      step: The number of begun train steps.
+      step: The number of train steps that have begun.
     """
     place, is_known, count, ahead, evaluation = "between two steps", False, step, 0, ""
     while frame is not None:

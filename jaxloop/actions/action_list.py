@@ -11,11 +11,11 @@ from jaxloop.schedules import Elapsed, Schedule
 
 @final
 class ActionList:
-    """Actions in the order of their calls.
+    """Actions, in the order in which they are called.
 
     Args:
       actions: The actions; None if there are none. Objects of `clu.periodic_actions` are accepted.
-      unit: The unit of their int intervals, for warnings: "loops".
+      unit: The unit in which their int intervals count, for warnings: "loops".
     """
 
     def __init__(self, actions: Sequence[Action] | None, unit: str):
@@ -25,7 +25,7 @@ class ActionList:
 
     @property
     def has_schedules(self) -> bool:
-        """Whether the interval of an action is a schedule."""
+        """Whether any action has a schedule as its interval."""
         return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
@@ -44,7 +44,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns the action, or wraps an object of `clu.periodic_actions` in one."""
+    """Returns an action unchanged, and wraps an object of `clu.periodic_actions` in one."""
     if isinstance(action, Action):
         return action
     if is_periodic(action):

@@ -1,4 +1,4 @@
-"""TensorBoard event files that lose no event when the process is killed."""
+"""TensorBoard event files that don't lose events when the process is killed."""
 
 import os
 import re
@@ -29,8 +29,8 @@ class EventFile:
     `flush` doesn't wait for the queue, and on a full disk its thread ends without an error. Here, an event that can't
     be written raises an error and leaves the file as it was. Thread-safe.
 
-    The first event creates the file; `close`, or garbage collection of this object, closes it. TensorBoard reads event
-    files in the order of their names, so the name sorts after those of all existing event files.
+    The first event creates the file. It is closed by `close`, or when this object is garbage-collected. TensorBoard
+    reads event files in the order of their names, so the new name sorts after those of all existing event files.
 
     Args:
       directory: The directory of the file.
@@ -48,7 +48,7 @@ class EventFile:
         self._newest_step, self._begins = -1, 0  # The highest step, and where its events begin.
 
     def get_logdir(self) -> str:
-        """Returns the directory; tensorboardX asks for it."""
+        """Returns the directory, as tensorboardX requires."""
         return self._directory
 
     def add_summary(self, summary: Any, global_step: int | None = None, walltime: float | None = None) -> None:
@@ -92,14 +92,14 @@ class EventFile:
             self._close_file()
 
     def position(self) -> dict[str, Any]:
-        """Returns the end of the file and the start of the newest step's events, for `resume`."""
+        """Returns the position of the end of the file and of the newest step's first event, for `resume`."""
         with self._lock:
             return {"file": self._name, "begins": self._begins, "ends": self._size}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Makes TensorBoard hide everything after a position at which a run resumes or starts over.
 
-        TensorBoard hides all points from a given step on. Those of the step itself that belong to the position are
+        TensorBoard hides all points from a given step on. Points of that step that were written before the position are
         therefore copied from the earlier file.
 
         Args:

@@ -23,7 +23,7 @@ _BAD = frozenset("brier cost distance entropy err error errors loss losses perpl
 
 @final
 class Monitor:
-    """The name of a metric, and whether small or large values are better.
+    """A metric to monitor: its name, and whether smaller or larger values are better.
 
     >>> accuracy = Monitor("test/accuracy")
     >>> accuracy.mode
@@ -35,13 +35,14 @@ class Monitor:
 
     Args:
       name: "loss" or "train/loss" for an output of the loop that calls the action; "test/accuracy" for the `accuracy`
-        of the evaluation named `test`. "accuracy" is the loop's own output if there is one, and otherwise that of any
-        evaluation.
-      mode: "min" or "max". "auto" is "max" if the last part of the name contains a word such as accuracy, acc, auc, f1,
-        precision, recall, score, reward, return, iou or bleu, and no word for a loss or an error; otherwise "min".
+        of the evaluation named `test`. "accuracy" is the loop's own output if it has one of that name, and otherwise
+        the output of any evaluation.
+      mode: "min" or "max". "auto" means "max" if the last part of the name contains a word such as accuracy, acc, auc,
+        f1, precision, recall, score, reward, return, iou or bleu, and no word for a loss or an error. Otherwise it
+        means "min".
 
     Attributes:
-      name: The name as it was given.
+      name: The name that was passed.
       mode: The direction of improvement: "min" or "max".
     """
 
@@ -58,7 +59,7 @@ class Monitor:
         return f"Monitor({self.name!r}, {self.mode!r})"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns whether a value is better than the best one by more than `min_delta`; NaN never is."""
+        """Returns whether a value is better than the best one by more than `min_delta`. NaN never is."""
         if best is None:
             return not math.isnan(value)
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
@@ -68,15 +69,14 @@ class Monitor:
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
-        """Returns the value at this step; None if it was not measured.
+        """Returns the value of the metric at this step, or None if it was not measured.
 
-        The value is one of the scalars of `outputs` (see `jaxloop.summarize`), or comes from the newest row of
-        `history` if
-        that belongs to this step.
+        The value comes from `outputs`, as computed by `jaxloop.summarize`, or from the newest row of `history` if that
+        row belongs to this step.
 
         Raises:
-          ValueError: There is no metric with this name and there can't be one. If a later evaluation may still measure
-            it, a warning is logged once instead.
+          ValueError: There is no metric with this name, and there can't be one later. If a later evaluation may still
+            measure it, a warning is logged once instead.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
@@ -94,7 +94,7 @@ class Monitor:
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns a message that no metric has this name, with a list of those that exist."""
+        """Returns a message that says that no metric has this name and lists the metrics that exist."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
         return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._by_similarity(there))}."
@@ -120,7 +120,7 @@ class Monitor:
         return None
 
     def _check_can_be_measured(self, scalars: Iterable[str], history: History | None) -> None:
-        """Raises an error if no later output can have this name; warns if another evaluation may have it."""
+        """Raises an error if no later output can have this name. Logs a warning if another evaluation may have it."""
         groups = set() if history is None else {_parts(path)[0] for path in history.paths()}
         if not groups and not tuple(scalars):
             return

@@ -38,12 +38,12 @@ class Progress:
     'step 4,650 of 10,000 (46%)  673.9 steps/s  0:08 left  accuracy 0.9779'
 
     Attributes:
-      steps: Completed updates of the run.
-      total: Updates of the whole run; None if unknown.
-      steps_here: Steps that this process has timed: all but its first, which compiles.
-      seconds: Seconds that these steps took.
+      steps: The number of completed updates of the run.
+      total: The number of updates of the whole run; None if unknown.
+      steps_here: The number of steps that this process has timed: all but its first step, which compiles.
+      seconds: The time that these steps took, in seconds.
       values: The newest metrics by name.
-      run_seconds: Seconds since the run began in this process, with compilation and start-up.
+      run_seconds: The time since the run began in this process, in seconds, including start-up and compilation.
     """
 
     steps: int
@@ -55,20 +55,23 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end of the run; None if unknown."""
+        """The estimated time until the end of the run, in seconds; None if unknown."""
         if self.total is None or not self.steps_here:
             return None
         return self.seconds / self.steps_here * max(self.total - self.steps, 0)
 
     @property
     def seconds_between_lines(self) -> float:
-        """Seconds between two lines that stay, so that a run has few lines even if its length is unknown."""
+        """The time between two lines, in seconds.
+
+        It grows during a run, so that a run of unknown length has few lines too.
+        """
         if self.seconds_left is None:
             return max(_LINE_SECONDS, self.seconds / 10)
         return max(_LINE_SECONDS, (self.seconds + self.seconds_left) / _MOST_LINES)
 
     def line(self, *, is_final: bool = False) -> str:
-        """Returns a line for a log, with the time left or, if final, the time that the run took."""
+        """Returns a line for a log file. It contains the time left or, at the end, the time that the run took."""
         parts = [f"step {self.steps:,}"]
         if self.total:
             parts[0] += f" of {self.total:,} ({100 * self.steps // self.total}%)"
@@ -86,8 +89,8 @@ class Progress:
 class ProgressAction(Action):
     """Shows the progress of a run: steps, time left, speed, the newest metrics, and results of evaluations.
 
-    It never waits for the devices, but shows the newest metrics that have arrived. Results of evaluations, and log
-    lines, appear above the bar. Only the first process shows anything.
+    It never waits for the devices, and shows the newest metrics that have arrived. Evaluation results and log lines
+    appear above the bar. In a multi-process job, only the first process shows anything.
 
     >>> import itertools
     >>> ticks = itertools.count(0.0, 2.0)
@@ -99,16 +102,16 @@ class ProgressAction(Action):
     step 4 of 4 (100%)  2.7 s/step  took 8.0 s  loss 0.2500
 
     Args:
-      total_steps: Updates of the whole run; None to use the number that the loop passes.
-      interval: See `Action`. The default is ten times a second, so that steps in between cost nothing.
+      total_steps: The number of updates of the whole run; None to use the number that the loop passes.
+      interval: See `Action`. The default is ten times per second, so that the steps in between cost nothing.
       bar: "tqdm" for a bar, "plain" for occasional lines, or "auto": "tqdm" on a terminal and in a notebook, where a
         bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In a file, both write
         at most every 10 seconds, and less often in a long run.
-      min_seconds: The shortest time between two drawings.
-      names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). Evaluations
-        show all of their metrics.
+      min_seconds: The minimum time between two updates of the display, in seconds.
+      names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). For
+        evaluations, all metrics are always shown.
       stream: The stream to write to; None for stderr, or stdout in a notebook.
-      clock: Returns the time in seconds.
+      clock: A function that returns the time in seconds.
     """
 
     needs_all_outputs = False
@@ -274,7 +277,7 @@ class ProgressAction(Action):
 
 
 class _PlainBar:
-    """Shows progress as lines that stay."""
+    """Shows progress as separate lines."""
 
     is_live = False
     """Drawings replace each other. If not, there should be few."""
@@ -283,27 +286,28 @@ class _PlainBar:
         self._stream, self._drawn_at = stream, -1
 
     def announce(self, text: str) -> None:
-        """Shows a text until the first drawing."""
+        """Shows a text until progress is shown for the first time."""
         self.write(text)
 
     def draw(self, progress: Progress, *, is_final: bool = False) -> None:
-        """Shows the progress; the final drawing stays, and closes the bar."""
+        """Shows the progress. The last call of a run closes the bar and leaves it on the screen."""
         if self._drawn_at != progress.steps or not is_final:
             self.write(progress.line(is_final=is_final))
         self._drawn_at = progress.steps
 
     def write(self, line: str) -> None:
-        """Writes a line that stays, above the bar."""
+        """Writes a line above the bar, where it stays."""
         print(line, file=self._stream, flush=True)
 
     def clear(self) -> None:
-        """Closes the bar, and leaves nothing of it."""
+        """Closes the bar and removes it from the screen."""
 
 
 class _TqdmBar:
-    """Shows progress as tqdm's bar: text, or a widget in a notebook that has ipywidgets. See `_PlainBar`.
+    """Shows progress as a tqdm bar: text, or a widget in a notebook if ipywidgets is installed. See `_PlainBar`.
 
-    Log lines appear above the bar. Metrics that would leave fewer than ten columns for it are shown at the end only.
+    Log lines appear above the bar. If the metrics would leave fewer than ten columns for the bar, they are shown only
+    at the end.
     """
 
     def __init__(self, stream: TextIO, is_live: bool, progress: Progress):
@@ -379,7 +383,7 @@ def _is_notebook(stream: TextIO) -> bool:
 
 
 def _number(value: float) -> str:
-    """Returns a metric with four decimals; as a power of ten if very small or large.
+    """Formats a metric with four decimals, or in scientific notation if it is very small or large.
 
     >>> _number(0.97789), _number(2.5e-5), _number(0.0), _number(3e9)
     ('0.9779', '2.5000e-05', '0.0000', '3.0000e+09')

@@ -41,8 +41,9 @@ class Call:
       method: The name of the method.
       values: The values to write, by name.
       options: Further keyword arguments.
-      number: Its place among all calls of the writer; 0 comes before all others.
-      is_in_checkpoint: Whether a checkpoint of this process contains it, so that a resumed run will make the call.
+      number: The position of this call in the order of all calls of the writer. 0 comes before all others.
+      is_in_checkpoint: Whether a checkpoint saved by this process contains the call, so that a resumed run will make
+        it.
     """
 
     action: Any
@@ -91,10 +92,10 @@ class WriterQueue:
     10 {'loss': 0.5}
 
     All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
-    second for more, makes all calls, and ends. A killed process can lose the calls of that time, but none before a
-    checkpoint, because `state_dict` waits until everything is written and flushed. A program that exits makes all
-    pending calls first; a forked process makes none. In a multi-process job, only the first one calls the
-    writer.
+    second for more requests, makes all calls, and ends. A killed process can lose the calls of that tenth of a second,
+    but no call before a checkpoint, because `state_dict` waits until everything is written and flushed. A program that
+    exits makes all pending calls first. A forked process makes none. In a multi-process job, only the first process
+    calls the writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
     thread ends. The next request or flush raises the error, and the request after that makes the calls again. A
@@ -102,7 +103,7 @@ class WriterQueue:
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
-      has_thread: False to make each call immediately, in the thread that requests it.
+      has_thread: Whether to use a thread. If False, each call is made immediately by the thread that requests it.
     """
 
     # By the ids of the writers, which these objects keep alive: not every writer can be hashed, or weakly referred to.
@@ -110,7 +111,10 @@ class WriterQueue:
 
     @classmethod
     def of(cls, writer: Any, has_thread: bool = True) -> "WriterQueue":
-        """Returns the queue of a writer. clu's `AsyncWriter` has its own thread, so its queue starts none."""
+        """Returns the queue of a writer.
+
+        The queue of clu's `AsyncWriter` starts no thread, because that writer has its own.
+        """
         is_async = any(each.__module__ == "clu.metric_writers.async_writer" for each in type(writer).__mro__)
         has_thread = has_thread and not is_async
         return cls._all.setdefault((id(writer), has_thread), cls(writer, has_thread))
@@ -133,11 +137,11 @@ class WriterQueue:
 
         Args:
           calls: The calls. Their values are copied.
-          waits: Whether to wait until they are made. If one raises an error, it stays in the queue, and the next
+          waits: Whether to wait until the calls are made. A call that raises an error stays in the queue, and the next
             request raises that error.
 
         Raises:
-          BaseException: The error of an earlier call; without a thread, that of these calls.
+          BaseException: The error that an earlier call raised or, without a thread, that one of these calls raised.
         """
         if not calls or not distributed.is_first_process():
             return
@@ -165,7 +169,7 @@ class WriterQueue:
         """Waits until all calls are made and the thread has ended, and flushes the writer.
 
         Raises:
-          BaseException: The error of an earlier call, once.
+          BaseException: The error that an earlier call raised. Each error is raised only once.
         """
         self._drain()
         try:
@@ -175,9 +179,9 @@ class WriterQueue:
             self._unflushed_step = None
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Flushes everything, and returns an action's failed calls and the writer's position, for a checkpoint.
+        """Flushes everything. Returns an action's failed calls and the writer's position, to be stored in a checkpoint.
 
-        It doesn't raise errors, so that the checkpoint can be saved. They are raised later.
+        Errors are not raised here, so that the checkpoint can be saved, but later.
         """
         if not distributed.is_first_process():
             return {}
@@ -191,7 +195,7 @@ class WriterQueue:
         return unwritten | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
-        """Puts the failed calls of a checkpoint at the front of the queue."""
+        """Puts the failed calls that a checkpoint contains at the front of the queue."""
         calls = list(_calls_in(action, state_dict)) if distributed.is_first_process() else []
         self._join()
         with self._lock:
@@ -205,8 +209,9 @@ class WriterQueue:
     def begin_run(self, action: Any, step: int) -> None:
         """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
 
-        A resumed run does this once for all actions that share the writer. A new run does it only if this process has
-        written nothing yet, because existing values then come from a run that was killed before its first checkpoint.
+        A resumed run does this once for all actions that share the writer. A new run does it only if this process
+        hasn't written anything yet: any existing values then come from a run that was killed before its first
+        checkpoint.
 
         Args:
           action: The action that requests it.
@@ -296,8 +301,8 @@ class WriterAction(Action):
     """The base class of actions that write summaries. Actions with the same writer share its queue.
 
     Args:
-      summary_writer: Any object with the methods of `clu.metric_writers.MetricWriter`. The end of a run flushes it but
-        doesn't close it, because the caller owns it.
+      summary_writer: Any object with the methods of `clu.metric_writers.MetricWriter`. It is flushed at the end of a
+        run but not closed, because the caller owns it.
       interval: See `Action`.
       background: Whether to write in a thread.
     """

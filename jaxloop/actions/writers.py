@@ -18,10 +18,10 @@ def default_writer(workdir: epath.PathLike) -> Any:
 
     It writes the files with tensorboardX. If that is not installed but TensorFlow and TensorBoard are, it returns
     `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which would allocate
-    their memory. The first row then takes seconds, and each row about fifty times as long. With neither package, it
-    only logs scalars, and warns.
+    their memory. The first row then takes seconds, and each later row about fifty times as long as with tensorboardX.
+    If neither is installed, it logs a warning and returns a writer that only logs scalars.
 
-    In a multi-process job, only the first one writes files.
+    In a multi-process job, only the first process writes files.
 
     Raises:
       OSError: The directory can't be written to.
@@ -61,10 +61,10 @@ class LogWriter:
     """Logs scalars and texts, and the shapes of other values. Has the methods of clu's `MetricWriter`.
 
     Hooks:
-      write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: Called by the actions with
-        this writer, in their thread.
-      write_summaries, write_hparams: Never called by actions; call them yourself.
-      flush: Called by the actions, before a checkpoint and when a run ends.
+      write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: Called by the actions that
+        use this writer, in their background thread.
+      write_summaries, write_hparams: Never called by actions. You may call them yourself.
+      flush: Called by the actions before a checkpoint is saved and when a run ends.
       close: Called by the owner of the writer, which is `fit` if `fit` created it.
     """
 
@@ -176,11 +176,11 @@ class TensorBoardWriter(LogWriter):
         self._file.close()
 
     def position(self) -> dict[str, Any]:
-        """Returns the position in the event file, for a checkpoint."""
+        """Returns the position in the event file, to be stored in a checkpoint."""
         return self._file.position()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Makes TensorBoard hide the points that a killed run wrote after its checkpoint of this step.
+        """Makes TensorBoard hide the points that a killed run wrote after the checkpoint from which this run resumes.
 
         Args:
           step: The step at which the run resumes or starts.

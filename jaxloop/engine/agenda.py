@@ -1,4 +1,4 @@
-"""The end actions of a loop: which are due, in which order they run, and how far each has read the outputs."""
+"""The end actions of a loop: when they are due, in which order they run, and which outputs each has read."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -14,15 +14,15 @@ from jaxloop.schedules import Elapsed, Goal, Schedule, goal_of
 
 @final
 class Slot:
-    """An end action of a loop, and how far it has read the ledger.
+    """An end action of a loop, with its position in the ledger.
 
     Attributes:
-      called_at: The step after which it was last called; None before the first call.
-      is_requested: Whether it is due at the next moment regardless of its interval, either because a command requested
-        it or because its call was postponed to the last moment of the run.
-      next_interval: The interval to use after its next call; None to keep the current one.
-      spent_before: The time that the loop had spent at the last call.
-      cursor: The position in the ledger up to which it has read the outputs.
+      called_at: The step after which the action was last called; None before the first call.
+      is_requested: Whether the action is due at the next moment regardless of its interval: because a command requested
+        it, or because its call was postponed to the last moment of the run.
+      next_interval: The interval to use after the next call; None to keep the current one.
+      spent_before: The time that the loop had spent up to the last call.
+      cursor: The position in the ledger up to which the action has read the outputs.
     """
 
     def __init__(self, actions: ActionList, index: int, cursor: int = 0):
@@ -39,7 +39,7 @@ class Slot:
         self.cursor: int = cursor
 
     def reset(self, spent: timing.Spent) -> None:
-        """Forgets all calls and outputs, at the beginning of another run."""
+        """Forgets all calls and outputs when a new run begins."""
         self.cursor, self.called_at, self.spent_before, self.is_requested = 0, None, spent, False
 
     def reschedule(self, interval: Schedule) -> None:
@@ -57,7 +57,7 @@ class Slot:
         self.called_at, self.cursor = state_dict["called_at"], state_dict["cursor"]
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        """Returns whether the action is due now; `loop` is the number of the loop that ends, None inside a loop."""
+        """Returns whether the action is due now. `loop` is the number of the loop that ends, or None inside a loop."""
         if self.is_requested:
             return True
         if loop is None and not self.is_scheduled:
@@ -65,18 +65,18 @@ class Slot:
         return self.called_at != now.steps and self.actions.is_due(self.index, loop or 0, now)
 
     def reads(self, ledger: Ledger) -> Series | None:
-        """Returns the series in the ledger that the action reads; None if it doesn't wait for outputs."""
+        """Returns the series in the ledger that the action reads, or None if the action doesn't wait for outputs."""
         if not self.reads_outputs:
             return None
         return ledger.parts if self.is_scheduled else ledger.loops
 
     def outputs(self, ledger: Ledger, newest: Callable[[], dict[str, Any]] | None) -> metrics.LoopOutputs:
-        """Returns the outputs to call the action with.
+        """Returns the outputs to pass to the action.
 
         Args:
           ledger: The outputs of the steps.
-          newest: Returns the newest scalars on the host, for an action that doesn't wait for outputs. None at the end
-            of a loop, for those of that loop.
+          newest: A function that returns the newest scalars on the host, for an action that doesn't wait for outputs.
+            None at the end of a loop, to use the scalars of that loop.
         """
         series = self.reads(ledger)
         if series is not None:
@@ -94,8 +94,8 @@ class Agenda:
     """The end actions of a loop, in the order in which they are called.
 
     Attributes:
-      actions: The actions of the loop.
-      slots: The attached actions, then those of the loop.
+      actions: The loop's own actions.
+      slots: The slots of the attached actions, followed by those of the loop's own actions.
     """
 
     def __init__(self, actions: ActionList):
@@ -104,7 +104,7 @@ class Agenda:
         self.detach_all()
 
     def attach(self, action: Action, cursor: int) -> None:
-        """Adds an action that runs before the others. It receives the outputs after a position in the ledger."""
+        """Adds an action that runs before the others and receives the outputs after a position in the ledger."""
         self._set_slots([Slot(ActionList([action], unit="loops"), 0, cursor), *self.slots])
 
     def detach_all(self) -> None:
@@ -127,20 +127,20 @@ class Agenda:
 
     @property
     def has_readers(self) -> tuple[bool, bool]:
-        """Two flags: whether an action reads the `parts` of the ledger, and whether one reads its `loops`."""
+        """Two flags: whether any action reads the `parts` of the ledger, and whether any reads its `loops`."""
         of_parts, of_loops = self._readers
         return bool(of_parts), bool(of_loops)
 
     def next(self, now: Elapsed, others: Iterable[int | Schedule] = ()) -> Goal:
-        """Returns the next point at which an action, or anything with one of the intervals in `others`, may be due."""
+        """Returns the next point at which an action may be due, or anything with one of the intervals in `others`."""
         return goal_of([*(slot.action.interval for slot in self.slots), *others], now)
 
     def due(self, now: Elapsed, loop: int | None = None) -> list[Slot]:
-        """Returns the actions that are due and were not called at this step; see `Slot.is_due`."""
+        """Returns the actions that are due (see `Slot.is_due`) and have not been called at this step yet."""
         return [slot for slot in self.slots if slot.is_due(now, loop)]
 
     def trim(self, ledger: Ledger) -> None:
-        """Drops the outputs that all actions have read."""
+        """Drops the outputs that every action has read."""
         for series, readers in zip((ledger.parts, ledger.loops), self._readers, strict=True):
             series.keep_for([slot.cursor for slot in readers])
 
@@ -150,7 +150,7 @@ class Agenda:
             slot.reset(spent)
 
     def state_dict(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns the states of all slots, as JSON, and the train states that actions keep, by name."""
+        """Returns a pair: the states of all slots, as JSON, and the train states that actions keep, by name."""
         slots = self.slots
         kept = {str(index): slot.action.kept_state for index, slot in enumerate(slots)}
         return [slot.state_dict() for slot in slots], {name: state for name, state in kept.items() if state is not None}
@@ -158,7 +158,7 @@ class Agenda:
     def load_state_dict(
         self, state_dicts: Sequence[Mapping[str, Any]], kept_states: Mapping[str, Any], who: Any
     ) -> None:
-        """Restores what `state_dict` returned; `who` is the loop, for warnings."""
+        """Restores what `state_dict` returned. `who` describes the loop in warnings."""
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dicts)]
         for slot, kept in paired_with_saved(self.slots, numbered, lambda slot: slot.action, who):
             slot.load_state_dict(kept)
@@ -169,7 +169,7 @@ class Agenda:
 def paired_with_saved(
     mine: Sequence[Any], kept: Sequence[Mapping[str, Any]], action_of: Callable[[Any], Action], who: Any
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Pairs the program's actions with the saved states: the n-th action of a class with the n-th saved state of it."""
+    """Pairs the program's actions with saved states: the n-th action of a class with its n-th saved state."""
     left = list(kept)
     for each in mine:
         found = next((one for one in left if one["action"] == class_name(action_of(each))), None)
@@ -189,7 +189,7 @@ def paired_with_saved(
 
 
 def saved_state(action: Action) -> dict[str, Any]:
-    """Calls `before_checkpoint` of an action, and returns a dict with its class and its state, as JSON."""
+    """Calls an action's `before_checkpoint`, and returns a dict with its class and its state, as JSON."""
     try:
         action.before_checkpoint()
         return {"action": class_name(action), "state": encoding.encode(action.state_dict())}
@@ -199,5 +199,8 @@ def saved_state(action: Action) -> dict[str, Any]:
 
 
 def class_name(action: Action) -> str:
-    """Returns the name under which a checkpoint stores an action's state. Actions of one class keep their order."""
+    """Returns the class name under which a checkpoint stores an action's state.
+
+    Actions of one class are told apart by their order.
+    """
     return type(action).__qualname__

@@ -34,7 +34,7 @@ class Engine:
     Args:
       loop: The loop whose hooks are called.
       step: The step that runs each batch.
-      clock: Returns the time in seconds.
+      clock: A function that returns the time in seconds.
       max_steps_in_flight: See `Loop`.
 
     Attributes:
@@ -43,8 +43,9 @@ class Engine:
       stepper: Runs the steps.
       moments: Runs everything that is due between two steps.
       observers: Functions that are called with each batch.
-      kept: The last batches, to record a failure.
-      rescued: After an exception, the state after the last completed step, or None, and the reason if it is None.
+      kept: The most recent batches, which are needed to record a failure.
+      rescued: A pair that is set by an exception: the state after the last completed step, or None, and the reason why
+        it is None.
     """
 
     def __init__(self, loop: Any, step: Step, clock: Callable[[], float], max_steps_in_flight: int | None):
@@ -66,7 +67,7 @@ class Engine:
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
-        """Returns lines that must be the same in all processes of a job."""
+        """Returns a description, as lines that must be the same in all processes of a job."""
         head = [repr(self._loop), f"  {self._step!r}", f"  max_steps_in_flight={self.stepper.max_in_flight}"]
         actions = [action for each in self.action_lists for action in each.actions]
         return [*head, *(f"  {class_name(action)}, interval {action.interval!r}" for action in actions)]
@@ -76,7 +77,7 @@ class Engine:
     def train(
         self, state: Any, dataset: Iterator[types.Batch], steps_of_loop: Callable[[], int | None]
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs the loops of a training to the end of the run or of the data; see `run_loops`."""
+        """Trains until the run or the data ends. The arguments are those of `run_loops`."""
         return self.run_loops(state, dataset, lambda: self._with_idle_ends(steps_of_loop()), trains=True)
 
     def run_loops(
@@ -87,7 +88,7 @@ class Engine:
         Args:
           state: See `Loop.__call__`.
           dataset: See `Loop.__call__`.
-          steps_of_loop: Returns the maximum number of steps of the next loop; None for no limit.
+          steps_of_loop: A function that returns the maximum number of steps of the next loop, or None for no limit.
           trains: Whether the steps change the state.
         """
         progress, requests, outputs = self.progress, self.job.requests, metrics.LoopOutputs()
@@ -165,7 +166,7 @@ class Engine:
         return state, iterator
 
     def open(self, dataset: Any) -> Iterator[types.Batch]:
-        """Returns the iterator to read batches from. Called by the hook `begin`."""
+        """Returns the iterator from which batches are read. Called by the hook `begin`."""
         iterator = as_iterator(dataset)
         self.stepper.call.made_iterator = iterator is not dataset
         return iterator
@@ -202,7 +203,7 @@ class Engine:
         return state, _weighted(ended, weights)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> None:
-        """Counts a loop that has ended, and calls the end actions that don't have `runs_last` set.
+        """Counts a loop that has ended, and calls its end actions, except for those with `runs_last`.
 
         Called by the hook `end`.
         """
@@ -300,7 +301,7 @@ class Engine:
 
         Called by the hook `run`.
 
-        It may pass idle ends. The outputs are then those of the last loop.
+        If it passes the ends of loops at which nothing is due, the outputs are those of the last loop.
         """
         call, stepper, moments, requests = self.stepper.call, self.stepper, self.moments, self.job.requests
         num_batches = None if num_steps is None else num_steps // call.updates
@@ -376,7 +377,7 @@ class Engine:
         self.progress.batches_before = batches_before
 
     def set_loops(self, loops: int) -> None:
-        """Sets the number of ended loops."""
+        """Sets the number of loops that have ended."""
         if loops != self.progress.loops:  # Outputs that no action has read yet belong to another run.
             self._reset()
         self.progress.loops, self.progress.is_inside = loops, False
@@ -388,7 +389,7 @@ class Engine:
         self.moments.agenda.reset(self.progress.stopwatch.spent())
 
     def kept_by_step(self) -> dict[int, types.Batch]:
-        """Returns the last batches that were read from the dataset, keyed by step."""
+        """Returns the most recent batches that were read from the dataset, by step."""
         failed, updates, step_num = self.stepper.call.failed_step, self.stepper.call.updates, self.stepper.step_num
         newest = step_num + (updates if failed == step_num + updates else 0)
         batches = list(self.kept.batches)
@@ -401,14 +402,16 @@ class Engine:
         return self.stepper.call.consumed
 
     def batches_ahead(self, source: Any) -> int:
-        """Returns the number of batches that were read from a source but not used yet."""
+        """Returns the number of batches that were read from a source but have not been used yet."""
         return self.stepper.batches_ahead(source)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the state of the loop and its actions, for a checkpoint. Call it between two steps, like an action.
+        """Returns the state of the loop and its actions, to be stored in a checkpoint.
+
+        Must be called between two steps, like an action.
 
         Returns:
-          The state as JSON, and the train states that actions keep, by name.
+          A pair: the state as JSON, and the train states that actions keep, by name.
         """
         ledger, progress, moments, trains = self.stepper.ledger, self.progress, self.moments, self.stepper.call.trains
         elapsed, agenda = moments.elapsed, moments.agenda
@@ -434,7 +437,7 @@ class Engine:
         return state_dict, kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned for a loop with the same actions, in this process or another one."""
+        """Restores what `state_dict` returned for a loop with the same actions, in this process or in another one."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
         progress.last_elapsed = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
@@ -488,8 +491,9 @@ _KEPT_BYTES = 256 * 2**20
 
 @final
 class KeptBatches:
-    """The most recent batches, kept to record a failure: those of the steps that may be in flight, up to a memory
-    limit.
+    """The most recent batches, kept to record a failure.
+
+    These are the batches of all steps that may be in flight, up to a memory limit.
 
     Attributes:
       batches: The batches, the newest last.
@@ -499,7 +503,7 @@ class KeptBatches:
         self.batches: collections.deque[types.Batch] = collections.deque()
 
     def add(self, batch: types.Batch) -> None:
-        """Adds a batch, and drops the oldest ones beyond the limits."""
+        """Adds a batch, and drops the oldest batches if there are more than the limits allow."""
         if not self.batches:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
             self.batches = collections.deque(maxlen=min(_KEPT_BATCHES, max(1, _KEPT_BYTES // max(size, 1))))
@@ -507,7 +511,7 @@ class KeptBatches:
 
 
 def _weighted(outputs: Any, weights: Sequence[int]) -> metrics.LoopOutputs:
-    """Converts the outputs that a hook returned to `LoopOutputs` with these weights."""
+    """Converts the outputs returned by a hook to `LoopOutputs` with these weights."""
     if not isinstance(outputs, metrics.LoopOutputs):
         outputs = metrics.LoopOutputs(outputs)
     outputs.num_examples = list(weights)

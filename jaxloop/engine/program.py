@@ -36,15 +36,15 @@ class Dispatches:
 
     Attributes:
       state: The newest state.
-      outputs: Receives the outputs of each step, or a `Block` for several steps in one dispatch.
-      num_examples: Receives the number of examples of each step.
-      clock: Returns the time in seconds.
+      outputs: A list to which the outputs of each step are appended, or a `Block` for several steps in one dispatch.
+      num_examples: A list to which the number of examples of each step is appended.
+      clock: A function that returns the time in seconds.
       step_num: The number of updates before the sequence.
-      interrupt: Ends the sequence when a signal arrives; None to ignore signals.
+      interrupt: The object that ends the sequence when a signal arrives; None to ignore signals.
       deadline: The time on the clock at which the sequence ends, at most one step late.
-      before: The time on the clock when the batch before the newest arrived.
-      secs_in_data: The seconds spent waiting for batches.
-      is_in_step: After an exception, whether a batch was read whose step did not complete.
+      before: The time on the clock at which the second-to-last batch arrived.
+      secs_in_data: The time spent waiting for batches, in seconds.
+      is_in_step: After an exception: whether a batch was read whose step did not complete.
     """
 
     state: Any
@@ -64,10 +64,10 @@ class Program:
     """Passes batches through the hooks of a step and dispatches them, one at a time or several in one dispatch.
 
     Args:
-      step: A step that needs no work on the host after `run`; see `Step.work_after_run`. For other steps, pass
+      step: A step that needs no work on the host after `run` (see `Step.work_after_run`). For any other step, pass
         `custom_step`.
-      evaluates: Whether to keep the state instead of donating it.
-      custom_step: Runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
+      evaluates: Whether the steps evaluate. The state is then not donated.
+      custom_step: A function that runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
 
     Attributes:
       step: The step.
@@ -96,10 +96,10 @@ class Program:
         self._has_failed = False  # Whether a dispatch of several steps failed.
 
     def run_steps(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
-        """Runs up to `room` steps, one per dispatch, and only reads batches in between.
+        """Runs up to `room` steps, one per dispatch. Between the steps, it only reads batches.
 
-        It ends early with the data, at the deadline, or after a signal or a request to pause. Every step goes through
-        these lines and `_run_one`, which are the overhead of a loop.
+        It ends early when the data ends, at the deadline, or after a signal or a request to pause. Every step runs
+        through this code and `_run_one`, so they determine the overhead of a loop.
         """
         clock, read, interrupt, deadline = dispatches.clock, feed.reader_fn(), dispatches.interrupt, dispatches.deadline
         observers, add_outputs, add_number = self.observers, dispatches.outputs.append, dispatches.num_examples.append
@@ -182,7 +182,8 @@ class Program:
     def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
         """Runs `size` steps in one dispatch, and returns whether it ran them.
 
-        It runs none if fewer batches are left, if they differ in shape, or if a dispatch of several steps failed.
+        It runs none if fewer batches are left, if they differ in shape, or if an earlier dispatch of several steps
+        failed.
 
         Raises:
           FusingError: The step can't be fused.
@@ -221,7 +222,7 @@ class Program:
         return True
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
-        """Returns the new state, the outputs, and the numbers of examples; None if the batches differ in shape."""
+        """Returns the new state, the outputs, and the numbers of examples, or None if the batches differ in shape."""
         compiled, call = self._fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches:
@@ -254,7 +255,7 @@ class Program:
         """Raises an error if the host has work to do between two steps.
 
         Raises:
-          FusingError: The step has such work, which the message describes.
+          FusingError: There is such work. The message describes it.
         """
         if work := self.step.work_after_run(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
@@ -280,7 +281,7 @@ def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
 @final
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds per step: one by one, and with several steps in one dispatch, or None if that was not measured."""
+    """The measured time per step in seconds, with one step per dispatch and with several (None if not measured)."""
 
     one_by_one: float
     fused: float | None
@@ -298,7 +299,7 @@ class StepTimes:
 
 
 def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batch], *, evaluates: bool = False) -> int:
-    """Runs steps on copies of the state, one by one and in one dispatch, and returns the faster number, 1 or 32.
+    """Times steps on copies of the state, one by one and in one dispatch, to find the faster number of steps: 1 or 32.
 
     Args:
       step: The step that runs each batch. Its `preprocess_batch` and `begin` are called more often than in training.

@@ -18,24 +18,24 @@ class Progress:
     Elapsed(steps=2, samples=16, time=0.0, loops=0)
 
     Args:
-      clock: Returns the time in seconds.
+      clock: A function that returns the time in seconds.
       is_shared: Whether several processes train together.
 
     Attributes:
-      stopwatch: Attributes the time to categories.
+      stopwatch: The stopwatch that tracks what the time is spent on.
       steps: The number of completed updates.
-      samples: The number of examples in the batches so far.
-      loops: The number of ended loops.
+      samples: The number of examples in all batches so far.
+      loops: The number of loops that have ended.
       last_elapsed: The progress at the last moment, or as given to `resume`.
-      agreed_secs: With several processes, the seconds of training on the stopwatch of the first process at the newest
-        batch; None with one process.
-      secs_before: The seconds of training when the batch before the newest arrived.
+      agreed_secs: In a multi-process job, the training time at the newest batch on the stopwatch of the first process,
+        in seconds. None with a single process.
+      secs_before: The training time at which the second-to-last batch arrived, in seconds.
       batches_before: The number of batches of the current loop that an earlier call, or run, trained on.
-      began: Whether the hook `begin` returned another iterator than it was given; None before it was called.
-      is_inside: Whether a loop has begun and neither ended nor been interrupted.
-      is_ending: Whether end actions are being called. Some may not have been called yet.
-      loops_run: The number of loops that were run in this process.
-      longest_loop: The largest number of batches in one of these.
+      began: Whether the hook `begin` returned a different iterator than the one it received; None before it is called.
+      is_inside: Whether a loop has begun, and has neither ended nor been interrupted.
+      is_ending: Whether end actions are being called, so that some may not have been called yet.
+      loops_run: The number of loops that this process has run.
+      longest_loop: The largest number of batches in any of these loops.
     """
 
     def __init__(self, clock: Callable[[], float], *, is_shared: bool = False):
@@ -56,11 +56,14 @@ class Progress:
         self._newest_batch: tuple[int, int] | None = None  # Its numbers of updates and of examples.
 
     def secs(self) -> float:
-        """Returns the seconds of training on the stopwatch; with several processes, on that of the first."""
+        """Returns the training time on the stopwatch, in seconds.
+
+        In a multi-process job, that of the first process counts.
+        """
         return self.stopwatch.training_secs() if self.agreed_secs is None else self.agreed_secs
 
     def time(self) -> float:
-        """Returns the seconds of training, including those of earlier runs."""
+        """Returns the training time in seconds, including that of earlier runs."""
         return self._offset + self.secs()
 
     def secs_at(self, time: float) -> float:
@@ -68,11 +71,11 @@ class Progress:
         return time - self._offset
 
     def is_due(self, step: int, secs: float) -> bool:
-        """Returns whether a step, or a time on the stopwatch, was reached."""
+        """Returns whether a step, or a time on the stopwatch, has been reached."""
         return self.steps >= step or (secs < math.inf and self.secs() >= secs)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Continues counting from the progress of an earlier run, in this process or another."""
+        """Continues counting from the progress of an earlier run, in this process or another one."""
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()
         self.last_elapsed, self._newest_batch = elapsed.without_previous(), None
@@ -83,7 +86,7 @@ class Progress:
         self._newest_batch, self.is_inside = None, True
 
     def end_loop(self, number: int = 1) -> None:
-        """Counts ended loops. The next one has not begun."""
+        """Counts loops that have ended. The next one has not begun yet."""
         self.loops += number
         self.restart_clock()
 
@@ -116,7 +119,7 @@ class Progress:
         """Returns the progress now; its `previous` is one batch earlier.
 
         Args:
-          loops: The number of ended loops; None for the number that was counted.
+          loops: The number of loops that have ended; None for the number that was counted.
         """
         earlier, loops = self.last_elapsed, self.loops if loops is None else loops
         if self._newest_batch is not None:

@@ -1,4 +1,4 @@
-"""The stepper of a loop, which reads its batches, runs and counts its steps, and collects their outputs."""
+"""The stepper of a loop, which reads batches, runs and counts steps, and collects their outputs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,32 +25,32 @@ class Call:
     """One call of a loop.
 
     Args:
-      state: The state to begin with.
-      consumed: The number of batches that the source had counted before.
+      state: The initial state.
+      consumed: The number of batches that the source had counted before the call.
       trains: Whether the steps change the state.
-      updates: The number of updates that one batch makes.
+      updates: The number of optimizer updates per batch.
 
     Attributes:
       state: The state as of the last completed step; None after the call.
       trains: As given.
       updates: As given.
       consumed: The number of batches counted by the source as of the last completed step.
-      program: Runs the steps; None before the first step.
-      queue: Moves their outputs to the host; None before the first step.
-      num_examples: The number of examples of each step of the loop.
-      counted: How many of these have been counted in the progress.
-      settled: How many of these have been counted in the ledger.
-      passed: The number of batches since the call of `run` that belong to loops before the current one.
-      idle_ends: The steps at which a loop ends inside the current `run` and nothing is due.
-      has_passed_end: Whether the last loop ended at one of them, so that its `end` was not called.
-      place: The origin of an exception, for its note: the step, or a text.
+      program: The program that runs the steps; None before the first step.
+      queue: The queue that moves the outputs of the steps to the host; None before the first step.
+      num_examples: The number of examples in each step of the loop, as a list.
+      counted: The number of steps that have been counted in the progress.
+      settled: The number of steps that have been counted in the ledger.
+      passed: The number of batches, since `run` was called, that belong to loops before the current one.
+      idle_ends: The steps inside the current `run` at which a loop ends but nothing is due.
+      has_passed_end: Whether the last loop ended at one of these steps, so that its `end` was not called.
+      place: The origin of an exception, for the note that is added to it: a step number or a text.
       was_interrupted: Whether a signal ended the call inside a loop.
       data_ended: Whether the data ended.
-      made_iterator: Whether the call created the iterator of the data.
+      made_iterator: Whether this call created the iterator over the data.
       is_failing: Whether an exception is ending the call.
       failed_step: The step that raised an exception; None if no step did.
-      before_step: The progress of the training after the newest step, for the step's own actions.
-      current_examples: The number of examples of the current step, if `_run_one_step` runs it.
+      before_step: The progress of training after the newest step, for the step's own actions.
+      current_examples: The number of examples in the current step, if `_run_one_step` runs it.
     """
 
     def __init__(self, state: Any, consumed: int = 0, *, trains: bool = True, updates: int = 1):
@@ -86,12 +86,12 @@ class Call:
         self.counted, self.settled, self.passed = self.counted - passed, self.settled - passed, self.passed + passed
 
     def left(self, num_batches: int | None) -> int:
-        """Returns how many of `num_batches` batches remain to be run."""
+        """Returns how many of `num_batches` batches have not been run yet."""
         return NEVER[0] if num_batches is None else num_batches - self.passed - len(self.num_examples)
 
     @property
     def uncounted(self) -> int:
-        """The number of completed steps that are not counted in the progress yet."""
+        """The number of completed steps that have not been counted in the progress yet."""
         return len(self.num_examples) - self.counted
 
 
@@ -102,19 +102,20 @@ class Stepper:
     Args:
       loop: The loop. Its hooks `_get_next_batch`, `_run_one_step` and `update_outputs` are called.
       step: The step that runs each batch.
-      progress: Counts the steps.
+      progress: The object that counts the steps.
       job: The processes that train together.
       max_steps_in_flight: See `Loop`.
 
     Attributes:
       call: The current call, or the last one.
       ledger: The outputs of the steps.
-      source: Counts the batches that are read.
-      guard: Finds values that are not finite.
+      source: The source that counts the batches that are read.
+      guard: The object that finds NaN and infinity.
       evaluates: Whether no call changes the state.
       checks_count: Whether to check `state.step` against the number of steps counted here.
       steps_per_dispatch: The number of steps per dispatch; None until "auto" has measured it.
-      readers: Returns whether any action reads the `parts`, and the `loops`, of the ledger.
+      readers: A function that returns two flags: whether any action reads the `parts` of the ledger, and whether any
+        reads its `loops`.
     """
 
     def __init__(self, loop: Any, step: Step, progress: Progress, job: agreement.Job, max_steps_in_flight: int | None):
@@ -140,18 +141,18 @@ class Stepper:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those that are not counted in the progress yet."""
+        """The number of completed updates, including those that have not been counted in the progress yet."""
         return self._progress.steps + (self.call.uncounted * self.call.updates if self.call.trains else 0)
 
     def read_step_num(self, state: Any) -> int:
-        """Returns the number of completed updates of a state; for a state without `step`, that of the loop."""
+        """Returns the number of completed updates: `state.step` or, for a state without it, the loop's own count."""
         count = getattr(state, "step", None)
         if count is None or count is self._known_step:
             return self._progress.steps  # Reading the array would synchronize with the device.
         return int(metrics.fetch(count))
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything that steps on such batches will need; see `Loop.compile`."""
+        """Compiles everything that steps on batches like these will need, as `Loop.compile` describes."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         with self._step.watched(self.guard.watch):
             for number in sorted({at_once, 1}, reverse=True):
@@ -187,11 +188,11 @@ class Stepper:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Prepares to run steps, and returns the state as prepared by the step.
+        """Prepares to run steps. Returns the state after the step's own preparation, such as its placement on devices.
 
         Args:
           state: The state.
-          observers: Returns the functions to call with each batch.
+          observers: A function that returns the functions to call with each batch.
         """
         state = self._step.prepare_state(state)
         if self.call.program is None:
@@ -211,7 +212,7 @@ class Stepper:
         Args:
           state: The state.
           step: The step at which something is due.
-          secs: The time on the stopwatch at which something is due.
+          secs: The stopwatch time at which something is due, in seconds.
           left: The number of remaining batches.
 
         Returns:
@@ -262,7 +263,7 @@ class Stepper:
             ) from error
 
     def count_rescued_step(self) -> None:
-        """Counts a step whose update completed, if only something after the update failed."""
+        """Counts a step whose update completed, if the failure came after the update."""
         if self._step.rescued_state is not None:
             self.call.state = self._step.rescued_state
             self.call.num_examples.append(self.call.current_examples)
@@ -287,7 +288,7 @@ class Stepper:
 
     @property
     def calls_step(self) -> bool:
-        """True if `_run_one_step` is called for each batch, because a step consists of more than its dispatch."""
+        """True if `_run_one_step` must be called for each batch, because a step does more than dispatch."""
         has_work = self._step.work_after_run(evaluates=not self.call.trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
@@ -319,7 +320,7 @@ class Stepper:
     # Several steps in one dispatch --------------------------------------------------------------------
 
     def set_steps_per_dispatch(self, value: int | Literal["auto"]) -> None:
-        """Sets `steps_per_dispatch` from the next call on; raises an error if the steps can't be fused."""
+        """Sets `steps_per_dispatch` for the next calls. Raises an error if the steps can't be fused."""
         name = type(self._loop).__name__
         if value == "auto":
             # The measurements of the processes would differ.
@@ -395,11 +396,14 @@ class Stepper:
             return self._feed.has_more()
 
     def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        """Returns the next batch that a step would receive."""
+        """Returns the batch that the next step would receive."""
         return next(self._feed_of(dataset))
 
     def set_source(self, source: Any) -> None:
-        """Sets the source that counts the batches of the next call, from its current count on; None for no source."""
+        """Sets the source that counts the batches of the next call, starting at its current count.
+
+        None for no source.
+        """
         self.source = source
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
 
@@ -408,7 +412,7 @@ class Stepper:
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
-        """Drops the batches that were read ahead, and their iterator, which has moved or ended."""
+        """Drops the batches that were read ahead, and their iterator, whose position has changed or which has ended."""
         self._feed, self.source, self.call.consumed = Feed(iter(())), _NoSource(), 0
 
     # Outputs -----------------------------------------------------------------------------------------
@@ -422,7 +426,7 @@ class Stepper:
         self._check_batches(self.guard.look(state, in_step=self._job.is_shared))
 
     def fetch(self, *, keep_sums: bool = False) -> None:
-        """Waits for the outputs of all steps so far. Ends their sums, unless `keep_sums`."""
+        """Waits for the outputs of all steps so far. Their sums are completed, unless `keep_sums` is set."""
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)
             self._receive(arrived)
@@ -436,7 +440,7 @@ class Stepper:
         self.ledger.add(arrived, update, keeps_parts=keeps_parts, keeps_loops=keeps_loops)
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the newest scalars that are computed. It does not block."""
+        """Returns the newest scalars that have been computed. Never blocks."""
         return (self.call.queue and self.call.queue.newest_scalars()) or metrics.newest_scalars(self.ledger.loop)
 
     def count_weights(self) -> None:
@@ -469,7 +473,7 @@ class Stepper:
         return self._progress.steps - (len(self.call.num_examples) - 1 - index) * self.call.updates
 
     def _check_count(self, state: Any) -> None:
-        """Raises an error if `state.step` differs from the loop's count. It only reads it after the first steps."""
+        """Raises an error if `state.step` differs from the loop's count. Only checks this after the first steps."""
         if not self.checks_count or not self.call.trains or not hasattr(state, "step"):
             return
         step_num, batches = self._progress.steps, len(self.call.num_examples)
@@ -491,7 +495,7 @@ class Stepper:
         self._max_steps = int(most_steps) if batches else None
 
     def rescue_outputs(self, error: BaseException) -> None:
-        """Receives the outputs of the steps before an exception that ends a loop."""
+        """Collects the outputs of the steps before an exception that ends a loop."""
         if error is self.guard.bad or not self.call.trains:
             return
         self.call.is_failing = True
@@ -503,7 +507,7 @@ class Stepper:
             error.add_note(f"before that: {self.guard.bad}")
 
     def not_rescued_reason(self) -> str | None:
-        """Returns the reason why the state after the last completed step can't be used; None if it can."""
+        """Returns the reason why the state after the last completed step can't be used, or None if it can."""
         if self.guard.bad is not None:
             return "it has values that are not finite"
         if not checks.is_alive(self.call.state):

@@ -1,4 +1,4 @@
-"""Wrappers that call callbacks of all kinds with the loop state."""
+"""Wrappers that call any kind of callback with the loop state."""
 
 import abc
 import inspect
@@ -26,7 +26,7 @@ from jaxloop.text import printable
 
 
 def as_callback(callback: Callback, loop_state: LoopState, reporters: Sequence["CallbackOf"]) -> "CallbackOf":
-    """Wraps a callback of any kind. An action receives the logs of the `reporters` before it."""
+    """Wraps a callback of any kind. If it is an action, it receives the logs of the `reporters` that come before it."""
     if isinstance(callback, Tool):
         return ActionCallback(callback, callback.action, callback.monitor, loop_state, reporters)
     if isinstance(callback, Action) or is_periodic(callback):
@@ -85,7 +85,7 @@ class CallbackOf(abc.ABC):
         """See `Action.begin_run`."""
 
     def program(self) -> Program | None:
-        """Returns the program of its steps, if the callback is only a compiled function that logs; otherwise None."""
+        """Returns the program of its steps if the callback only calls a compiled function that logs, else None."""
         return None
 
     @property
@@ -104,11 +104,11 @@ class CallbackOf(abc.ABC):
 
     @property
     def kind(self) -> str:
-        """The kind of callback, which is the same in each process."""
+        """The kind of callback, which must be the same in all processes."""
         return type(self.of).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the memory of the callback, for `load_state_dict`."""
+        """Returns the state of the callback, which `load_state_dict` restores."""
         return self.of.state_dict() if hasattr(self.of, "__loop_callback__") and hasattr(self.of, "state_dict") else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class CallbackOf(abc.ABC):
         """Saves the loop outside its schedule, if the callback saves checkpoints."""
 
     def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Finishes a loop that ended well; may set the state that the loop returns."""
+        """Finishes a loop that ended without an error. May set the state that the loop returns."""
 
     def close(self) -> None:  # noqa: B027 (to override, or not)
         """Finishes all pending work."""

@@ -1,4 +1,4 @@
-"""The state of a loop that its callbacks see, and the values that they report."""
+"""The state of a loop as its callbacks see it, and the values that they report."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """A point in the run that is not a step. It can be used in place of a schedule as a key of `tasks`."""
+    """A point in a run that is not a step. It can be used as a key of `tasks` in place of a schedule."""
 
     def __init__(self, name: str):
         self._name = name
@@ -34,20 +34,20 @@ on_end: Moment = Moment("on_end")
 @final
 @dataclasses.dataclass
 class LoopState:
-    """The state of a loop, which a callback with four arguments receives as the last one.
+    """The state of a loop. A callback with four arguments receives it as the last one.
 
     Attributes:
       state: The train state. A callback may set it.
-      history: The measured values up to the previous step.
+      history: The history of the run up to the previous step.
       elapsed: The progress of the loop, including this step.
       batch: The batch of this step.
       logs: The values that the callbacks of this step have logged so far.
-      outputs: The values that they have returned as outputs, by name.
+      outputs: The outputs that these callbacks have returned, by name.
       metadata: A dict for your own use while the loop runs. Checkpoints store it, so its values must be numbers,
         strings, arrays, lists or dicts.
       stop_iteration: Set it to True to end the loop after this step.
-      total_steps: The planned number of steps, if `stop` determines it.
-      snapshot: Returns what a checkpoint stores besides the state. Set by the loop.
+      total_steps: The planned number of steps if `stop` determines it, and otherwise None.
+      snapshot: A function that returns what a checkpoint stores besides the state. Set by the loop.
       in_history: The paths of the logs that are already in the history. Set by the loop.
     """
 
@@ -107,7 +107,7 @@ def commit(loop_state: LoopState, logs: Mapping[str, Any]) -> None:
 
 
 def write(loop_state: LoopState) -> None:
-    """Writes the logs so far to the file of the history, if it has one."""
+    """Writes the logs so far to the history's file, if it has one."""
     if loop_state.history.path is not None:
         commit(loop_state, loop_state.not_in_history())
         loop_state.in_history = {path for path, _ in entries(loop_state.logs)}
@@ -123,7 +123,10 @@ def arguments(loop_state: LoopState, count: int) -> tuple[Any, ...]:
 
 
 def num_arguments(callback: Callable[..., Any]) -> int:
-    """Returns the number of arguments of a callback; raises a `TypeError` that names it if it takes other ones."""
+    """Returns the number of arguments that a callback takes.
+
+    If it can't be called with these, raises a `TypeError` with its name.
+    """
     names, _ = positional_arguments(callback)
     takes = (
         f"The callback {name_of(callback)} takes ({', '.join(names)}), but callbacks receive up to four arguments by "

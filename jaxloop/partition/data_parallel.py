@@ -1,4 +1,4 @@
-"""The partitioner that replicates the state."""
+"""The partitioner that replicates the state on all devices."""
 
 from collections.abc import Callable
 from typing import Any

@@ -15,7 +15,8 @@ from jaxloop.partition.partitioner import Partitioner
 class SingleDevicePartitioner(Partitioner):
     """Places everything on JAX's default device.
 
-    Batches stay on the host until the jitted call takes them, which is several times faster than `jax.device_put`.
+    Batches stay on the host until they are passed to the jitted call, which is several times faster than
+    `jax.device_put`.
 
     Hooks:
       shard_batch, place_state, partition: See `Partitioner`.
@@ -28,7 +29,7 @@ class SingleDevicePartitioner(Partitioner):
         self._device: Any = None  # None for JAX's default device.
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a partitioner for the first of other devices."""
+        """Returns a partitioner for the first one of some other devices."""
         moved = copy.copy(self)
         moved._device = devices[0]
         return moved

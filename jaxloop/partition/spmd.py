@@ -1,4 +1,4 @@
-"""The partitioner that splits the state by the model's annotations."""
+"""The partitioner that splits the state according to the model's annotations."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from jaxloop.types import nnx
 
 @final
 class SPMDPartitioner(_LaidOutPartitioner):
-    """Splits the state by the model's Flax partitioning metadata, and the batch over `data_axis`.
+    """Splits the state according to the model's Flax partitioning metadata, and the batch over `data_axis`.
 
     It reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
     `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh. Logical names,
@@ -33,13 +33,13 @@ class SPMDPartitioner(_LaidOutPartitioner):
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
-      logical_axis_rules: Pairs of a logical name and a mesh axis, a tuple of mesh axes, or None. A Linen name without a
-        rule is not split, as in Flax; such names are logged. `nn.with_logical_constraint` inside `run` uses these rules
-        too.
+      logical_axis_rules: Pairs of a logical name and a mesh axis, a tuple of mesh axes, or None. As in Flax, an axis
+        whose Linen name has no rule is not split; such names are logged. `nn.with_logical_constraint` inside `run` uses
+        these rules too.
 
     Raises:
-      ValueError: A rule names an axis that the mesh does not have. When there is a state: the model uses a name that is
-        neither an axis of the mesh nor a logical name with a rule.
+      ValueError: A rule names an axis that the mesh does not have. Also raised when a state is laid out, if the model
+        uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):

@@ -30,9 +30,9 @@ class TrainData:
     """The opened training dataset.
 
     Attributes:
-      source: The iterator over it; None if it can't be opened, or if nothing is trained.
-      first: The first batch; empty if there is none. In a run without data, the batch is None.
-      num_batches: The batches in an epoch; for an iterator, those that are left. None if unknown.
+      source: The iterator over the dataset; None if it can't be opened, or if nothing is trained.
+      first: A list with the first batch; empty if there is none. In a run without data, the batch is None.
+      num_batches: The number of batches in an epoch or, for an iterator, the number that are left. None if unknown.
     """
 
     source: PositionedIterator | None = None
@@ -41,7 +41,7 @@ class TrainData:
 
 
 def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
-    """Opens the training dataset and reads the first batch, which the run uses first."""
+    """Opens the training dataset and reads its first batch, with which the run will begin."""
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
         return opened
@@ -61,7 +61,7 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
 
 
 def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
-    """Returns how far the run goes from where it begins."""
+    """Returns the predicted course of the run from the point where it begins."""
     spec, train_loop = experiment.spec, experiment.train_loop
     rows = checks.num_examples(data.first[0]) if data.first else None
     updates = 1 if train_loop is None else train_loop.step.updates_per_step
@@ -70,7 +70,7 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
 
 
 def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
-    """Checks how far the training goes, and whether that is hardly meant."""
+    """Checks how long the training is, and warns if that is probably not what was intended."""
     start, end = course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
@@ -104,7 +104,10 @@ def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData,
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tuple[Sequence[types.Batch], str]:
-    """Returns the first batch of an evaluation, none where to draw it would be to lose it; and how many, in words."""
+    """Returns the first batch of an evaluation, as a list, and a phrase that says how many batches it has.
+
+    The list is empty if reading the batch would lose it.
+    """
     if spec.dataset_iterator is not None:
         source = experiment.source_of(spec.dataset_iterator)
         _check_iterator(part, spec, num_batches(source))
@@ -143,7 +146,7 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
 
 
 def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
-    """Checks the number of batches that an evaluation draws, and describes it. The first one was drawn already."""
+    """Checks and describes the number of batches that an evaluation reads. The first one was already read."""
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps:
@@ -165,7 +168,7 @@ def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str
 
 
 def _count(batches: Iterator[Any]) -> tuple[int, bool]:
-    """Draws batches after the first for a moment, and returns how many there are by then, and whether these are all."""
+    """Reads further batches for a moment. Returns the number of batches found, and whether these are all."""
     count, began = 1, time.perf_counter()
     while time.perf_counter() - began < _LOOK_SECS and count < _LOOK_BATCHES:
         if next(batches, None) is None:

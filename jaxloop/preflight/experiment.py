@@ -1,4 +1,4 @@
-"""The experiment to check, its state and its loops."""
+"""The experiment that is checked, with its state and its loops."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ class Experiment:
       train_loop: The train loop; None to evaluate only.
       eval_loops: One loop for each `EvalSpec`.
       checkpoint_spec: See `OuterLoop`, also for `workdir` and `log_interval`.
-      source_of: Opens a dataset as the run would.
-      passes: The completed epochs, if the run continues the last call.
-      topology: TPUs to compile the train step for; None for the devices of its partitioner.
+      source_of: A function that opens a dataset as the run would.
+      passes: The number of completed epochs, if the run continues the last call.
+      topology: The TPUs to compile the train step for; None for the devices of its partitioner.
     """
 
     spec: RunSpec
@@ -56,7 +56,7 @@ class State:
     """The state that was given.
 
     Attributes:
-      shapes: Its shapes; None if the run can't begin with it.
+      shapes: The shapes of the state; None if the run can't begin with it.
       values: The state itself; None if only shapes were given.
     """
 
@@ -67,16 +67,16 @@ class State:
 @final
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of the experiment, with predictions.
+    """A loop of the experiment, with what the check predicts about it.
 
     Attributes:
       here: The findings for the loop.
       name: Its name in the history.
       loop: The loop.
-      calls: The steps of the training at which it ends.
-      outputs: Outputs like those that it will return; None if unknown, after an error or if a user's method may add
-        some.
-      is_open: Whether only a run can determine the arguments of `run`.
+      calls: The training steps at which the loop ends.
+      outputs: Outputs like those that the loop will return. None if they are unknown, because of an error or because a
+        method of the user may add some.
+      is_open: Whether the arguments of `run` can be determined only by running the loop.
     """
 
     here: Findings
@@ -88,5 +88,5 @@ class Part:
 
     @property
     def trains(self) -> bool:
-        """Whether it is the train loop."""
+        """Whether this is the train loop."""
         return self.name == "train"

@@ -1,4 +1,4 @@
-"""Checks of the state, the hooks and `run` of a step, and its memory."""
+"""Checks of a step: its state, its hooks, `run`, and the memory that it needs."""
 
 import dataclasses
 import inspect
@@ -25,7 +25,7 @@ _MOST_OUTPUT_BYTES = 2**30
 
 
 def check_state(given: Any, here: Findings) -> State:
-    """Checks the state that a run begins with."""
+    """Checks the state with which a run begins."""
     values = None
     with here:
         if given is None:
@@ -53,13 +53,13 @@ def _state_for_begin(state: State, step: Step) -> Any:
 
 
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
-    """Passes the first batch of a loop through its step's hooks, traces `run`, and returns the loop with its outputs.
+    """Passes the first batch of a loop through the step's hooks, and traces `run`. Returns the loop with its outputs.
 
     Args:
       part: The loop.
       state: The state that was given.
-      first: The batch; empty if there is none.
-      longest_loop: The number of batches in the longest loop, whose outputs are kept; None if unknown.
+      first: A list with the first batch; empty if there is none.
+      longest_loop: The number of batches in the longest loop, because the outputs of a loop are kept; None if unknown.
     """
     if state.shapes is None or not first:
         return part
@@ -150,7 +150,7 @@ def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> 
 
 
 def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | None) -> None:
-    """Warns of large outputs, because they are kept until the loop ends."""
+    """Warns about large outputs, because they are kept until the loop ends."""
     sizes = {name: bytes_of(value) for name, value in outputs.items() if not metrics.is_metric(value)}
     needed = sum(sizes.values()) * (longest_loop or 0)
     if needed > _MOST_OUTPUT_BYTES:
@@ -163,7 +163,7 @@ def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | 
 
 
 def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
-    """Warns of losses, or of all outputs, that the history can't store because they are arrays."""
+    """Warns about losses, or about all outputs, that the history can't store because they are arrays."""
     is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
     arrays = {name: value for name, value in outputs.items() if is_array(value)}
     losses = [name for name in arrays if "loss" in name.lower()]
@@ -180,7 +180,7 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
 
 
 def check_optimizer(part: Part, state: Any) -> None:
-    """Warns of a training step without an optimizer."""
+    """Warns about a training step without an optimizer."""
     step = part.loop.step
     if step.train and getattr(state, "tx", None) is NO_OPTIMIZER:
         part.here.warn(
@@ -191,7 +191,7 @@ def check_optimizer(part: Part, state: Any) -> None:
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Warns of an evaluation whose step has a model other than that of the state."""
+    """Warns about an evaluation step whose model is not the one that the state belongs to."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
@@ -215,7 +215,7 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
-    """Compiles the train step, and checks the memory that it and the state need, on a topology if one is given."""
+    """Compiles the train step, and checks the memory that it and the state need, for a topology if one is given."""
     if state.shapes is None or not first:
         return
     step, here = part.loop.step, part.here
@@ -243,7 +243,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
-    """Returns the bytes per device of the parts of a state."""
+    """Returns the size of the parts of a state, in bytes per device."""
     sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
     for leaf in layout.leaves:
         field = leaf.path.split("/")[0]
@@ -256,7 +256,7 @@ def _listed(sizes: Mapping[str, int]) -> str:
 
 
 def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
-    """Compiles a step for TPUs that this machine need not have, and checks that it fits into their memory."""
+    """Compiles a step for TPUs, which this machine doesn't need to have, and checks that it fits into their memory."""
     devices = topologies.devices_of(topology)
     there = step.moved_to(devices)
     state = there.partitioner.layout_of(shapes)
@@ -313,7 +313,7 @@ def _check_memory_limit(here: Findings, size: int, memory: int | None) -> None:
 
 
 def _bytes_of_host() -> int | None:
-    """Returns the memory of this host; None if the system doesn't report it."""
+    """Returns the memory of this host in bytes, or None if the system doesn't report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
