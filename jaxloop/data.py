@@ -216,8 +216,9 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-    example. Shard first (with tf.data, before you shuffle), then batch with the number of rows per process. - From a
-    dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every batch.
+      example. Shard first (with tf.data, before you shuffle), then batch with the number of rows per process.
+    - From a dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every
+      batch.
 
     >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
     >>> shard_for_process(batches, process_index=1, process_count=2)
