@@ -157,7 +157,8 @@ def run(
     make_state = train_step.abstract_state if check else train_step.initialize_model
     state = make_state([1, *data.image_shape], train=False)
 
-    if first_step >= train_steps and not check:
+    has_finished = first_step >= train_steps and (checkpoint_dir / "STOPPED").exists()
+    if has_finished and not check:
         print(f"Finished at step {first_step}. To train further, raise --train_steps; to start over, change --workdir.")
         state = train_step.restore_model(state, checkpoint_dir)
     else:
@@ -182,9 +183,9 @@ def run(
         if check:
             report = outer_loop.check(state, **arguments, topology=topology)
             sys.exit(f"{report}" if report.errors else print(report))
-        state, _ = outer_loop(state, **arguments)
+        state, outputs = outer_loop(state, **arguments)
         writer.close()
-        if state.step < train_steps:  # Only Ctrl-C ends this run early.
+        if jaxloop.STOP_LOOP in (outputs or {}):  # By Ctrl-C or a command.
             print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
             sys.exit(130)
         print(outer_loop.spent)

@@ -286,7 +286,7 @@ def run(options) -> float:
         report = outer_loop.check(*arguments, topology=options.topology)
         sys.exit(f"{report}" if report.errors else print(report))
     state, outputs = outer_loop(*arguments)
-    if state.step < train_steps:  # Only Ctrl-C ends this run early.
+    if jaxloop.STOP_LOOP in (outputs or {}):  # By Ctrl-C or a command.
         if is_first_process():
             print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
         sys.exit(130)
