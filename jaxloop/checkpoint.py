@@ -15,6 +15,7 @@ them again.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -34,7 +35,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import agreement, checks, distributed, files, lock, seal
+from jaxloop import agreement, checks, distributed, files, lock, path_patterns, seal
 from jaxloop.files import absolute, prepare_directory
 from jaxloop.schedules import Elapsed
 
@@ -70,6 +71,8 @@ _ABANDONED = "abandoned"
 # at the same time, each would wait forever for the directory of the other.
 _save_start_lock = threading.Lock()
 _DELETION_POLL_SECS = 0.1
+# The size of the leaves that `load_params` reads at once, which bounds its memory.
+_MAX_READ_BYTES = 2**27
 
 
 class CheckpointError(Exception):
@@ -158,7 +161,9 @@ def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
 # Reading ---------------------------------------------------------------------------------------------
 
 
-def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None) -> Any:
+def restore(
+    directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None, any_optimizer: bool = False
+) -> Any:
     """Restores the train state from a checkpoint, with the structure and the shardings of `state`.
 
     All files of the checkpoint are verified first. A checkpoint without a seal, such as one saved by an Orbax manager,
@@ -170,6 +175,8 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
       state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. It
         is not donated.
       transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
+      any_optimizer: Whether the state may have a different optimizer, or none. Everything but its `opt_state` is then
+        restored, and a warning says so.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -177,14 +184,19 @@ def restore(directory: epath.PathLike, step: int, state: Any, *, transforms: Any
       ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
     """
     try:
-        return Checkpoint.at(directory, step).restore(state, transforms=transforms)
+        return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
     except CheckpointError as error:
         hint = "checkpoint.restore_newest restores the newest undamaged checkpoint, and moves newer ones to damaged/."
         raise CheckpointError(f"{error}\n{hint}", error.directory, error.steps) from error.__cause__
 
 
 def restore_newest(
-    directory: epath.PathLike, state: Any, *, transforms: Any = None, quarantines: bool = True
+    directory: epath.PathLike,
+    state: Any,
+    *,
+    transforms: Any = None,
+    any_optimizer: bool = False,
+    quarantines: bool = True,
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
@@ -195,6 +207,7 @@ def restore_newest(
       directory: The directory with one subdirectory per step.
       state: See `restore`.
       transforms: See `restore`.
+      any_optimizer: See `restore`.
       quarantines: Whether to move the damaged checkpoints. Set it to False to change nothing in the directory, for
         example because another process may be saving there.
 
@@ -205,7 +218,7 @@ def restore_newest(
       CheckpointError: There are checkpoints, but all of them are damaged. No checkpoint is moved.
       ValueError: The newest undamaged checkpoint doesn't fit the state. No checkpoint is moved.
     """
-    opened = open_newest(directory, state, transforms=transforms, quarantines=quarantines)
+    opened = open_newest(directory, state, transforms=transforms, any_optimizer=any_optimizer, quarantines=quarantines)
     return opened and (opened[1], opened[0].step)
 
 
@@ -214,6 +227,7 @@ def open_newest(
     state: Any,
     *,
     transforms: Any = None,
+    any_optimizer: bool = False,
     quarantines: bool = True,
     steps: Sequence[int] | None = None,
 ) -> "tuple[Checkpoint, Any] | None":
@@ -222,7 +236,8 @@ def open_newest(
     `steps` are the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
     directory are considered.
     """
-    found, errors = _newest_complete(directory, lambda opened: opened.restore(state, transforms=transforms), steps)
+    restore = lambda opened: opened.restore(state, transforms=transforms, any_optimizer=any_optimizer)
+    found, errors = _newest_complete(directory, restore, steps)
     if found is not None:
         for error in errors:
             consequence = f"Step {found[0].step} was restored instead."
@@ -231,14 +246,17 @@ def open_newest(
             else:
                 logging.warning("%s\n%s", error, consequence)
     elif errors:
-        raise CheckpointError(
-            f"All checkpoints in {absolute(directory)} are damaged, and nothing was restored or moved.\n"
-            + "\n".join(map(str, errors))
-            + "\nTo start from scratch, give another directory or move these away.",
-            absolute(directory),
-            [error.steps[0] for error in errors],
-        )
+        raise _all_damaged_error(directory, errors, "To start from scratch, give another directory or move these away.")
     return found
+
+
+def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointError], remedy: str) -> CheckpointError:
+    return CheckpointError(
+        f"All checkpoints in {absolute(directory)} are damaged, and nothing was restored or moved.\n"
+        + "\n".join([*map(str, errors), remedy]),
+        absolute(directory),
+        [error.steps[0] for error in errors],
+    )
 
 
 def quarantine_damaged(directory: epath.PathLike) -> None:
@@ -304,6 +322,107 @@ def _move(directory: epath.Path, step: int, below: str) -> epath.Path:
     files.make_directory(target.parent)
     (directory / str(step)).rename(target)
     return target
+
+
+def load_params(
+    directory: epath.PathLike,
+    step: int | str = "newest",
+    *,
+    into: Any = None,
+    paths: Mapping[str, str] | None = None,
+) -> Any:
+    """Loads the parameters of a checkpoint, without the optimizer's state and everything else.
+
+    >>> import jax, optax, tempfile, jaxloop
+    >>> from flax import linen as nn
+    >>> step = jaxloop.LossStep(jax.random.key(0), nn.Dense(2), optax.adam(1e-3), train=True, loss=lambda x, batch: x)
+    >>> state, directory = step.initialize_model([1, 3]), tempfile.mkdtemp()
+    >>> with contextlib.closing(CheckpointWriter(directory)) as writer:
+    ...     _ = writer.save(100, state)
+    >>> params = load_params(directory)
+    >>> nn.Dense(2).apply({"params": params}, jnp.ones([5, 3])).shape
+    (5, 2)
+    >>> encoder = {"encoder": {"kernel": jnp.zeros([3, 2])}, "head": {"bias": jnp.zeros(7)}}
+    >>> loaded = load_params(directory, 100, into=encoder, paths={"kernel": "encoder/kernel"})
+    >>> bool((loaded["encoder"]["kernel"] == params["kernel"]).all()), loaded["head"]["bias"].shape
+    (True, (7,))
+
+    Args:
+      directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
+        that used `PyTreeSave`.
+      step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
+      into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
+        as `state.params`. It is not donated. None for nested dicts of arrays on JAX's default device.
+      paths: Patterns of paths in the checkpoint, and the paths in `into` to load them into, as in
+        `{"encoder/**": "backbone/**"}`; see `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are
+        returned unchanged. None to load every leaf of `into` from the same path.
+
+    Returns:
+      The parameters, in the structure of `into`.
+
+    Raises:
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: Files of the checkpoint are damaged. The error lists them.
+      ValueError: The checkpoint has no parameters; a leaf differs in path, shape or dtype; or a pattern matches
+        nothing. The error lists the leaves.
+    """
+    return _load(directory, step, lambda opened: opened.load("params", into, paths))
+
+
+def load_variables(directory: epath.PathLike, step: int | str = "newest", *, into: Any = None) -> Any:
+    """Loads all variables of a model from a checkpoint, without the optimizer's state.
+
+    For a Linen model, the result is what `module.apply` takes: `{"params": ..., "batch_stats": ..., **collections}`.
+    For an NNX model, it is a dict with `params`, `batch_stats` and `collections`, the fields of a `TrainState`.
+
+    Args:
+      directory: See `load_params`.
+      step: See `load_params`.
+      into: A dict of the same form, such as `state.variables`, whose structure, shapes, dtypes and shardings the result
+        has. None for nested dicts of arrays on JAX's default device.
+
+    Raises:
+      FileNotFoundError: There is no such checkpoint.
+      CheckpointError: Files of the checkpoint are damaged. The error lists them.
+      ValueError: The checkpoint has no parameters, or a leaf differs in path, shape or dtype.
+    """
+
+    def load(opened: Checkpoint) -> dict[str, Any]:
+        names = ["params", *filter(opened.has, ("batch_stats", "collections"))]
+        at: dict[str, str] = dict(zip(names, names, strict=True))
+        if "collections" in at and not opened.has_nnx_model:
+            del at["collections"]
+            collections = [path.split("/")[1] for path in opened.leaves if path.startswith("collections/")]
+            at |= {name: f"collections/{name}" for name in collections}
+        if into is not None:
+            at = {name: at.get(name, name) for name in into}
+        return {name: opened.load(place, None if into is None else into[name]) for name, place in at.items()}
+
+    return _load(directory, step, load)
+
+
+def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoint"], Any]) -> Any:
+    """Calls a function with the checkpoint of a step, "newest" or "best"."""
+    if step == "best":
+        best = best_step(directory)
+        if best is None:
+            raise FileNotFoundError(
+                f"No checkpoint in {directory} is known to be the best. Save them with CheckpointAction(directory, "
+                'best=...), or give a step, or "newest".'
+            )
+        step = best
+    if step != "newest":
+        if type(step) is not int:
+            raise ValueError(f'step must be an int, "newest" or "best", got {step!r}.')
+        return load(Checkpoint.at(directory, step, _ITEM))
+    found, errors = _newest_complete(directory, load)
+    if found is None and errors:
+        raise _all_damaged_error(directory, errors, "Give another directory.")
+    if found is None:
+        raise FileNotFoundError(f"No checkpoint in {directory}.")
+    for error in errors:
+        logging.warning("%s\nStep %d was loaded instead.", error, found[0].step)
+    return found[1]
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
@@ -414,9 +533,87 @@ class Checkpoint:
         with _reading(self.path, f"{item}/{filename}"):
             return dict(ocp.JsonCheckpointHandler(filename=filename).restore(self.path / item) or {})
 
-    def restore(self, state: Any, *, transforms: Any = None) -> Any:
+    def restore(self, state: Any, *, transforms: Any = None, any_optimizer: bool = False) -> Any:
         """Reads the train state; see the function `restore`."""
-        return self._tree(_ITEM, state, transforms)
+        try:
+            return self._tree(_ITEM, state, transforms)
+        except ValueError:
+            if not any_optimizer or transforms is not None or not hasattr(state, "opt_state"):
+                raise
+            ours, saved = checks.leaves_by_path(_storable(state)), self.leaves
+            kept = {path: leaf for path, leaf in ours.items() if not path.startswith("opt_state/")}
+            others = {path: path for path in saved if not path.startswith("opt_state/")}
+            if checks.compare({path: saved[path] for path in others}, kept):
+                raise  # The model differs too.
+            restored = _with_values(state, self.load_leaves(others, kept))
+            logging.log(
+                logging.WARNING if len(kept) < len(ours) else logging.INFO,  # Without an optimizer, nothing is odd.
+                "The state was restored from %s without its opt_state, because the optimizers differ. The optimizer "
+                "starts with the given opt_state. Leaves that differ (checkpoint -> state):\n%s",
+                self.path,
+                "\n".join(checks.compare(dict(saved), ours)),
+            )
+            return restored
+
+    @functools.cached_property
+    def leaves(self) -> Mapping[str, Any]:
+        """Descriptions of the saved leaves of the train state, by path. No array is read."""
+        return checks.leaves_by_path(self._saved_tree(_ITEM))
+
+    def has(self, name: str) -> bool:
+        """Returns whether the saved train state has leaves below this path."""
+        return any(path.startswith(f"{name}/") for path in self.leaves)
+
+    @property
+    def has_nnx_model(self) -> bool:
+        """Whether the parameters are those of an NNX model, whose paths end in `/value`."""
+        return all(path.endswith("/value") for path in self.leaves if path.startswith("params/"))
+
+    def load(self, name: str, into: Any = None, paths: Mapping[str, str] | None = None) -> Any:
+        """Reads the part of the train state below a path; see `load_params`."""
+        saved = {path.removeprefix(f"{name}/"): path for path in self.leaves if path.startswith(f"{name}/")}
+        if not saved and (into is None or jax.tree.leaves(into)):
+            raise ValueError(
+                f"The checkpoint {self.path} has no {name!r}. It contains {checks.listed(list(self.leaves))}."
+            )
+        if into is None:
+            ours = {path: _on_default_device(self.leaves[at]) for path, at in saved.items()}
+        else:
+            is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+            ours = {
+                path: _on_default_device(leaf) if is_shape(leaf) else leaf
+                for path, leaf in checks.leaves_by_path(into).items()
+            }
+        if paths is not None:
+            saved, ours = _renamed(saved, ours, paths)
+        values = self.load_leaves(saved, ours)
+        return _nested(values) if into is None else _with_values(into, values)
+
+    def load_leaves(self, saved: Mapping[str, str], ours: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves of the train state, and nothing else.
+
+        Args:
+          saved: The path of each leaf in the checkpoint, by name.
+          ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings, by name.
+
+        Raises:
+          ValueError: The names, shapes or dtypes differ. The error lists the leaves.
+        """
+        _check_fits(
+            self.path, _ITEM, {name: self.leaves[path] for name, path in saved.items()}, dict(ours), is_part=True
+        )
+        wanted = {path: ours[name] for name, path in saved.items()}
+        tree, values = self._saved_tree(_ITEM), {}
+        for group in _groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
+            chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
+            read = self._read(_ITEM, jax.tree_util.tree_map_with_path(chosen, tree))
+            values |= {path: read[path] for path in group}
+        return {name: values[path] for name, path in saved.items()}
+
+    def _saved_tree(self, item: str) -> Any:
+        """Returns the structure of an item, whose leaves describe the saved arrays."""
+        with _reading(self.path, item, self.is_sealed):
+            return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
         """Reads trees that were saved in addition to the state; see the function `trees`."""
@@ -463,19 +660,21 @@ class Checkpoint:
         wanted = checks.leaves_by_path(template)
         if transforms is None:
             template = self.fit_template(item, template)
-        handler = ocp.PyTreeCheckpointHandler()
+        values = self._read(item, template, transforms)
+        _check_fits(self.path, item, values, wanted)  # Also checks the result of `transforms`.
+        return _with_values(tree, values)
+
+    def _read(self, item: str, template: Any, transforms: Any = None) -> dict[str, Any]:
+        """Reads the arrays of an item by path, for the leaves of a template that are not placeholders."""
         args = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(_restore_args, template),
             transforms=transforms,
             partial_restore=item == _TREES_ITEM,
         )
+        handler = ocp.PyTreeCheckpointHandler()
         with _reading(self.path, item, self.is_sealed), ocp.Checkpointer(handler) as checkpointer:
-            restored = checkpointer.restore(self.path / item, args=args)
-        values = checks.leaves_by_path(restored)
-        _check_fits(self.path, item, values, wanted)  # Also checks the result of `transforms`.
-        leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, map(_with_key_type, leaves, [values[path] for path in wanted]))
+            return checks.leaves_by_path(checkpointer.restore(self.path / item, args=args))
 
     def fit_template(self, item: str, template: Any) -> Any:
         """Arranges the leaves of a template in the structure of a saved item, without reading any array.
@@ -489,8 +688,7 @@ class Checkpoint:
             return template
         saved = {}
         if item == _ITEM or (self.path / item).exists():
-            with _reading(self.path, item, self.is_sealed):
-                saved = ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
+            saved = self._saved_tree(item)
         if item == _TREES_ITEM:
             saved = {name: saved[name] for name in template if name in saved}
         wanted = checks.leaves_by_path(template)
@@ -596,7 +794,9 @@ def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
     Checkpoint.at(directory, step, METADATA_FILE).fit_template(_ITEM, jax.eval_shape(_storable, state))
 
 
-def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_fits(
+    path: epath.Path, item: str, saved: dict[str, Any], wanted: dict[str, Any], *, is_part: bool = False
+) -> None:
     differences = checks.compare(saved, wanted)
     if not differences:
         return
@@ -609,6 +809,9 @@ def _check_fits(path: epath.Path, item: str, saved: dict[str, Any], wanted: dict
     if item == _TREES_ITEM:
         misfit, what = "has trees that do not fit these templates", "template"
         remedy = "Give templates of the structure, shapes and dtypes that were saved, or another directory."
+    if is_part:
+        misfit, what = "does not fit this tree", "tree"
+        remedy = "Give a tree of the same model, or choose leaves of the checkpoint with `paths`."
     raise ValueError(
         f"The checkpoint {path} {misfit}. Leaves that differ (checkpoint -> {what}):\n"
         + "\n".join(differences)
@@ -637,6 +840,61 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
+def _renamed(
+    saved: Mapping[str, str], ours: Mapping[str, Any], paths: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the leaves that `load_params(paths=)` chooses: their saved paths, and our leaves, both by our paths."""
+    bare = lambda names: {name.removesuffix("/value"): name for name in names}  # The names of NNX variables.
+    saved_names, our_names = bare(saved), bare(ours)
+    new_names = path_patterns.renamed(saved_names, paths)
+    chosen = {our_names.get(new, new): saved[saved_names[old]] for old, new in new_names.items()}
+    for path, leaf in ours.items():
+        if path not in chosen and isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"No pattern in `paths` leads to {path}, which `into` gives as a shape. Give an array, or a pattern."
+            )
+    return chosen, {path: leaf for path, leaf in ours.items() if path in chosen}
+
+
+def _groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the leaves in groups of at most `_MAX_READ_BYTES`, or a single leaf."""
+    group: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:
+            yield group
+            group = {}
+        group[path] = leaf
+    yield group
+
+
+def _on_default_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+
+def _with_values(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a tree with these values at their paths, and its own leaves elsewhere."""
+    new = lambda path, leaf: _with_key_type(leaf, values.get(checks.path_name(path), leaf))
+    return jax.tree_util.tree_map_with_path(new, tree)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts with values at paths. The last name of NNX variables, `value`, is left out.
+
+    >>> _nested({"Dense_0/kernel": 1, "Dense_0/bias": 2})
+    {'Dense_0': {'kernel': 1, 'bias': 2}}
+    """
+    result: dict[str, Any] = {}
+    is_nnx = all(path.endswith("/value") for path in values)
+    for path, value in values.items():
+        *parents, name = (path.removesuffix("/value") if is_nnx else path).split("/")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return result
+
+
 def template_of(state: Any) -> Any:
     """Returns a template for restoring a state like this one: its shapes, without keeping its arrays alive."""
     return jax.tree.map(lambda leaf: leaf if _is_typed_key(leaf) else checks.shape_of(leaf), state)
@@ -648,7 +906,9 @@ def _storable(tree: Any) -> Any:
 
 
 def _with_key_type(leaf: Any, restored: Any) -> Any:
-    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if _is_typed_key(leaf) else restored
+    if not _is_typed_key(leaf) or restored is leaf:
+        return restored
+    return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf))
 
 
 def _is_typed_key(leaf: Any) -> bool:

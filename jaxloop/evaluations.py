@@ -196,7 +196,9 @@ def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elap
     """Returns the state and the progress stored in a checkpoint; None if the training run has meanwhile deleted it."""
     directory = spec.checkpoint_dir
     try:
-        restored = checkpoint.restore(directory, step_num, checks.adopt(state), transforms=spec.transforms)
+        restored = checkpoint.restore(
+            directory, step_num, checks.adopt(state), transforms=spec.transforms, any_optimizer=True
+        )
         return restored, elapsed_at(directory, step_num).without_previous()
     except Exception:
         if not checkpoint.is_being_deleted(directory, step_num):

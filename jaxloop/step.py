@@ -332,7 +332,8 @@ class Step:
         It reads checkpoints of a `CheckpointAction`, and of an Orbax `CheckpointManager` that used `PyTreeSave`.
 
         Args:
-          state: A state with the structure, shapes and dtypes that were saved.
+          state: A state with the structure, shapes and dtypes that were saved. If only its optimizer differs, or it has
+            none, its `opt_state` is kept, and a warning says so.
           checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoint, `restore_model`
             logs that and returns `state` unchanged.
           step: The step of the checkpoint; None for the newest undamaged one. Damaged ones are skipped with a warning.
@@ -348,10 +349,10 @@ class Step:
             return state
         if step is None:
             restored = checkpoint.restore_newest(
-                checkpoint_dir, checks.adopt(state), transforms=transforms, quarantines=False
+                checkpoint_dir, checks.adopt(state), transforms=transforms, any_optimizer=True, quarantines=False
             )
             return state if restored is None else restored[0]
-        return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms)
+        return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms, any_optimizer=True)
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Returns the shapes of the state that `initialize_model` would make, without allocating memory.

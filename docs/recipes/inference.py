@@ -45,13 +45,10 @@ def train(directory):
 class Predictor:
     """Predicts with the parameters of a checkpoint, in batches of one size, so that it compiles once."""
 
-    def __init__(self, directory, step=None, batch_size=256):
-        # The same model and optimizer as in training, for the structure of the state. Any key will do.
-        train_step = jaxloop.LossStep(jax.random.key(0), MLP(), optax.adam(3e-3), train=True, loss=loss)
-        state = train_step.restore_model(train_step.initialize_model([1, 64]), directory, step)
-        self.step, self._batch_size = int(state.step), batch_size
-        predict = jax.jit(lambda params, images: state.apply_fn({"params": params}, images).argmax(-1))
-        self._predict = lambda images: np.asarray(predict(state.params, images))
+    def __init__(self, directory, step="best", batch_size=256):
+        self._batch_size, params = batch_size, checkpoint.load_params(directory, step)
+        predict = jax.jit(lambda params, images: MLP().apply({"params": params}, images).argmax(-1))
+        self._predict = lambda images: np.asarray(predict(params, images))
 
     def __call__(self, images):
         classes = []
@@ -64,7 +61,6 @@ class Predictor:
 
 directory = tempfile.mkdtemp()
 train(directory)
-best = checkpoint.best_step(directory)
-predictor = Predictor(directory, best)
-print(f"checkpoint of step {predictor.step}: {np.mean(predictor(images[900:]) == labels[900:]):.1%} correct")
+predictor, best = Predictor(directory), checkpoint.best_step(directory)
+print(f"checkpoint of step {best}: {np.mean(predictor(images[900:]) == labels[900:]):.1%} correct")
 print(f"the first ten: {predictor(images[900:910])}")

@@ -1,0 +1,63 @@
+"""Patterns that select leaves of a pytree by their paths, such as `encoder/**`."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from jaxloop import checks
+
+_WILDCARD = re.compile(r"\*\*|\*")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Returns whether a pattern matches a whole path.
+
+    `*` stands for one name between two slashes, and `**` for any number of names, at least one.
+
+    >>> matches("encoder/**", "encoder/Dense_0/kernel"), matches("*/kernel", "encoder/Dense_0/kernel")
+    (True, False)
+    """
+    return _expression(pattern).fullmatch(path) is not None
+
+
+def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
+    """Returns the new path of each path that a pattern matches.
+
+    >>> renamed(["backbone/Dense_0/kernel", "head/kernel"], {"backbone/**": "encoder/**"})
+    {'backbone/Dense_0/kernel': 'encoder/Dense_0/kernel'}
+
+    Args:
+      paths: The paths.
+      patterns: For each pattern, the new path. It has the same wildcards in the same order, each of which stands for
+        the same names. If several patterns match a path, the first one counts.
+
+    Raises:
+      ValueError: A pattern matches no path, its new path has different wildcards, or two paths have the same new path.
+    """
+    paths, new_paths = list(paths), {}
+    for pattern, target in patterns.items():
+        if _WILDCARD.findall(pattern) != _WILDCARD.findall(target):
+            raise ValueError(
+                f"A pattern and its new path must have the same wildcards in the same order, got {pattern!r} and "
+                f"{target!r}. Write {{'encoder/**': 'backbone/**'}}, for example."
+            )
+        found = [(path, match) for path in paths if (match := _expression(pattern).fullmatch(path))]
+        if not found:
+            raise ValueError(
+                f"The pattern {pattern!r} matches no path. The paths are:\n" + "\n".join(checks.first_lines(paths))
+            )
+        for path, match in found:
+            pairs = zip(_WILDCARD.split(target), [*match.groups(), ""], strict=True)
+            new_paths.setdefault(path, "".join(text + names for text, names in pairs))
+    if len(set(new_paths.values())) < len(new_paths):
+        targets = list(new_paths.values())
+        twice = next(target for target in targets if targets.count(target) > 1)
+        both = [path for path, target in new_paths.items() if target == twice]
+        raise ValueError(f"{both[0]} and {both[1]} would both become {twice}. Give patterns that keep them apart.")
+    return new_paths
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    parts = _WILDCARD.split(pattern)
+    wildcards = ["(.+)" if each == "**" else "([^/]+)" for each in _WILDCARD.findall(pattern)]
+    text = "".join(re.escape(part) + wildcard for part, wildcard in zip(parts, [*wildcards, ""], strict=True))
+    return re.compile(text)
