@@ -395,7 +395,7 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
             collections = [path.split("/")[1] for path in opened.leaves if path.startswith("collections/")]
             at |= {name: f"collections/{name}" for name in collections}
         if into is not None:
-            at = {name: at.get(name, name) for name in into}
+            at = {name: at.get(name, name) for name in map(str, into)}
         return {name: opened.load(place, None if into is None else into[name]) for name, place in at.items()}
 
     return _load(directory, step, load)

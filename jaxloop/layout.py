@@ -117,6 +117,41 @@ class Layout:
         form = "  ".join([*(f"{{:<{width}}}" for width in left), f"{{:>{right}}}", "{}"])
         return "\n".join(form.format(*row).rstrip() for row in (head, *rows, total))
 
+    def summary(self) -> str:
+        """Returns a table of the parameters by module. Without `params`, all leaves count as parameters.
+
+        Equal parameters of modules whose names differ only in a number share a row, as in `12 x blocks/*/mlp`.
+
+        >>> from jaxloop import examples
+        >>> step, state, _ = examples.tiny_regression()
+        >>> print(step.partitioner.report(state).summary())
+        module  parameters     dtype    number  per device  spec
+        (top)   bias [1]       float32       1         4 B
+                kernel [3, 1]  float32       3        12 B
+        total                                4        16 B  of 16 B
+        """
+        params = [leaf for leaf in self.leaves if leaf.path.startswith("params/")] or self.leaves
+        alike: dict[Any, list[tuple[str, LeafLayout]]] = {}  # Equal leaves of modules that differ only in a number.
+        for leaf in params:
+            path = printable(leaf.path.removeprefix("params/").removesuffix("/value"))  # NNX appends the latter.
+            module, _, name = path.rpartition("/")
+            key = (re.sub(r"[0-9]+", "*", module), name, leaf.shape, leaf.dtype, leaf.spec)
+            alike.setdefault(key, []).append((module or "(top)", leaf))
+        rows, before = [("module", "parameters", "dtype", "number", "per device", "spec")], None
+        for (pattern, name, shape, dtype, spec), group in alike.items():
+            module = group[0][0] if len(group) == 1 else f"{len(group)} x {pattern}"
+            number = f"{sum(math.prod(leaf.shape) for _, leaf in group):,}"
+            here = readable(sum(leaf.bytes_per_device for _, leaf in group))
+            shown = "" if module == before else module
+            rows.append((shown, f"{name} {list(shape)}", str(dtype), number, here, spec))
+            before = module
+        number, here = sum(math.prod(leaf.shape) for leaf in params), sum(leaf.bytes_per_device for leaf in params)
+        whole = f"of {readable(sum(leaf.bytes for leaf in params))}"
+        rows.append(("total", "", "", f"{number:,}", readable(here), whole))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        form = "{{:<{}}}  {{:<{}}}  {{:<{}}}  {{:>{}}}  {{:>{}}}  {{}}".format(*widths)
+        return "\n".join(form.format(*row).rstrip() for row in rows)
+
     def __repr__(self) -> str:
         per_device = f"{readable(self.bytes_per_device)} of {readable(self.bytes)} per device"
         return f"Layout({len(self.leaves)} leaves, {per_device})"

@@ -12,7 +12,7 @@ import optax
 from jaxloop import agreement, checks, data, models, partition, structures, types
 from jaxloop.actions.action import Action
 from jaxloop.metrics import fetch, is_metric, merge
-from jaxloop.step import NO_OPTIMIZER, NumpyStep
+from jaxloop.step import NO_OPTIMIZER, NumpyStep, Step
 
 LossFn = Callable[[Any, types.Batch], Any]
 """`loss(outputs, batch)` returns `losses`, or `(losses, metrics)`."""
@@ -168,6 +168,7 @@ class LossStep(NumpyStep):
         self._batch_size = batch_size
         self._eval_rows: int | None = None  # In an evaluation, the rows of the loop's first batch.
         self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
+        self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
         self._not_per_example: tuple[str, ...] | None = None  # Names of values; None until `run` is traced.
 
     def _check_functions(self, loss: LossFn | None, metrics: Mapping[str, LossFn]) -> None:
@@ -283,6 +284,43 @@ class LossStep(NumpyStep):
         """The model that was passed to the constructor."""
         return self._model
 
+    def predict(self, state: Any, dataset: Any) -> Any:
+        """Returns the outputs of the model for all examples of a dataset, in order.
+
+        The model is called in evaluation mode, with one dispatch per batch, on the devices of the partitioner. Neither
+        padding nor examples whose mask is 0 are in the result. The loss is not called, so batches need no labels.
+
+        >>> model = (lambda key, x: jnp.ones([3, 2]), lambda params, x: x @ params)
+        >>> step = LossStep(jax.random.key(0), model, loss=lambda outputs, batch: outputs)
+        >>> batches = [np.ones([4, 3], np.float32), np.ones([1, 3], np.float32)]
+        >>> step.predict(step.initialize_model([1, 3]), batches).shape
+        (5, 2)
+
+        Args:
+          state: The state, which is not donated.
+          dataset: Batches, in any form that `jaxloop.data.batches` accepts.
+
+        Returns:
+          The outputs as NumPy arrays, whose leading axis counts the examples.
+
+        Raises:
+          ValueError: The dataset is empty, or an output has no axis for the examples.
+          NotImplementedError: This is a multi-process job.
+        """
+        checks.check_only_process("LossStep.predict")
+        if self._forward is None or self._forward.partitioner is not self._partitioner:
+            self._forward = _Forward(self)
+        pending, parts = None, []
+        for batch in data.batches(dataset):
+            newest = self._forward.predict(state, self.preprocess_batch(batch))
+            if pending is not None:  # The devices compute the newest batch while the one before is read.
+                parts.append(_read_rows(*pending))
+            pending = newest
+        if pending is None:
+            raise ValueError("LossStep.predict got a dataset without batches. An iterator can be read only once.")
+        parts.append(_read_rows(*pending))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
     # Running -------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
@@ -315,14 +353,17 @@ class LossStep(NumpyStep):
             grads, values, state = self._accumulated_gradients(state, batch, mask, keys)
         return types.apply_gradients(state, grads), values
 
-    def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
-        """Returns the mean loss and `(values, outputs, updates)`."""
+    def forward(self, params: Any, state: Any, batch: types.Batch, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
+        """Calls the model in `compute_dtype`. Returns its outputs and the variables that it updated."""
         inputs = self._inputs_of(batch)
         if self._compute_dtype is not None:
             params, inputs = _cast_floating((params, inputs), self._compute_dtype)
-        outputs, updates = models.forward(state, params, inputs, train=self.train, rngs=keys)
-        if self._compute_dtype is not None:
-            outputs = _cast_floating(outputs, jnp.float32)
+        outputs, updates = models.forward(state, params, inputs, train=train, rngs=keys)
+        return (outputs if self._compute_dtype is None else _cast_floating(outputs, jnp.float32)), updates
+
+    def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
+        """Returns the mean loss and `(values, outputs, updates)`."""
+        outputs, updates = self.forward(params, state, batch, train=self.train, keys=keys)
         values = self._call_loss(outputs, batch)
         self._not_per_example = ()
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
@@ -529,6 +570,41 @@ class _MaskedBatch(NamedTuple):
     @property
     def rows(self) -> int:
         return self.mask.shape[0]
+
+
+class _Forward(Step):
+    """A step that only calls the model of a `LossStep`, for `LossStep.predict`."""
+
+    def __init__(self, step: LossStep):
+        super().__init__(step.base_prng, None, partitioner=step.partitioner)
+        self._step = step
+
+    def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
+        outputs, _ = self._step.forward(state.params, state, batch, train=False)
+        return state, {str(number): leaf for number, leaf in enumerate(self._leaves(outputs))}
+
+    def _leaves(self, outputs: Any) -> list[Any]:
+        leaves, self._structure = jax.tree.flatten(outputs)
+        return leaves
+
+    def predict(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
+        """Returns the outputs on the devices, and the rows that count: their number or a mask."""
+        rows, mask = checks.num_examples(batch), _mask_of(batch)
+        outputs = self.evaluate(state, batch, per_loop_step_number=1) or {}
+        outputs = jax.tree.unflatten(self._structure, [outputs[str(number)] for number in range(len(outputs))])
+        for path, leaf in checks.leaves_by_path(outputs).items():
+            if leaf.ndim == 0 or leaf.shape[0] != rows:
+                raise ValueError(
+                    f"LossStep.predict needs outputs with one row per example. For a batch of {rows} examples, the "
+                    f"model returned {path or 'an output'} {checks.describe(leaf)}."
+                )
+        return outputs, mask
+
+
+def _read_rows(outputs: Any, mask: Any) -> Any:
+    """Reads the outputs of a batch, without the examples whose mask is 0."""
+    chosen = slice(None) if mask is None else np.asarray(fetch(mask), bool)
+    return jax.tree.map(lambda leaf: leaf[chosen], fetch(outputs))
 
 
 def _mask_of(batch: Any) -> Any:

@@ -23,6 +23,7 @@ from jaxloop import topology as topologies
 from jaxloop.actions.action import Action
 from jaxloop.actions.action_list import ActionList
 from jaxloop.compiled import Compiled, stacked
+from jaxloop.layout import readable
 from jaxloop.schedules import Elapsed
 from jaxloop.timing import Stopwatch
 from jaxloop.types import Batch as Batch
@@ -374,6 +375,30 @@ class Step:
         shapes = jax.eval_shape(lambda: self.initialize_model(spec, **init_kwargs))
         placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
+
+    def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
+        """Returns a table of the model's parameters by module: shapes, dtypes, numbers, bytes and shardings.
+
+        >>> from jaxloop import examples
+        >>> step, state, batches = examples.tiny_regression()
+        >>> print(step.summary(state, batches[0]))
+        module  parameters     dtype    number  per device  spec
+        (top)   bias [1]       float32       1         4 B
+                kernel [3, 1]  float32       3        12 B
+        total                                4        16 B  of 16 B
+        state: 20 B per device
+        a step: 160 FLOPs and 320 B of a device's memory: 148 B of arguments, 132 B of temporaries.
+
+        Args:
+          state: A state, or its shapes from `abstract_state`, which need no memory.
+          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s, to add the cost of a step on it, which compiles the
+            step. None to leave it out.
+        """
+        layout = self._partitioner.report(state)
+        lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
+        if batch is not None:
+            lines.append(f"a step: {self.cost_analysis(state, batch)}")
+        return "\n".join(lines)
 
     def compute_num_params(self, state: Any) -> int:
         """Returns the number of parameters in `state.params`; 0 if the state has no `params`."""

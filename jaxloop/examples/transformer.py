@@ -249,8 +249,7 @@ def run(options) -> float:
     train_data, held_out = make_data(read_standard_library(), size, batch_size, options.seed)
     state = train_step.abstract_state() if options.check else train_step.initialize_model()
     if is_first_process():
-        print(f"{options.size}: {train_step.compute_num_params(state):,} parameters, on {jax.device_count()} devices")
-        print(repr(partitioner.report(state)), flush=True)
+        print(f"{options.size}, on {jax.device_count()} devices:\n{train_step.summary(state)}", flush=True)
 
     write_step = WriteStep(
         train_step.base_prng, Transformer, partitioner=partitioner, nnx_model_args=(size,), num_bytes=options.write

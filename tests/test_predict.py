@@ -1,0 +1,108 @@
+"""Predictions are those of the model, for each example once and in order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxloop
+from jaxloop import partition
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
+        return {"logits": nn.Dropout(0.5, deterministic=not train)(x), "norm": jnp.square(x).sum(-1)}
+
+
+class NNX(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.dropout = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return {"logits": self.dropout(self.dense(x))}
+
+
+def loss(outputs, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs["logits"], batch["label"])
+
+
+X = np.random.default_rng(0).normal(size=[21, 4]).astype(np.float32)
+
+
+def split(*sizes, of=X):
+    ends = np.cumsum(sizes)
+    return [{"x": of[end - size : end]} for size, end in zip(sizes, ends, strict=True)]
+
+
+def make_step(model=None, **options):
+    return jaxloop.LossStep(jax.random.key(0), Linen() if model is None else model, loss=loss, **options)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 5), (21,), (3, 8, 10)])
+@pytest.mark.parametrize("kind", ["one device", "data", "fsdp", "explicit"])
+def test_batches_of_any_size_give_the_outputs_of_all_examples_on_any_mesh(kind, sizes):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    partitioner = {
+        "one device": partition.SingleDevicePartitioner,
+        "data": lambda: partition.DataParallelPartitioner(mesh, "data"),
+        "fsdp": lambda: partition.FSDPPartitioner(mesh, "data", min_size=1),
+        "explicit": lambda: partition.ExplicitPartitioner(
+            jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), "data"
+        ),
+    }[kind]()
+    step = make_step(partitioner=partitioner)
+    state = step.initialize_model([1, 4], train=False)
+    expected = make_step().model.apply(jax.device_get(state.variables), X, train=False)
+    for _ in range(2):
+        predicted = step.predict(state, split(*sizes))
+        assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(predicted))
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), predicted, dict(expected))
+
+
+def test_a_train_step_predicts_in_evaluation_mode_and_keeps_its_state():
+    step = make_step(NNX, nnx_model_args=(), train=True, optimizer=optax.sgd(0.1))
+    state = step.initialize_model(None)
+    one, other = (step.predict(state, split(8, 13)) for _ in range(2))  # Dropout would make them differ.
+    np.testing.assert_array_equal(one["logits"], other["logits"])
+    kernel, bias = state.params["dense"]["kernel"], state.params["dense"]["bias"]
+    np.testing.assert_allclose(one["logits"], X @ np.asarray(kernel[...]) + np.asarray(bias[...]), rtol=1e-4, atol=1e-6)
+
+
+def test_masked_examples_are_left_out():
+    step = make_step()
+    state = step.initialize_model([1, 4], train=False)
+    mask = np.arange(21) % 3 > 0
+    predicted = step.predict(state, [{"x": X, "mask": mask}])
+    np.testing.assert_array_equal(predicted["norm"], step.predict(state, [{"x": X}])["norm"][mask])
+
+
+def test_one_batch_shape_compiles_once(caplog):
+    step = make_step()
+    state = step.initialize_model([1, 4], train=False)
+    with jax.log_compiles():
+        step.predict(state, split(7, 7, 7))
+        step.predict(state, split(7, 7, 7))
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling jit(run")]
+    assert len(compiled) <= 1
+
+
+def test_without_batches_it_raises_an_error():
+    step = make_step()
+    state = step.initialize_model([1, 4], train=False)
+    batches = iter(split(21))
+    step.predict(state, batches)
+    with pytest.raises(ValueError, match="dataset without batches"):
+        step.predict(state, batches)
+
+
+def test_outputs_that_are_not_per_example_raise_an_error():
+    model = (lambda key, x: jnp.ones([4, 2]), lambda params, x: {"mean": (x @ params).mean()})
+    step = jaxloop.LossStep(jax.random.key(0), model, loss=loss)
+    with pytest.raises(ValueError, match=r"For a batch of 21 examples, the model returned mean float32\[\]"):
+        step.predict(step.initialize_model([1, 4]), split(21))
