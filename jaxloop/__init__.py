@@ -9,7 +9,7 @@ The concepts:
 - `OuterLoop`: the experiment: it trains, evaluates by `EvalSpec`s, resumes and stops.
 - `Schedule`: when an action or an evaluation runs: `every(steps=100) | last()`, `at(...)`, ...
 
-A checkpoint holds the whole run: a run that is killed and started again ends with the same bits as one that isn't.
+A checkpoint holds the whole run: a run that is killed and started again produces the same bits as one that isn't.
 
 The package also has `TrainState`, which extends Flax's with all variables of a model,
 `SummaryAction(default_writer(workdir))` for TensorBoard, `CheckpointAction(directory)`, and `summarize(outputs)` for
@@ -38,6 +38,7 @@ from jaxloop.commands import tell
 from jaxloop.compilation_cache import enable_compilation_cache
 from jaxloop.data import from_index, prefetch, skippable
 from jaxloop.eval_loop import EvalLoop
+from jaxloop.exporting import export
 from jaxloop.failures import replay
 from jaxloop.fitting import fit, lr_schedule
 from jaxloop.history import History
@@ -113,6 +114,7 @@ __all__ = [
     "default_writer",
     "enable_compilation_cache",
     "every",
+    "export",
     "first",
     "fit",
     "from_index",

@@ -171,7 +171,7 @@ class Job:
         one. None for a new object.
 
     Attributes:
-      is_shared: As given.
+      is_shared: The argument of that name.
       requests: The signals received by this process.
 
     >>> job = Job(False)

@@ -170,7 +170,10 @@ def whole_number(value: Any) -> int | None:
 
 
 def check_alive(state: Any, caller: str) -> None:
-    """Raises an error if the state was donated. On several CPU devices, using it would crash the process."""
+    """Raises an error if the state was donated.
+
+    Without this check, using it on several CPU devices would crash the process.
+    """
     deleted = _deleted_leaves(state)
     if not deleted:
         return

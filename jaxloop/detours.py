@@ -16,12 +16,12 @@ from jaxloop.schedules import Elapsed
 @final
 @dataclasses.dataclass(frozen=True)
 class Detour:
-    """A return to a checkpoint, from which the run continues without some batches.
+    """A return to an earlier checkpoint, after which the run continues but skips some batches.
 
     Attributes:
       step: The step at which the run turned back.
-      first_batch: The number of the first batch that is left out from then on.
-      last_batch: The number of the last batch that is left out.
+      first_batch: The number of the first batch to skip.
+      last_batch: The number of the last batch to skip.
       first_step: The step that used the first of these batches. The checkpoint precedes this step.
       reason: The reason, as a phrase for messages.
     """
@@ -66,7 +66,7 @@ class LeftOut:
         self._num_recorded = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
-        """Makes the iterator over the current epoch skip the batches to leave out."""
+        """Makes the iterator over the current epoch skip these batches."""
         if source is not None:
             source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
 

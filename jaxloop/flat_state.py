@@ -114,9 +114,9 @@ def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
 
     Args:
       fn: A pure function.
-      **jit_kwargs: Arguments of `jax.jit`. If one of them refers to arguments of the function (`in_shardings`,
-        `donate_argnums`, `static_argnums`, ...), these are `(state, batch)`, and `state.step` is donated along with the
-        state.
+      **jit_kwargs: Arguments of `jax.jit`. Those that refer to the function's arguments (`in_shardings`,
+        `donate_argnums`, `static_argnums`, ...) apply to the signature `(state, batch)`. If any of them is given,
+        `state.step` is donated together with the rest of the state.
     """
     if any(name == "in_shardings" or "argn" in name for name in jit_kwargs):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})

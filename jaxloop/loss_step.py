@@ -276,7 +276,7 @@ class LossStep(NumpyStep):
             shape, dtype = np.shape(leaf), jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
             return jax.ShapeDtypeStruct((1, *shape[1:]) if shape else shape, dtype)
 
-        inputs = self._inputs_of(self.preprocess_batch(batch))
+        inputs = self.inputs_of(self.preprocess_batch(batch))
         return None if inputs is None else jax.tree.map(spec, inputs)
 
     @property
@@ -353,17 +353,16 @@ class LossStep(NumpyStep):
             grads, values, state = self._accumulated_gradients(state, batch, mask, keys)
         return types.apply_gradients(state, grads), values
 
-    def forward(self, params: Any, state: Any, batch: types.Batch, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
-        """Calls the model in `compute_dtype`. Returns its outputs and the variables that it updated."""
-        inputs = self._inputs_of(batch)
-        if self._compute_dtype is not None:
-            params, inputs = _cast_floating((params, inputs), self._compute_dtype)
-        outputs, updates = models.forward(state, params, inputs, train=train, rngs=keys)
-        return (outputs if self._compute_dtype is None else _cast_floating(outputs, jnp.float32)), updates
+    def call_model(self, state: Any, params: Any, inputs: Any, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
+        if self._compute_dtype is None:
+            return super().call_model(state, params, inputs, train=train, keys=keys)
+        params, inputs = _cast_floating((params, inputs), self._compute_dtype)
+        outputs, updates = super().call_model(state, params, inputs, train=train, keys=keys)
+        return _cast_floating(outputs, jnp.float32), updates
 
     def _mean_loss(self, params: Any, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[jax.Array, Any]:
         """Returns the mean loss and `(values, outputs, updates)`."""
-        outputs, updates = self.forward(params, state, batch, train=self.train, keys=keys)
+        outputs, updates = self.call_model(state, params, self.inputs_of(batch), train=self.train, keys=keys)
         values = self._call_loss(outputs, batch)
         self._not_per_example = ()
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
@@ -490,7 +489,7 @@ class LossStep(NumpyStep):
         values = {name: _combine(value, weights) for name, value in values.items()}
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
-    def _inputs_of(self, batch: types.Batch) -> Any:
+    def inputs_of(self, batch: types.Batch) -> Any:
         """Returns the model's inputs in a batch."""
         if not self._takes_inputs:
             return None
@@ -580,7 +579,7 @@ class _Forward(Step):
         self._step = step
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        outputs, _ = self._step.forward(state.params, state, batch, train=False)
+        outputs, _ = self._step.call_model(state, state.params, self._step.inputs_of(batch), train=False)
         return state, {str(number): leaf for number, leaf in enumerate(self._leaves(outputs))}
 
     def _leaves(self, outputs: Any) -> list[Any]:

@@ -87,10 +87,10 @@ class OuterLoop:
         `left_out.batch` for each batch.
 
     Attributes:
-      train_loop: As given.
-      checkpoint_spec: As given.
-      log_interval: As given.
-      skip: As given.
+      train_loop: The argument of that name.
+      checkpoint_spec: The argument of that name.
+      log_interval: The argument of that name.
+      skip: The argument of that name.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]

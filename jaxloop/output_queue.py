@@ -255,7 +255,7 @@ class OutputQueue:
       is_on_host: Whether the devices share the host's memory, so that nothing is copied. None to detect it.
 
     Attributes:
-      max_steps_in_flight: As given. It may be changed when `steps_per_dispatch` is known.
+      max_steps_in_flight: The argument of that name. It may be changed when `steps_per_dispatch` is known.
       newest: The outputs of the newest steps. Append to it before `push`.
     """
 

@@ -95,12 +95,12 @@ class RunLog:
 
     @contextlib.contextmanager
     def beating(self, step: int, updates_per_step: int, observers: list[Callable[[Any], None]]) -> Iterator[None]:
-        """Stores the step and the time at each batch while the context is open.
+        """Records the step and the time of each batch while the context is open.
 
         Args:
           step: The number of completed updates.
-          updates_per_step: The number of updates with each batch.
-          observers: The functions that are called with each batch.
+          updates_per_step: The number of optimizer updates per batch.
+          observers: The functions to call for each batch.
         """
         if self._descriptor is None:
             yield

@@ -174,9 +174,10 @@ class Schedule(abc.ABC):
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
-        """Returns the schedule in the form that ends a run.
+        """Returns the equivalent schedule for use as a `stop`.
 
-        `at(...)` becomes `after(...)`, because a run past that point is over.
+        `at(...)` becomes `after(...)`, so that a run past that point stops too.
+
         """
         return self
 

@@ -97,7 +97,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call with each batch: one that keeps a batch for counting FLOPs, or none."""
+        """Returns the functions to call for each batch: one that keeps a batch for counting FLOPs, or none."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 

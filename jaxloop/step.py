@@ -400,6 +400,14 @@ class Step:
             lines.append(f"a step: {self.cost_analysis(state, batch)}")
         return "\n".join(lines)
 
+    def call_model(self, state: Any, params: Any, inputs: Any, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
+        """Calls the model inside a compiled function; see `jaxloop.models.forward`.
+
+        Returns:
+          A pair: the outputs, and the variables that the forward pass changed.
+        """
+        return models.forward(state, params, inputs, train=train, rngs=keys)
+
     def compute_num_params(self, state: Any) -> int:
         """Returns the number of parameters in `state.params`; 0 if the state has no `params`."""
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))

@@ -160,7 +160,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Times a kind of work while the context is open, and marks it in profiles."""
+        """Measures the time spent on one kind of work while the context is open, and marks it in profiles."""
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {_NAMES[kind]}"):

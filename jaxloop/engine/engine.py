@@ -42,7 +42,7 @@ class Engine:
       progress: The progress of the run.
       stepper: Runs the steps.
       moments: Runs everything that is due between two steps.
-      observers: Functions that are called with each batch.
+      observers: Functions to call for each batch.
       kept: The most recent batches, which are needed to record a failure.
       rescued: A pair that is set by an exception: the state after the last completed step, or None, and the reason why
         it is None.
@@ -350,7 +350,7 @@ class Engine:
                 self._step.remember(call.state)
 
     def _observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call with each batch."""
+        """Returns the functions to call for each batch."""
         run, statistics = self.moments.run, self.moments.statistics
         counting = [] if statistics is None else statistics.observers()
         keeps = run is not None and run.keeps_batches and self.stepper.call.trains

@@ -71,8 +71,8 @@ class Program:
 
     Attributes:
       step: The step.
-      custom_step: As given.
-      observers: Functions that are called with each batch: before its step or, if several steps are dispatched
+      custom_step: The argument of that name.
+      observers: Functions to call for each batch: before its step or, if several steps are dispatched
         together, after the dispatch.
     """
 

@@ -32,14 +32,14 @@ class Call:
 
     Attributes:
       state: The state as of the last completed step; None after the call.
-      trains: As given.
-      updates: As given.
+      trains: The argument of that name.
+      updates: The argument of that name.
       consumed: The number of batches counted by the source as of the last completed step.
       program: The program that runs the steps; None before the first step.
       queue: The queue that moves the outputs of the steps to the host; None before the first step.
       num_examples: The number of examples in each step of the loop, as a list.
-      counted: The number of steps that have been counted in the progress.
-      settled: The number of steps that have been counted in the ledger.
+      counted: The number of steps that have been added to the progress.
+      settled: The number of steps that have been added to the ledger.
       passed: The number of batches, since `run` was called, that belong to loops before the current one.
       idle_ends: The steps inside the current `run` at which a loop ends but nothing is due.
       has_passed_end: Whether the last loop ended at one of these steps, so that its `end` was not called.
@@ -91,7 +91,7 @@ class Call:
 
     @property
     def uncounted(self) -> int:
-        """The number of completed steps that have not been counted in the progress yet."""
+        """The number of completed steps that have not been added to the progress yet."""
         return len(self.num_examples) - self.counted
 
 
@@ -141,7 +141,7 @@ class Stepper:
 
     @property
     def step_num(self) -> int:
-        """The number of completed updates, including those that have not been counted in the progress yet."""
+        """The number of completed updates, including those that have not been added to the progress yet."""
         return self._progress.steps + (self.call.uncounted * self.call.updates if self.call.trains else 0)
 
     def read_step_num(self, state: Any) -> int:
@@ -168,7 +168,7 @@ class Stepper:
         return self.call
 
     def begin_loop(self) -> None:
-        """Begins a loop of the call."""
+        """Begins the next loop within the current call."""
         self.call.begin_loop()
         self._progress.begin_loop()
         self.guard.begin_loop()
@@ -192,7 +192,7 @@ class Stepper:
 
         Args:
           state: The state.
-          observers: A function that returns the functions to call with each batch.
+          observers: A function that returns the functions to call for each batch.
         """
         state = self._step.prepare_state(state)
         if self.call.program is None:

@@ -21,10 +21,10 @@ from jaxloop.types import nnx
 class SPMDPartitioner(_LaidOutPartitioner):
     """Splits the state according to the model's Flax partitioning metadata, and the batch over `data_axis`.
 
-    It reads `nn.with_partitioning(init, (None, "model"))` of Linen modules and
-    `nnx.with_partitioning(init, (None, "model"))` of NNX modules, whose names are axes of the mesh. Logical names,
-    which need rules, come from Linen's `nn.with_logical_partitioning` and NNX's `nnx.with_partitioning`. Leaves without
-    metadata are replicated. The state is returned unboxed: its leaves are plain arrays.
+    It reads `nn.with_partitioning(init, (None, "model"))` in Linen modules and `nnx.with_partitioning(init, (None,
+    "model"))` in NNX modules. The names in these annotations must be axes of the mesh. Logical names, which need rules,
+    come from Linen's `nn.with_logical_partitioning` and NNX's `nnx.with_partitioning`. Leaves without metadata are
+    replicated. The state is returned unboxed: its leaves are plain arrays.
 
     >>> from jaxloop.partition import create_mesh
     >>> rules = [("embed", None), ("hidden", "model")]

@@ -1,0 +1,75 @@
+"""Exports a model with its parameters to a file that runs without jaxloop."""
+
+from collections.abc import Sequence
+
+import jax
+from etils import epath
+from jax import export as jax_export
+
+from jaxloop import checks, files, models, types
+from jaxloop.metrics import fetch
+from jaxloop.step import Step
+
+
+def export(
+    step: Step,
+    state: types.TrainState,
+    spec: types.BatchSpec,
+    path: epath.PathLike,
+    *,
+    batch_size: int | None = None,
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+) -> None:
+    """Writes the model in evaluation mode, with its parameters, to a file.
+
+    The file contains a StableHLO program from `jax.export`. A process that has JAX, but neither jaxloop nor the code of
+    the model, loads and runs it. JAX guarantees that newer versions can read it for at least 6 months.
+
+    >>> import jax, optax, tempfile, jaxloop
+    >>> from flax import linen as nn
+    >>> step = jaxloop.LossStep(jax.random.key(0), nn.Dense(2), loss=lambda outputs, batch: outputs)
+    >>> path = tempfile.mkdtemp() + "/model.jaxexport"
+    >>> export(step, step.initialize_model([1, 3]), [1, 3], path)
+
+    In another process:
+
+    >>> import numpy as np
+    >>> from jax import export as jax_export
+    >>> with open(path, "rb") as file:
+    ...     model = jax_export.deserialize(bytearray(file.read()))
+    >>> model.call(np.ones([5, 3], np.float32)).shape
+    (5, 2)
+
+    Args:
+      step: The step with the model.
+      state: The state with the parameters, which is not donated. Its arrays are copied to the host, and are constants
+        of the program.
+      spec: The spec of the model's inputs, as for `initialize_model`. The size of each leading axis is replaced by
+        `batch_size`. A list or a dict of inputs is one argument of the exported function.
+      path: The file to write, or to replace.
+      batch_size: The number of examples in a call; None for any number, which the model must support.
+      platforms: The platforms on which the file can run.
+
+    Raises:
+      ValueError: The model can't be exported for any batch size.
+      NotImplementedError: This is a multi-process job.
+      OSError: The file can't be written.
+    """
+    checks.check_only_process("jaxloop.export")
+    constants = fetch(state)
+    size = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
+    shape = lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
+    inputs = jax.tree.map(shape, jax.eval_shape(lambda: models.example_inputs(spec)))
+    # The inputs are the only argument, because a state as an argument would need its class to load the file.
+    predict = lambda inputs: step.call_model(constants, constants.params, inputs, train=False)[0]
+    try:
+        exported = jax_export.export(jax.jit(predict), platforms=tuple(platforms))(inputs)
+    except Exception as error:
+        if batch_size is None:
+            error.add_note("The model may not support every batch size. Give jaxloop.export(..., batch_size=...).")
+        raise
+    target = files.absolute(path)
+    unfinished = target.with_name(f"{target.name}.tmp")
+    with files.open_file(unfinished, "wb") as file:
+        file.write(exported.serialize())
+    unfinished.replace(target)
