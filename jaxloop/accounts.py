@@ -77,7 +77,7 @@ class Goodput:
 
     @property
     def total(self) -> float:
-        """The sum of all seconds."""
+        """The total wall time, in seconds."""
         return sum(getattr(self, part) for part in _PARTS)
 
     @property

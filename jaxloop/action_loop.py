@@ -13,7 +13,7 @@ from jaxloop.step import Step
 
 
 class ActionLoop(StatLoop):
-    """A loop that calls actions when it begins and when it ends, and those with a schedule also between its steps.
+    """A loop that calls actions when it begins, when it ends and, for actions with a schedule, between its steps.
 
     Hooks:
       begin, end: See `Loop`. An override must call the method of `super()`, which calls the actions and adds the

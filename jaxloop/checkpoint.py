@@ -331,7 +331,7 @@ def load_params(
     into: Any = None,
     paths: Mapping[str, str] | None = None,
 ) -> Any:
-    """Loads the parameters of a checkpoint, without the optimizer's state and everything else.
+    """Loads only the parameters of a checkpoint, not the optimizer state or anything else.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -370,7 +370,7 @@ def load_params(
 
 
 def load_variables(directory: epath.PathLike, step: int | str = "newest", *, into: Any = None) -> Any:
-    """Loads all variables of a model from a checkpoint, without the optimizer's state.
+    """Loads all variables of a model from a checkpoint, but not the optimizer state.
 
     For a Linen model, the result is what `module.apply` takes: `{"params": ..., "batch_stats": ..., **collections}`.
     For an NNX model, it is a dict with `params`, `batch_stats` and `collections`, the fields of a `TrainState`.
@@ -378,8 +378,8 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
     Args:
       directory: See `load_params`.
       step: See `load_params`.
-      into: A dict of the same form, such as `state.variables`, whose structure, shapes, dtypes and shardings the result
-        has. None for nested dicts of arrays on JAX's default device.
+      into: A dict of the same form, such as `state.variables`, which gives the structure, shapes, dtypes and shardings
+        of the result. None for nested dicts of arrays on JAX's default device.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.

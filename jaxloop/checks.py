@@ -225,13 +225,13 @@ def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises a `TypeError` if a batch contains a leaf with which JAX can't compute. The message names the leaf."""
+    """Raises a `TypeError` if a batch contains a leaf that JAX can't handle. The message names the leaf."""
     for problem in problems_of_batch(batch):
         raise TypeError(problem) from None
 
 
 def problems_of_batch(batch: Any) -> Iterator[str]:
-    """Yields a sentence about each leaf of a batch with which JAX can't compute."""
+    """Yields a sentence about each leaf of a batch that JAX can't handle."""
     for name, leaf in batch_leaves(batch).items():
         problem = _problem_of_batch_leaf(leaf)
         if problem:

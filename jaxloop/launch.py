@@ -50,7 +50,7 @@ for signum in (signal.SIGTERM, signal.SIGKILL):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job to its end, and returns the exit code."""
+    """Runs a job to completion, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxloop.launch", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", type=int, required=True, help="the number of processes")
     parser.add_argument("--devices", type=int, help="the number of CPU devices of each process")

@@ -56,7 +56,7 @@ class Spent:
 
     @property
     def total(self) -> float:
-        """The sum of all seconds."""
+        """The total time, in seconds."""
         return sum(getattr(self, kind) for kind in _NAMES)
 
     @property

@@ -13,7 +13,7 @@ from jaxloop.schedules import Schedule
 
 @final
 class LearningRateAction(WriterAction):
-    """Writes the learning rate of the last update, which `optax.inject_hyperparams` stores in the optimizer state.
+    """Writes the learning rate of the last update, as stored in the optimizer state by `optax.inject_hyperparams`.
 
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     >>> float(learning_rate(optimizer.init(0.0)))
@@ -48,7 +48,10 @@ class LearningRateAction(WriterAction):
 
 
 def learning_rate(opt_state: Any) -> Any:
-    """Returns the learning rate in an optimizer state, without a copy to the host; None unless there is exactly one."""
+    """Returns the learning rate in an optimizer state without copying it to the host.
+
+    None unless there is exactly one.
+    """
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
     # A schedule has a state with the same name as the rate itself.
     rates = [value for _, value in found if hasattr(value, "dtype") and np.ndim(value) == 0]

@@ -109,7 +109,7 @@ class Moments:
 
     @property
     def elapsed(self) -> Elapsed:
-        """The training progress; see `Loop.elapsed`."""
+        """The training progress. See `Loop.elapsed`."""
         newest, progress = self._progress.last_elapsed, self._progress
         return newest if (newest.steps, newest.loops) == (progress.steps, progress.loops) else self.elapsed_now()
 
@@ -139,7 +139,7 @@ class Moments:
         return dataclasses.replace(now, is_last=True) if is_last else now
 
     def goal(self) -> Goal:
-        """Returns the goal before which nothing is due: no action, no evaluation, and no end of the run."""
+        """Returns the next points at which an action, an evaluation or the end of the run may be due."""
         now, run = self._progress.last_elapsed, self.run
         if now.steps != self._progress.steps:  # Before the first step.
             now = self.elapsed_now()

@@ -288,7 +288,7 @@ class StepTimes:
 
     @property
     def steps_per_dispatch(self) -> int:
-        """The faster number of steps per dispatch."""
+        """The number of steps per dispatch that ran faster."""
         return STEPS_TRIED if self.fused is not None and self.fused < 0.97 * self.one_by_one else 1
 
     def __str__(self) -> str:

@@ -142,7 +142,11 @@ def nested(entries: Mapping[str, Any]) -> Logs:
 
 
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries by short name: `loss` in the collections `metrics` and `losses`, `test/loss` in any other."""
+    """Returns a dict of the entries, keyed by short name.
+
+    Entries in the collections `metrics` and `losses` keep their name, such as `loss`. In any other collection, the name
+    of the collection is the prefix, as in `test/loss`.
+    """
     named = {}
     # A metric with the same name as a loss comes later, and replaces the loss.
     for path, value in sorted(entries(logs), key=lambda entry: not entry[0].startswith("losses.")):

@@ -147,8 +147,8 @@ def early_stopping(
     """Returns a callback that ends the loop when a logged value no longer improves.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
-    devices. The arguments are those of `EarlyStoppingAction`. `patience` is the number of calls at which the value was
-    logged, or a period such as `after(steps=1000)`.
+    devices. The arguments are those of `EarlyStoppingAction`. `patience` is the time to wait for an improvement: a
+    number of calls, counting only those at which the value was logged, or a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)

@@ -24,13 +24,14 @@ class Partitioner(abc.ABC):
     A `Step` calls `shard_init_fn` once, then `shard_batch` and the compiled function for each batch.
 
     Hooks:
-      shard_init_fn: Called by `Step.initialize_model`, to compile the function that makes the first state.
-      partition: Called to compile `run`, when it is first needed.
+      shard_init_fn: Called by `Step.initialize_model` to compile the function that creates the initial state.
+      partition: Called to compile `run` when it is first needed.
       shard_batch: Called for each batch, before the compiled function.
       shard_short_batch: Called for each batch of an evaluation.
       shard_stacked_batches: Called for the batches of several steps in one dispatch.
-      place_state: Called with each state that the step has not made itself, such as a restored one.
-      mesh, data_axis, sharding, output_sharding, local_shards, places_batches, takes_any_tree: Read by all of these.
+      place_state: Called with each state that the step didn't create itself, such as a restored one.
+      mesh, data_axis, sharding, output_sharding, local_shards, places_batches, takes_any_tree: Properties that the
+        methods above use.
     """
 
     @property
@@ -46,7 +47,7 @@ class Partitioner(abc.ABC):
     @property
     @abc.abstractmethod
     def sharding(self) -> Any:
-        """The sharding of the state: one for all leaves, or a pytree of them with the structure of the state."""
+        """The sharding of the state: a single sharding for all leaves, or a pytree with the structure of the state."""
 
     @property
     def output_sharding(self) -> Sharding | None:
@@ -70,7 +71,7 @@ class Partitioner(abc.ABC):
 
     @property
     def takes_any_tree(self) -> bool:
-        """Whether `partition` compiles a function of the same leaves in any structure in the same way."""
+        """Whether the result of `partition` depends only on the leaves of the state, and not on its tree structure."""
         return False
 
     @abc.abstractmethod
@@ -82,7 +83,7 @@ class Partitioner(abc.ABC):
         """Places all rows of a host batch on the devices."""
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
-        """Places an evaluation batch on the devices. The size of the last one may not be divisible by their number."""
+        """Places an evaluation batch on the devices. Its size may not be divisible by the number of devices."""
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
@@ -102,7 +103,7 @@ class Partitioner(abc.ABC):
         return state
 
     def report(self, state: Any) -> Layout:
-        """Returns the layout of a state: where each leaf lives, and its bytes. It prints as a table.
+        """Returns the layout of a state: the place and the size of each leaf. `str` formats it as a table.
 
         >>> from jaxloop import examples
         >>> step, state, _ = examples.tiny_regression()
@@ -138,7 +139,7 @@ class Partitioner(abc.ABC):
         return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
-        """Returns a partitioner that places everything in the same way on other devices, which may exist only on paper.
+        """Returns a partitioner that places everything in the same way on other devices, which may be those of a topology.
 
         Raises:
           ValueError: The mesh can't be made of these devices.
@@ -149,7 +150,7 @@ class Partitioner(abc.ABC):
         )
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state that was made with any partitioner, with the shardings of this one."""
+        """Returns the shapes of a state with the shardings of this partitioner, whichever partitioner created the state."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 

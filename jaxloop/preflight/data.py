@@ -104,9 +104,9 @@ def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData,
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tuple[Sequence[types.Batch], str]:
-    """Returns the first batch of an evaluation, as a list, and a phrase that says how many batches it has.
+    """Returns a list with the first batch of an evaluation, and a phrase that says how many batches there are.
 
-    The list is empty if reading the batch would lose it.
+    The list is empty if the batch can't be read without consuming it.
     """
     if spec.dataset_iterator is not None:
         source = experiment.source_of(spec.dataset_iterator)
