@@ -139,7 +139,7 @@ class Partitioner(abc.ABC):
         return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
-        """Returns a partitioner that places everything in the same way on other devices, which may be those of a topology.
+        """Returns a partitioner that places everything in the same way on other devices, such as those of a topology.
 
         Raises:
           ValueError: The mesh can't be made of these devices.
@@ -150,7 +150,7 @@ class Partitioner(abc.ABC):
         )
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state with the shardings of this partitioner, whichever partitioner created the state."""
+        """Returns the shapes of a state with the shardings of this partitioner, even if another one created the state."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 
