@@ -150,7 +150,7 @@ class Partitioner(abc.ABC):
         )
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state with the shardings of this partitioner, even if another one created the state."""
+        """Returns the shapes of a state with the shardings of this partitioner, whoever created the state."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 
