@@ -117,22 +117,24 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]:
     """Returns the best finite value in a history, and its step. Malformed lines are skipped."""
     wanted = monitor.name.replace("/", ".")
-    number = re.compile(
-        re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)'
-    )
+    name = re.escape(wanted.rpartition(".")[2]).encode() + rb'": ?'
     try:
         content = files.read_bytes(path)
     except FileNotFoundError:
         return None, None
     sign = -1.0 if monitor.mode == "max" else 1.0
+    numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
     # Values of other paths with the same last name are among these, so the lines of the best ones are parsed.
-    for signed, place in sorted([(sign * float(m[1]), m.start()) for m in number.finditer(content)]):
-        line = content[content.rfind(b"\n", 0, place) + 1 : (content.find(b"\n", place) + 1 or None)]
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            row = files.parse_json(line)
-            value = dict(run_log.flat(row["logs"])).get(wanted)
-            if isinstance(value, int | float) and math.isfinite(value) and sign * value == signed:
-                return float(value), int(row["elapsed"]["steps"])
+    for number in sorted(numbers, key=lambda number: (sign * float(number), number)):
+        for match in re.finditer(name + re.escape(number) + rb"(?![0-9.eE])", content):
+            line = content[
+                content.rfind(b"\n", 0, match.start()) + 1 : (content.find(b"\n", match.start()) + 1 or None)
+            ]
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                row = files.parse_json(line)
+                value = dict(run_log.flat(row["logs"])).get(wanted)
+                if isinstance(value, int | float) and math.isfinite(value) and value == float(number):
+                    return float(value), int(row["elapsed"]["steps"])
     return None, None
 
 
