@@ -41,6 +41,8 @@ from jaxloop.schedules import Elapsed
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
+# The fields of an `EMAState` in it.
+_AVERAGE, _COUNT = "/params_ema", "/count"
 # The other items.
 _RUN_ITEM = "run"
 _TREES_ITEM = "trees"
@@ -330,6 +332,7 @@ def load_params(
     *,
     into: Any = None,
     paths: Mapping[str, str] | None = None,
+    ema: bool = False,
 ) -> Any:
     """Loads only the parameters of a checkpoint, not the optimizer state or anything else.
 
@@ -356,6 +359,7 @@ def load_params(
       paths: Patterns of paths in the checkpoint, and the paths in `into` to load them into, as in
         `{"encoder/**": "backbone/**"}`; see `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are
         returned unchanged. None to load every leaf of `into` from the same path.
+      ema: Whether to load the average of the parameters that `LossStep(ema=...)` keeps, instead of the parameters.
 
     Returns:
       The parameters, in the structure of `into`.
@@ -363,10 +367,10 @@ def load_params(
     Raises:
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: Files of the checkpoint are damaged. The error lists them.
-      ValueError: The checkpoint has no parameters; a leaf differs in path, shape or dtype; or a pattern matches
-        nothing. The error lists the leaves.
+      ValueError: The checkpoint has no parameters, or no average; a leaf differs in path, shape or dtype; or a pattern
+        matches nothing. The error lists the leaves.
     """
-    return _load(directory, step, lambda opened: opened.load("params", into, paths))
+    return _load(directory, step, lambda opened: opened.load(opened.path_of_ema() if ema else "params", into, paths))
 
 
 def load_variables(directory: epath.PathLike, step: int | str = "newest", *, into: Any = None) -> Any:
@@ -543,17 +547,27 @@ class Checkpoint:
             ours, saved = checks.leaves_by_path(_storable(state)), self.leaves
             kept = {path: leaf for path, leaf in ours.items() if not path.startswith("opt_state/")}
             others = {path: path for path in saved if not path.startswith("opt_state/")}
-            if checks.compare({path: saved[path] for path in others}, kept):
+            place, saved_place = _place_of_ema(ours), _place_of_ema(saved)
+            averages = {path: path.removeprefix(place) for path in ours if place and path.startswith(f"{place}/")}
+            if saved_place is not None:
+                kept |= {path: ours[path] for path in averages}
+                others |= {path: f"{saved_place}{name}" for path, name in averages.items()}
+            if checks.compare({path: saved[at] for path, at in others.items()}, kept):
                 raise  # The model differs too.
-            restored = _with_values(state, self.load_leaves(others, kept))
+            values = self.load_leaves(others, kept)
+            for path, name in averages.items():
+                if saved_place is None and name != _COUNT:  # The average starts with the restored parameters.
+                    leaf = values[f"params{name.removeprefix(_AVERAGE)}"]
+                    values[path] = jnp.array(leaf, ours[path].dtype, copy=True)  # Both are donated.
             logging.log(
                 logging.WARNING if len(kept) < len(ours) else logging.INFO,  # Without an optimizer, nothing is odd.
-                "The state was restored from %s without its opt_state, because the optimizers differ. The optimizer "
+                "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer "
                 "starts with the given opt_state. Leaves that differ (checkpoint -> state):\n%s",
                 self.path,
+                ", except for the average of the parameters" if averages and saved_place else "",
                 "\n".join(checks.compare(dict(saved), ours)),
             )
-            return restored
+            return _with_values(state, values)
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
@@ -568,6 +582,20 @@ class Checkpoint:
     def has_nnx_model(self) -> bool:
         """Whether the parameters are those of an NNX model, whose paths end in `/value`."""
         return all(path.endswith("/value") for path in self.leaves if path.startswith("params/"))
+
+    def path_of_ema(self) -> str:
+        """Returns the path of the average of the parameters in the saved train state.
+
+        Raises:
+          ValueError: There is none.
+        """
+        place = _place_of_ema(self.leaves)
+        if place is None:
+            raise ValueError(
+                f"The checkpoint {self.path} has no average of the parameters. LossStep(ema=...) and "
+                "jaxloop.optimizers.ema keep one."
+            )
+        return f"{place}{_AVERAGE}"
 
     def load(self, name: str, into: Any = None, paths: Mapping[str, str] | None = None) -> Any:
         """Reads the part of the train state below a path; see `load_params`."""
@@ -838,6 +866,13 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     """
     sharding = getattr(leaf, "sharding", None)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def _place_of_ema(leaves: Mapping[str, Any]) -> str | None:
+    """Returns the path of the `EMAState` in a state with these leaves; None if there is not exactly one."""
+    places = {path[: path.index(f"{_AVERAGE}/")] for path in leaves if f"{_AVERAGE}/" in path}
+    found = [place for place in places if place.startswith("opt_state/") and f"{place}{_COUNT}" in leaves]
+    return found[0] if len(found) == 1 else None
 
 
 def _renamed(

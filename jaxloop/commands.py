@@ -190,7 +190,7 @@ class Commands:
 
     @contextlib.contextmanager
     def polling(self) -> Iterator[None]:
-        """Looks for commands while the context is open. Those from before the run and after it are rejected."""
+        """Polls for commands while the context is open. Commands sent before or after the run are rejected."""
         if self._workdir is None or not self._job.is_first:
             yield
             return

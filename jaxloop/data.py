@@ -114,7 +114,7 @@ class Passes:
         """Returns the first batch of the next epoch without consuming it.
 
         Raises:
-          ValueError: The dataset has no batch.
+          ValueError: The dataset has no batches.
         """
         batch, self._next_pass = peek(iter(self))
         return batch
@@ -139,7 +139,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
     (1, [1, 2, 3])
 
     Raises:
-      ValueError: The dataset has no batch.
+      ValueError: The dataset has no batches.
     """
     ahead = iterator if isinstance(iterator, PositionedIterator) else PositionedIterator(iterator)
     ahead.converted_by(numpy_batch)

@@ -85,7 +85,7 @@ class Evaluations:
     Attributes:
       items: The evaluations.
       job: The processes that evaluate together.
-      stopwatch: Counts the time spent on evaluations during training; None without training.
+      stopwatch: Measures the time spent on evaluations during training; None if the call doesn't train.
       is_resumed: Whether the run has just resumed.
     """
 

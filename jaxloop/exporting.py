@@ -57,11 +57,12 @@ def export(
     """
     checks.check_only_process("jaxloop.export")
     constants = fetch(state)
+    params = step.params_to_evaluate(constants)
     size = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
     shape = lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
     inputs = jax.tree.map(shape, jax.eval_shape(lambda: models.example_inputs(spec)))
     # The inputs are the only argument, because a state as an argument would need its class to load the file.
-    predict = lambda inputs: step.call_model(constants, constants.params, inputs, train=False)[0]
+    predict = lambda inputs: step.call_model(constants, params, inputs, train=False)[0]
     try:
         exported = jax_export.export(jax.jit(predict), platforms=tuple(platforms))(inputs)
     except Exception as error:

@@ -42,6 +42,8 @@ def fit(
     optimizer: optax.GradientTransformation | None = None,
     metrics: Mapping[str, LossFn] | None = None,
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    ema: float | Callable[[jax.Array], Any] | None = None,
     train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
     eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
     train_epochs: int | None = None,
@@ -75,6 +77,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     optimizer: optax.GradientTransformation | None = None,
     metrics: Mapping[str, LossFn] | None = None,
     inputs: str | int | Callable[[types.Batch], Any] | None = None,
+    trainable: str | Sequence[str] | None = None,
+    ema: float | Callable[[jax.Array], Any] | None = None,
     train_step: Callable[[Any, types.Batch], tuple[Any, types.Output]] | None = None,
     eval_step: Callable[[Any, types.Batch], types.Output] | None = None,
     train_epochs: int | None = None,
@@ -136,6 +140,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       optimizer: An Optax transformation.
       metrics: Functions of `(outputs, batch)` by name; see `LossStep`.
       inputs: Selects the part of a batch that the model receives; see `LossStep`.
+      trainable: The paths of the parameters to train, such as "head/**"; see `LossStep`.
+      ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
+        the average, which `jaxloop.optimizers.ema_params(state)` returns.
       train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. It is
         compiled for the devices. The state can be any pytree.
       eval_step: A pure function `(state, batch) -> outputs` for evaluations, if there is a `train_step`.
@@ -184,13 +191,14 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     progress = {True: "auto", False: None}.get(progress, progress)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if train_step is None:
         _check_loss(model, loss, optimizer, eval_step)
-        options = {"loss": loss, "metrics": metrics, "inputs": inputs}
+        options = {"loss": loss, "metrics": metrics, "inputs": inputs, "trainable": trainable, "ema": ema}
         step, step_for_eval = _steps_of_loss(model, optimizer, partitioner, seed, passes.first(), options)
         make_state = step.abstract_state if dry_run else step.initialize_model
         state = make_state(step.input_spec(passes.first()))
         monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
     else:
-        _check_step_functions(loss, optimizer, metrics, inputs, eval_step, eval_dataset)
+        for_a_loss = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
+        _check_step_functions(for_a_loss | {"trainable": trainable, "ema": ema}, eval_step, eval_dataset)
         step, step_for_eval = _steps_of_functions(train_step, eval_step, model, partitioner, passes.first())
         state = model
 
@@ -280,7 +288,7 @@ def _steps_of_loss(
         trial = LossStep(key, model, optimizer, train=True, **options)
         partitioner = partition.choose(trial.abstract_state(trial.input_spec(first_batch)), batch_size)
     step = LossStep(key, model, optimizer, partitioner, train=True, batch_size=batch_size, **options)
-    return step, LossStep(key, model, optimizer, partitioner, **options)
+    return step, LossStep(key, model, optimizer, partitioner, use_ema=options["ema"] is not None, **options)
 
 
 def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
@@ -297,9 +305,8 @@ def _check_loss(model: Any, loss: Any, optimizer: Any, eval_step: Any) -> None:
         )
 
 
-def _check_step_functions(loss, optimizer, metrics, inputs, eval_step, eval_dataset) -> None:
-    options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "inputs": inputs}
-    for name, value in options.items():
+def _check_step_functions(for_a_loss: Mapping[str, Any], eval_step: Any, eval_dataset: Any) -> None:
+    for name, value in for_a_loss.items():
         if value is not None:
             raise ValueError(
                 f"fit got a train_step and {name}, which is for training with a loss. Leave one of them out."

@@ -141,7 +141,7 @@ class Course:
         return self.begin.elapsed
 
     def end_of_pass(self, number: int) -> int | None:
-        """Returns the step at which an epoch ends, or None if it is unknown. The current epoch has the number 1."""
+        """Returns the step at which the given epoch ends, or None if it is unknown. The current epoch is number 1."""
         if self.batches_in_pass is None:
             return None
         return self.start.steps + (number * self.batches_in_pass - self.begin.batches) * self.updates_per_step

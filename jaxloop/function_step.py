@@ -242,9 +242,7 @@ class _NamedStep(FunctionStep):
         return self.partitioner.places_batches
 
     def shard_batch(self, batch: Any) -> Any:
-        return super().shard_batch(batch) if self.train else super()._shard_short_batch(batch)
-
-    _shard_short_batch = shard_batch
+        return super().shard_batch(batch) if self.train else self.partitioner.shard_short_batch(batch)
 
 
 class _PairStep(_NamedStep):
@@ -257,8 +255,6 @@ class _PairStep(_NamedStep):
     def shard_batch(self, batch: Any) -> Any:
         own, broadcasts = batch
         return super().shard_batch(own), _unbound(broadcasts, self.partitioner.mesh)
-
-    _shard_short_batch = shard_batch
 
     def explain(self, error: Exception, batch: Any) -> None:
         if isinstance(error, TypeError | ValueError):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxloop import agreement, checks, data, models, partition, structures, types
+from jaxloop import agreement, checks, data, models, optimizers, partition, structures, types
 from jaxloop.actions.action import Action
 from jaxloop.metrics import fetch, is_metric, merge
 from jaxloop.step import NO_OPTIMIZER, NumpyStep, Step
@@ -105,6 +105,13 @@ class LossStep(NumpyStep):
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
         keep their dtypes.
       batch_size: The number of rows to pad short training batches to; None for the default described above.
+      trainable: The pattern of the paths of the parameters to train, such as "head/**", or a list of patterns; see
+        `jaxloop.path_patterns.matches`. The others are frozen: they keep every bit, and the optimizer has no state for
+        them. None to train all. `jaxloop.optimizers.by_path` gives each part its own optimizer.
+      ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function of the number of
+        updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
+      use_ema: Whether evaluations, `predict` and `jaxloop.export` use the average of the parameters instead of the
+        parameters. The state must come from a step with `ema`. Batch statistics are not averaged.
       **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
@@ -130,8 +137,18 @@ class LossStep(NumpyStep):
         accumulate: int = 1,
         compute_dtype: Any = None,
         batch_size: int | None = None,
+        trainable: str | Sequence[str] | None = None,
+        ema: float | Callable[[jax.Array], Any] | None = None,
+        use_ema: bool = False,
         **nnx_model_kwargs: Any,
     ):
+        if use_ema and train:
+            raise ValueError("use_ema=True is for evaluations, got train=True. A training step updates the parameters.")
+        if trainable is not None and optimizer is not NO_OPTIMIZER:
+            patterns = [trainable] if isinstance(trainable, str) else trainable
+            optimizer = optimizers.by_path({**dict.fromkeys(patterns, optimizer), "**": None})
+        if ema is not None and not (train and optimizer is NO_OPTIMIZER):
+            optimizer = optax.chain(optimizer, optimizers.ema(ema))
         adapted = models.adapt(model)
         models.check_model(adapted, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         super().__init__(
@@ -166,6 +183,7 @@ class LossStep(NumpyStep):
         self._accumulate = accumulate
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
+        self._use_ema = use_ema
         self._eval_rows: int | None = None  # In an evaluation, the rows of the loop's first batch.
         self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
         self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
@@ -284,6 +302,10 @@ class LossStep(NumpyStep):
         """The model that was passed to the constructor."""
         return self._model
 
+    def params_to_evaluate(self, state: Any) -> Any:
+        """Returns the parameters that evaluations use: those of the state or, with `use_ema`, their average."""
+        return optimizers.ema_params(state) if self._use_ema else state.params
+
     def predict(self, state: Any, dataset: Any) -> Any:
         """Returns the outputs of the model for all examples of a dataset, in order.
 
@@ -345,7 +367,7 @@ class LossStep(NumpyStep):
         batch, mask = batch.batch, batch.mask
         keys = self.prng_key(state.step)
         if not self.train:
-            _, (values, outputs, _) = self._mean_loss(state.params, state, batch, mask, keys)
+            _, (values, outputs, _) = self._mean_loss(self.params_to_evaluate(state), state, batch, mask, keys)
             return state, {**values, **self._more_metrics(values, outputs, batch, mask)}
         if self._accumulate == 1:
             grads, values, state = self._gradients(state, batch, mask, keys)
@@ -579,7 +601,8 @@ class _Forward(Step):
         self._step = step
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        outputs, _ = self._step.call_model(state, state.params, self._step.inputs_of(batch), train=False)
+        params = self._step.params_to_evaluate(state)
+        outputs, _ = self._step.call_model(state, params, self._step.inputs_of(batch), train=False)
         return state, {str(number): leaf for number, leaf in enumerate(self._leaves(outputs))}
 
     def _leaves(self, outputs: Any) -> list[Any]:

@@ -30,7 +30,10 @@ def fetch(tree: Any) -> Any:
 
 
 def view(tree: Any) -> Any:
-    """Reads a pytree like `fetch`, but without copying. The values should be in host memory; otherwise it blocks."""
+    """Reads the values of a pytree, like `fetch`, but without copying them.
+
+    Blocks if they are not in host memory yet.
+    """
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _viewed(leaves))
 

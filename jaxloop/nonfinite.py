@@ -244,7 +244,7 @@ class Watch:
         return found
 
     def read(self, state: Any) -> list[Found]:
-        """Waits for all remaining flags, and returns the bad steps among them."""
+        """Waits for all remaining flags, and returns the steps that they mark as bad."""
         self._send()
         return [found for _ in range(len(self._pending)) for found in self._found_next(state)]
 

@@ -241,7 +241,7 @@ class RunSpec:
 
     @property
     def data(self) -> Any:
-        """The training dataset or, without one, an endless iterable of None as the batch."""
+        """The training dataset. If there is none, an infinite iterable that yields None for each batch."""
         return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property

@@ -420,7 +420,7 @@ class Step:
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
-        self._num_flops = cost.flops_of(compiled.lower(state, self._shard_short_batch(batch)))
+        self._num_flops = cost.flops_of(compiled.lower(state, self.place(batch, evaluates=True)))
         return self._num_flops
 
     # Running -------------------------------------------------------------------------------------
@@ -690,8 +690,8 @@ class Step:
         self.remember(state)
         return state, outputs
 
-    def work_after_run(self, *, evaluates: bool = False) -> str | None:
-        """Returns the reason why a loop must run host code after each step, so that steps can't be fused.
+    def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
+        """Returns the reason why a loop must run host code for each step, so that steps can't be fused.
 
         Returns None if there is no such reason.
 
@@ -701,6 +701,8 @@ class Step:
         for name in ("evaluate" if evaluates else "__call__", "end"):
             if self._has_own(name):
                 return f"it has its own `{name}`, which is called after each step"
+        if checks.is_user_defined(self, "shard_batch"):
+            return "it has its own `shard_batch`, which places one batch"
         if self._begin_actions.actions or self._end_actions.actions:
             return "it has actions, which are called for each step; give them to the loop, with a schedule"
         return None
@@ -782,15 +784,14 @@ class Step:
         """Returns the function that sets the number of rows to pad short batches to; None if the step can't pad."""
         return None
 
-    def _shard_short_batch(self, batch: types.Batch) -> types.Batch:
-        return self._partitioner.shard_short_batch(batch) if self._should_shard_batch else batch
-
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
         """Places a batch on the devices with `shard_batch`.
 
-        An evaluation replicates a batch that can't be divided evenly.
+        An evaluation replicates a batch that can't be divided evenly, unless `shard_batch` is overridden.
         """
-        return self._shard_short_batch(batch) if evaluates else self.shard_batch(batch)
+        if evaluates and self._should_shard_batch and not self._has_own("shard_batch"):
+            return self._partitioner.shard_short_batch(batch)
+        return self.shard_batch(batch)
 
     def place_stacked(self, batches: types.Batch) -> types.Batch:
         """Places batches that were stacked on a new leading axis."""

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import jaxloop
 from jaxloop import actions, examples, types
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
@@ -619,3 +620,29 @@ def test_another_number_of_examples_is_refused_at_the_first_batch(said):
     )
     with pytest.raises(ValueError, match=message):
         TrainLoop(step)(state, batches, num_steps=2)
+
+
+class Scaled(Step):
+    """A step whose batch has a second part, which `shard_batch` adds."""
+
+    def shard_batch(self, batch):
+        return super().shard_batch(batch), jnp.float32(2.0)
+
+    def run(self, state, batch):
+        batch, scale = batch
+        return (state.replace(step=state.step + 1) if self.train else state), {"scaled": scale * batch["x"].mean()}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_its_own_shard_batch_places_every_batch(train):
+    step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=train)
+    state, loop = step.initialize_model([1, 3]), (jaxloop.TrainLoop if train else jaxloop.EvalLoop)(step)
+    _, outputs = loop(state, [{"x": np.full([4, 3], 3.0, np.float32)}] * 3)
+    assert [float(value) for value in outputs["scaled"]] == [6.0] * 3
+
+
+@pytest.mark.parametrize("loop_class", ["TrainLoop", "EvalLoop"])
+def test_its_own_shard_batch_can_not_be_fused(loop_class):
+    step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=loop_class == "TrainLoop")
+    with pytest.raises(ValueError, match="its own `shard_batch`, which places one batch"):
+        getattr(jaxloop, loop_class)(step, steps_per_dispatch=2)

@@ -1,10 +1,8 @@
-"""Evaluates the exponential moving average (EMA) of the parameters, which is a field of the train state.
+"""Evaluates the exponential moving average (EMA) of the parameters next to the parameters.
 
 Every fifth label in the training data is wrong. The parameters follow the noise of each small batch, while their
-average, the teacher, doesn't.
+average doesn't.
 """
-
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,32 +20,16 @@ class Network(nn.Module):
         return nn.Dense(10)(nn.relu(nn.Dense(128)(pixels)))
 
 
-class TeacherState(jaxloop.TrainState):
-    teacher: Any = None  # Parameters, like `params`.
+def loss(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
-class TeacherStep(jaxloop.Step):
-    def __init__(self, *args, decay=0.99, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.decay = decay
+def accuracy(logits, batch):
+    return logits.argmax(-1) == batch["label"]
 
-    def make_state(self, spec=None, **init_kwargs):
-        state = super().make_state(spec, **init_kwargs)
-        return TeacherState(**vars(state), teacher=state.params)
 
-    def run(self, state, batch):
-        def loss_fn(params):
-            logits = state.apply_fn({"params": params}, batch["pixels"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-            return losses.mean(), (logits.argmax(-1) == batch["label"]).mean()
-
-        if not self.train:
-            return state, {"student": loss_fn(state.params)[1], "teacher": loss_fn(state.teacher)[1]}
-
-        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        state = state.apply_gradients(grads=grads)
-        teacher = optax.incremental_update(state.params, state.teacher, 1 - self.decay)
-        return state.replace(teacher=teacher), {"loss": loss, "accuracy": accuracy}
+def make_step(**options):
+    return jaxloop.LossStep(jax.random.key(0), Network(), **options, loss=loss, metrics={"accuracy": accuracy})
 
 
 rng = np.random.default_rng(0)
@@ -63,14 +45,19 @@ def make_batch(number):
     return {"pixels": pixels[rows], "label": train_labels[rows]}
 
 
-train_step = TeacherStep(jax.random.key(0), Network(), optax.adam(1e-2), train=True)
-test_step = TeacherStep(jax.random.key(0), Network())
-outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(train_step), [jaxloop.EvalLoop(test_step)])
+train_step = make_step(optimizer=optax.adam(1e-2), train=True, ema=0.99)
+outer_loop = jaxloop.OuterLoop(
+    jaxloop.TrainLoop(train_step),
+    [jaxloop.EvalLoop(make_step()), jaxloop.EvalLoop(make_step(use_ema=True))],
+)
+specs = [jaxloop.EvalSpec([test_batch], interval=every(steps=100), name=name) for name in ("plain", "average")]
 state, _ = outer_loop(
     train_step.initialize_model([1, 64]),
     train_dataset=jaxloop.from_index(make_batch),
     train_total_steps=500,
-    eval_specs=[jaxloop.EvalSpec([test_batch], interval=every(steps=100), name="test")],
+    eval_specs=specs,
 )
-for step, student, teacher in zip(*outer_loop.history.collect("steps", "test.student", "test.teacher"), strict=True):
-    print(f"step {step}: student {student:.1%}, teacher {teacher:.1%}")
+steps, plain = outer_loop.history.collect("steps", "plain.accuracy")
+average = outer_loop.history.collect("average.accuracy")
+for step, of_parameters, of_average in zip(steps, plain, average, strict=True):
+    print(f"step {step}: parameters {of_parameters:.1%}, their average {of_average:.1%}")

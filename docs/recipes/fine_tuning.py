@@ -11,7 +11,7 @@ from flax import linen as nn
 from sklearn.datasets import load_digits
 
 import jaxloop
-from jaxloop import checkpoint, last
+from jaxloop import checkpoint, last, optimizers
 
 DIRECTORY = "runs/pretrained"
 
@@ -40,11 +40,6 @@ def make_step(num_classes, **options):
     return jaxloop.LossStep(jax.random.key(0), model, **options, loss=loss, metrics={"accuracy": accuracy})
 
 
-def optimizer(body, head):
-    """Returns an optimizer that updates each part of the network with its own transformation."""
-    return optax.partition({"body": body, "head": head}, lambda params: {name: name for name in params})
-
-
 pixels, labels = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(labels))
 pixels, labels = (pixels[order] / 16).astype(np.float32), labels[order]
@@ -61,12 +56,12 @@ outer_loop(digits_step.initialize_model([1, 64]), digits, train_epochs=20)
 
 # Fine-tune.
 variants = {
-    "from scratch": optimizer(body=optax.adam(1e-3), head=optax.adam(1e-3)),
-    "frozen body": optimizer(body=optax.set_to_zero(), head=optax.adam(1e-2)),
-    "slow body": optimizer(body=optax.adam(1e-4), head=optax.adam(1e-2)),
+    "from scratch": optax.adam(1e-3),
+    "frozen body": optimizers.by_path({"head/**": optax.adam(1e-2), "body/**": None}),
+    "slow body": optimizers.by_path({"head/**": optax.adam(1e-2), "body/**": optax.adam(1e-4)}),
 }
-for name, tx in variants.items():
-    step = make_step(2, optimizer=tx, train=True)
+for name, optimizer in variants.items():
+    step = make_step(2, optimizer=optimizer, train=True)
     state = step.initialize_model([1, 64])
     if name != "from scratch":  # The head, which has another shape, keeps its initial values.
         params = checkpoint.load_params(DIRECTORY, into=state.params, paths={"body/**": "body/**"})

@@ -21,8 +21,8 @@ class SpikeGuard(Action):
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
     `sigmas` of their standard deviations. The run then returns to the newest checkpoint before the spike. It continues
-    without the batches between the first and the last spike that this call has found. From then on, it is bit-identical
-    to a run whose data never contained those batches. Each return adds a row "detour" to the history.
+    without the batches from the first to the last spike that the action found in this call. From then on, it is
+    bit-identical to a run whose data never contained those batches. Each return adds a row "detour" to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and data that can return to an earlier position.

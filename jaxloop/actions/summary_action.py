@@ -29,8 +29,8 @@ class SummaryAction(WriterAction):
 
     All actions that share a writer also share a thread, which writes in the order of their calls. The loop therefore
     waits for files only if 64 writes are pending. All pending writes finish before a checkpoint is saved and before the
-    run ends. If the writer raises an error, the next call raises it again, with a note that says what could not be
-    written. A resumed run writes that first.
+    run ends. If the writer raises an error, the next call raises it again, with a note that lists what could not be
+    written. A resumed run writes the missing values first.
 
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of

@@ -188,7 +188,7 @@ class Moments:
         self.last_beginning = asked.without_previous()
 
     def run_moment(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
-        """Runs everything that is due at a moment outside a call to the loop, and returns whether the run continues.
+        """Runs everything that is due while the loop is not running, and returns whether the run continues.
 
         There are three such moments: before the first step; after a step that only later turns out to be the last one;
         and, in a resumed run, at the step where the earlier run was interrupted. Nothing is called twice at the same

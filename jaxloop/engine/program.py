@@ -64,7 +64,7 @@ class Program:
     """Passes batches through the hooks of a step and dispatches them, one at a time or several in one dispatch.
 
     Args:
-      step: A step that needs no work on the host after `run` (see `Step.work_after_run`). For any other step, pass
+      step: A step that needs no work on the host after `run` (see `Step.work_for_each_step`). For any other step, pass
         `custom_step`.
       evaluates: Whether the steps evaluate. The state is then not donated.
       custom_step: A function that runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
@@ -255,9 +255,9 @@ class Program:
         """Raises an error if the host has work to do between two steps.
 
         Raises:
-          FusingError: There is such work. The message describes it.
+          FusingError: The host has work to do between steps. The message describes it.
         """
-        if work := self.step.work_after_run(evaluates=self._evaluates):
+        if work := self.step.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")
 
 

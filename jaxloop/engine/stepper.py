@@ -289,7 +289,7 @@ class Stepper:
     @property
     def calls_step(self) -> bool:
         """True if `_run_one_step` must be called for each batch, because a step does more than dispatch."""
-        has_work = self._step.work_after_run(evaluates=not self.call.trains) is not None
+        has_work = self._step.work_for_each_step(evaluates=not self.call.trains) is not None
         return has_work or checks.is_user_defined(self._loop, "_run_one_step")
 
     def _run_overridden(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output, int]:

@@ -117,7 +117,7 @@ class CallbackOf(abc.ABC):
             self.of.load_state_dict(state_dict)
 
     def save(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
-        """Saves the loop outside its schedule, if the callback saves checkpoints."""
+        """Saves a checkpoint now, regardless of the callback's schedule, if the callback saves checkpoints."""
 
     def finish(self, loop_state: LoopState) -> None:  # noqa: B027 (to override, or not)
         """Finishes a loop that ended without an error. May set the state that the loop returns."""

@@ -125,7 +125,7 @@ def arguments(loop_state: LoopState, count: int) -> tuple[Any, ...]:
 def num_arguments(callback: Callable[..., Any]) -> int:
     """Returns the number of arguments that a callback takes.
 
-    If it can't be called with these, raises a `TypeError` with its name.
+    Raises a `TypeError` that names the callback if it can't be called with the loop's arguments.
     """
     names, _ = positional_arguments(callback)
     takes = (

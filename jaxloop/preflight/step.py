@@ -59,7 +59,7 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
       part: The loop.
       state: The state that was given.
       first: A list with the first batch; empty if there is none.
-      longest_loop: The number of batches in the longest loop, because the outputs of a loop are kept; None if unknown.
+      longest_loop: The number of batches in the longest loop, to estimate the memory of the outputs; None if unknown.
     """
     if state.shapes is None or not first:
         return part

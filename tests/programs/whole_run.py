@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 import jaxloop
-from jaxloop import actions, checkpoint, data, every, last
+from jaxloop import actions, checkpoint, data, every, last, optimizers
 
 BATCHES = 12
 ROWS = 8  # In a batch.
@@ -133,10 +133,12 @@ class NoisyStep(jaxloop.Step):
         self.watch("compile", 0)
         noise = 0.1 * jax.random.normal(self.prng_key(state.step), batch["y"].shape) if self.train else 0.0
 
+        params = state.params if self.train else optimizers.ema_params(state)
+
         def loss_fn(params):
             return ((state.apply_fn({"params": params}, batch["x"]) - batch["y"] + noise) ** 2).mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        loss, grads = jax.value_and_grad(loss_fn)(params)
         mean = clu_metrics.Average.from_model_output(batch["x"][:, 0])
         outputs = {"loss": loss, "mean": mean, "sums": Sums.from_model_output(x=batch["x"])}
         return (state.apply_gradients(grads=grads) if self.train else state), outputs
@@ -212,7 +214,9 @@ class Program:
 
 
 def make_program(seed: int = 3, devices: int | None = None) -> Program:
-    key, optimizer = jax.random.key(seed), optax.sgd(0.1, momentum=0.9)
+    key = jax.random.key(seed)
+    partly_frozen = optimizers.by_path({"kernel": optax.sgd(0.1, momentum=0.9), "bias": None})
+    optimizer = optax.chain(partly_frozen, optimizers.ema(0.9))
     partitioner = jaxloop.SingleDevicePartitioner()
     if devices is not None:
         partitioner = jaxloop.DataParallelPartitioner(Mesh(np.array(jax.devices()[:devices]), ("data",)), "data")

@@ -1,0 +1,330 @@
+"""Averages of the parameters, frozen parameters, and optimizers by path."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxloop
+from jaxloop import checkpoint, every, last, optimizers, partition
+from jaxloop.path_patterns import matches
+
+X = np.random.default_rng(0).normal(size=[64, 4]).astype(np.float32)
+Y = (X.sum(-1) > 0).astype(np.int32)
+BATCHES = [{"x": X[i : i + 16], "label": Y[i : i + 16]} for i in range(0, 64, 16)]
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(nn.relu(nn.Dense(8, name="body")(x)))
+
+
+class NNX(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.body(x)))
+
+
+def loss(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def make_step(model=None, optimizer=None, train=True, **options):
+    optimizer = optax.sgd(0.05, momentum=0.9) if optimizer is None else optimizer
+    model = Linen() if model is None else model
+    if model is NNX:
+        options["nnx_model_args"] = ()
+    return jaxloop.LossStep(jax.random.key(0), model, optimizer, train=train, loss=loss, **options)
+
+
+def train(step, steps=8, state=None):
+    state = step.initialize_model([1, 4]) if state is None else state
+    return jaxloop.TrainLoop(step)(state, jaxloop.from_index(lambda n: BATCHES[n % 4]), steps)[0]
+
+
+def bits(tree):
+    return [(leaf.dtype, leaf.shape, leaf.tobytes()) for leaf in map(np.asarray, jax.tree.leaves(tree))]
+
+
+def expected_average(decay, steps=8, **options):
+    """Returns the average, computed on the host in float64."""
+    step = make_step(**options)
+    state = step.initialize_model([1, 4])
+    average = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)
+    for count in range(steps):
+        state, _ = step(state, BATCHES[count % 4])
+        rate = 1 - (decay(count) if callable(decay) else decay)
+        average = jax.tree.map(lambda old, new, rate=rate: old + rate * (np.asarray(new) - old), average, state.params)
+    return average
+
+
+@pytest.mark.parametrize("model", [Linen(), NNX], ids=["Linen", "NNX"])
+@pytest.mark.parametrize("decay", [0.9, 0.0, 1, lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))])
+def test_the_average_is_that_of_the_parameters_after_each_update(model, decay):
+    state = train(make_step(model, ema=decay))
+    on_host = decay if not callable(decay) else lambda count: min(0.999, (1 + count) / (10 + count))
+    for ours, expected in zip(
+        jax.tree.leaves(optimizers.ema_params(state)),
+        jax.tree.leaves(expected_average(on_host, model=model)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+    assert bits(state.params) == bits(train(make_step(model)).params)  # The updates are the same.
+
+
+def test_half_precision_parameters_are_averaged_in_float32():
+    params = {"w": jnp.ones(3, jnp.bfloat16), "n": jnp.arange(3)}
+    optimizer = optimizers.ema(0.999)
+    state = optimizer.init(params)
+    assert {name: leaf.dtype for name, leaf in state.params_ema.items()} == {"w": jnp.float32, "n": jnp.int32}
+    updates = {"w": jnp.full(3, 0.5, jnp.bfloat16), "n": jnp.ones(3, jnp.int32)}
+    for _ in range(3):
+        _, state = optimizer.update(updates, state, params)
+    np.testing.assert_allclose(state.params_ema["w"], 1.5 - 0.5 * 0.999**3, rtol=1e-6)  # bfloat16 would stay at 1.
+    assert state.params_ema["n"].tolist() == [1, 2, 3]
+
+
+def test_evaluations_predictions_and_exports_use_the_average(tmp_path):
+    state = train(make_step(ema=0.9))
+    averaged = state.replace(params=optimizers.ema_params(state))
+    ours, plain = make_step(train=False, ema=0.9, use_ema=True), make_step(train=False)
+    losses = [
+        float(jaxloop.summarize(jaxloop.EvalLoop(step)(on, BATCHES)[1])["loss"])
+        for step, on in ((ours, state), (plain, averaged))
+    ]
+    assert losses[0] == losses[1] != float(jaxloop.summarize(jaxloop.EvalLoop(plain)(state, BATCHES)[1])["loss"])
+    assert bits(ours.predict(state, BATCHES)) == bits(plain.predict(averaged, BATCHES))
+    jaxloop.export(ours, state, [1, 4], tmp_path / "model", platforms=["cpu"])
+    exported = jax.export.deserialize(bytearray((tmp_path / "model").read_bytes()))
+    np.testing.assert_allclose(exported.call(X), plain.predict(averaged, BATCHES), rtol=1e-6)
+
+
+def test_the_average_has_the_layout_of_the_parameters():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    step = make_step(partitioner=partition.FSDPPartitioner(mesh, "data", min_size=1), ema=0.9)
+    state = train(step)
+    layouts = [jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state.params, state.opt_state[1].params_ema)]
+    assert layouts[0] == layouts[1]
+    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(layouts[1]))
+
+
+@pytest.mark.parametrize("model", [Linen(), NNX], ids=["Linen", "NNX"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_frozen_parameter_keeps_every_bit_and_has_no_optimizer_state(model, accumulate):
+    optimizer = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05, momentum=0.9))
+    step = make_step(model, optimizer, trainable="head/**", ema=0.9, accumulate=accumulate)
+    state = step.initialize_model([1, 4])
+    is_body = lambda path: "body" in jax.tree_util.keystr(path)
+    special = np.array([-0.0, 1e-40, -3e38, 3.0, 0.0, -1e-45, 1.0, -2.0], np.float32)
+    of_body = lambda path, leaf: jnp.array(special) if is_body(path) and leaf.ndim == 1 else leaf
+    state = state.replace(params=jax.tree_util.tree_map_with_path(of_body, state.params))
+    before = bits(state.params["body"]), bits(state.params["head"])
+    moments = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state[0])]
+    assert len(moments) == 2 and not any(map(is_body, moments))
+    state = train(step, state=state)
+    assert bits(state.params["body"]) == before[0]
+    assert all(one != other for one, other in zip(bits(state.params["head"]), before[1], strict=True))
+
+
+def test_each_parameter_has_the_optimizer_of_the_first_pattern_that_matches_it():
+    optimizer = optimizers.by_path({"*/bias": optax.sgd(1.0), "head/**": optax.sgd(0.1), "**": None})
+    step = make_step(optimizer=optimizer)
+    state = step.initialize_model([1, 4])
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    change = jax.tree.map(lambda new, old: new - old, state.apply_gradients(grads=grads).params, state.params)
+    moved = {name: {key: round(float(leaf.mean()), 6) for key, leaf in layer.items()} for name, layer in change.items()}
+    assert moved == {"body": {"bias": -1.0, "kernel": 0.0}, "head": {"bias": -1.0, "kernel": -0.1}}
+
+
+def test_patterns_with_the_same_transformation_share_its_norm():
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1), "c": jnp.zeros(1)}
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0]), "c": jnp.array([100.0])}
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = optimizers.by_path({"a": clipped, "b": clipped, "c": None})
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    np.testing.assert_allclose(jax.tree.leaves(updates), [[-0.6], [-0.8], [0.0]], rtol=1e-6)
+
+
+def test_several_patterns_are_trainable():
+    step = make_step(trainable=["head/**", "body/bias"])
+    state = step.initialize_model([1, 4])
+    before = jax.tree.map(np.asarray, state.params)
+    after = train(step, state=state).params
+    assert bits(before["body"]["kernel"]) == bits(after["body"]["kernel"])
+    assert bits(before["body"]["bias"]) != bits(after["body"]["bias"])
+
+
+@pytest.mark.parametrize("options", [{"ema": 0.9}, {"ema": 0.9, "trainable": "head/**"}], ids=["ema", "frozen"])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, options):
+    def run(directory, crash_at=None):
+        def batch(number):
+            if number == crash_at:
+                raise RuntimeError("crash")
+            return BATCHES[(number * 3 + number // 5) % 4]
+
+        step = make_step(**options)
+        save = jaxloop.CheckpointAction(directory / "checkpoints", every(steps=3) | last())
+        outer_loop = jaxloop.OuterLoop(
+            jaxloop.TrainLoop(step, end_actions=[save]),
+            [jaxloop.EvalLoop(make_step(train=False, use_ema=True, **options))],
+            jaxloop.CheckpointSpec(directory / "checkpoints"),
+            workdir=directory,
+        )
+        specs = [jaxloop.EvalSpec(BATCHES, interval=every(steps=4), name="test")]
+        state, _ = outer_loop(
+            step.initialize_model([1, 4]), jaxloop.from_index(batch), train_total_steps=12, eval_specs=specs
+        )
+        return state, outer_loop.history.collect("steps", "test.loss")
+
+    whole, losses = run(tmp_path / "whole")
+    for crash_at in (2, 5, 7, 11):
+        with pytest.raises(RuntimeError, match="crash"):
+            run(tmp_path / "resumed", crash_at)
+    resumed, same_losses = run(tmp_path / "resumed")
+    assert bits(resumed) == bits(whole) and int(resumed.opt_state[1].count) == 12
+    assert same_losses == losses
+
+
+def saved(tmp_path, **options):
+    state = train(make_step(**options))
+    with contextlib.closing(checkpoint.CheckpointWriter(tmp_path)) as writer:
+        writer.save(8, state)
+    return state
+
+
+@pytest.mark.parametrize("model", [Linen(), NNX], ids=["Linen", "NNX"])
+def test_the_average_is_loaded_without_the_parameters(tmp_path, model):
+    state = saved(tmp_path, model=model, ema=0.9)
+    loaded = checkpoint.load_params(tmp_path, into=state.params, ema=True)
+    assert bits(loaded) == bits(optimizers.ema_params(state)) != bits(state.params)
+
+
+def test_an_evaluation_without_an_optimizer_restores_the_average(tmp_path):
+    state = saved(tmp_path, ema=0.9)
+    step = jaxloop.LossStep(jax.random.key(1), Linen(), loss=loss, ema=0.9, use_ema=True)
+    restored = step.restore_model(step.initialize_model([1, 4]), tmp_path)
+    assert bits(optimizers.ema_params(restored)) == bits(optimizers.ema_params(state))
+    assert bits(step.predict(restored, BATCHES)) == bits(make_step(train=False, use_ema=True).predict(state, BATCHES))
+
+
+def test_an_average_that_was_not_saved_starts_with_the_restored_parameters(tmp_path):
+    state = saved(tmp_path)
+    step = make_step(optimizer=optax.sgd(0.1), ema=0.9)
+    restored = step.restore_model(step.initialize_model([1, 4]), tmp_path)
+    assert bits(optimizers.ema_params(restored)) == bits(state.params)
+    train(step, state=restored)  # The average and the parameters are donated, and don't share memory.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: make_step(trainable="tail/**").initialize_model([1, 4]),
+            "'tail/\\*\\*' matches no parameter.*body/bias",
+        ),
+        (
+            lambda: make_step(optimizer=optimizers.by_path({"head/**": optax.sgd(1.0)})).initialize_model([1, 4]),
+            "No pattern of 'head/\\*\\*' matches these parameters.*body/bias",
+        ),
+        (lambda: make_step(ema=1.5), "a number from 0 to 1, such as 0.999"),
+        (lambda: make_step(ema=0.9, use_ema=True), "use_ema=True is for evaluations"),
+        (lambda: optimizers.ema_params(make_step().initialize_model([1, 4])), "has no averages"),
+        (lambda: optimizers.ema(0.9).update({}, optimizers.ema(0.9).init({})), "needs the parameters"),
+    ],
+)
+def test_errors_say_what_to_do(make, message):
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        make()
+
+
+def test_a_checkpoint_without_an_average_says_so(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(ValueError, match="has no average of the parameters"):
+        checkpoint.load_params(tmp_path, ema=True)
+
+
+def test_a_pattern_may_leave_out_the_end_of_an_nnx_path():
+    assert matches("*/kernel", "head/kernel/value") and matches("head/value", "head/value")
+    assert not matches("head", "head/kernel/value")
+
+
+def test_fit_evaluates_the_average_and_freezes_the_rest():
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "train_epochs": 2, "progress": None}
+    state, history = jaxloop.fit(Linen(), BATCHES, BATCHES, **options, ema=0.9, trainable="head/**")
+    averaged = state.replace(params=optimizers.ema_params(state))
+    _, outputs = jaxloop.EvalLoop(make_step(train=False))(averaged, BATCHES)
+    assert history.collect("eval.loss")[-1] == pytest.approx(float(jaxloop.summarize(outputs)["loss"]), rel=1e-6)
+    plain, _ = jaxloop.fit(Linen(), BATCHES, **options)
+    assert bits(state.params["head"]) != bits(plain.params["head"])
+    initial = make_step().initialize_model([1, 4])  # fit's seed is 0, too.
+    assert bits(state.params["body"]) == bits(initial.params["body"])
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = (nnx.LoRALinear(*sizes, lora_rank=2, rngs=rngs) for sizes in ((4, 8), (8, 2)))
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.body(x)))
+
+
+class LoRAStep(jaxloop.Step):
+    """Trains adapters of an NNX model, whose frozen parameters are passed to `run` with the batch."""
+
+    frozen = nnx.split_state(nnx.state(Adapted(nnx.Rngs(7)), nnx.Param), nnx.LoRAParam, ...)[1]
+
+    def make_state(self, spec=None, **init_kwargs):
+        state = super().make_state(spec, **init_kwargs)
+        adapters, _ = nnx.split_state(state.params, nnx.LoRAParam, ...)
+        return state.replace(params=adapters, opt_state=self.optimizer.init(adapters))
+
+    def shard_batch(self, batch):
+        return super().shard_batch(batch), self.frozen
+
+    def run(self, state, batch):
+        batch, frozen = batch
+
+        def loss_fn(adapters):
+            model = state.apply_fn(nnx.merge_state(frozen, adapters), state.batch_stats, state.collections)
+            return loss(model(batch["x"])[0], batch).mean()
+
+        value, grads = jax.value_and_grad(loss_fn)(state.params)
+        return (state.apply_gradients(grads=grads) if self.train else state), {"loss": value}
+
+
+def test_checkpoints_of_adapters_contain_nothing_else_and_resume_exactly(tmp_path):
+    def run(directory, crash_at=None):
+        def batch(number):
+            if number == crash_at:
+                raise RuntimeError("crash")
+            return BATCHES[number % 4]
+
+        step = LoRAStep(jax.random.key(0), Adapted, optax.sgd(0.1, momentum=0.9), train=True, nnx_model_args=())
+        train_loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(directory, every(steps=2) | last())])
+        evaluation = jaxloop.EvalLoop(LoRAStep(jax.random.key(0), Adapted, nnx_model_args=()))
+        outer_loop = jaxloop.OuterLoop(train_loop, [evaluation], jaxloop.CheckpointSpec(directory))
+        specs = [jaxloop.EvalSpec(BATCHES, interval=every(steps=3), name="test")]
+        state, _ = outer_loop(
+            step.initialize_model(None), jaxloop.from_index(batch), train_total_steps=9, eval_specs=specs
+        )
+        return state, outer_loop.history.collect("test.loss")
+
+    whole, losses = run(tmp_path / "whole")
+    for crash_at in (1, 3, 6, 8):
+        with pytest.raises(RuntimeError, match="crash"):
+            run(tmp_path / "resumed", crash_at)
+    resumed, same_losses = run(tmp_path / "resumed")
+    assert bits(resumed) == bits(whole) and same_losses == losses and losses[-1] < losses[0]
+    saved_params = checkpoint.load_params(tmp_path / "resumed")
+    assert sorted(saved_params) == ["body", "head"]
+    assert all(list(layer) == ["lora"] for layer in saved_params.values())
