@@ -303,7 +303,6 @@ class LossStep(NumpyStep):
         return self._model
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters that evaluations use: those of the state or, with `use_ema`, their average."""
         return optimizers.ema_params(state) if self._use_ema else state.params
 
     def predict(self, state: Any, dataset: Any) -> Any:

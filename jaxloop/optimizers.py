@@ -1,7 +1,7 @@
 """Optax transformations that average the parameters, and that update leaves by their paths."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 from jaxloop import checks, path_patterns
 
 
+@final
 class EMAState(NamedTuple):
     """The state of `ema`.
 
@@ -18,7 +19,7 @@ class EMAState(NamedTuple):
       params_ema: The average, a tree like the parameters. Parameters in half precision are averaged in float32.
     """
 
-    count: jax.Array
+    count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
     params_ema: Any
 
 
@@ -98,7 +99,7 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
 
     None freezes a parameter: it keeps every bit, and the optimizer has no state for it.
 
-    >>> optimizer = by_path({"head/**": optax.adam(1e-2), "body/embedding": None, "**": optax.adam(1e-4)})
+    >>> optimizer = by_path({"head/**": optax.sgd(1e-2), "body/embedding": None, "**": optax.sgd(1e-4)})
     >>> params = {"body": {"embedding": jnp.ones(3), "kernel": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
     >>> grads, state = jax.tree.map(jnp.ones_like, params), optimizer.init(params)
     >>> updates, _ = optimizer.update(grads, state, params)
@@ -139,7 +140,9 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
             )
         return jax.tree.unflatten(jax.tree.structure(params), [found[0] for found in matched])
 
-    by_number = {numbers[pattern]: _FROZEN if each is None else each for pattern, each in transformations.items()}
+    by_number: dict[Any, Any] = {
+        numbers[pattern]: _FROZEN if each is None else each for pattern, each in transformations.items()
+    }
     return optax.partition(by_number, label)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from jaxloop import checks
 
 _WILDCARD = re.compile(r"\*\*|\*")
-_NNX_SUFFIX = "/value"
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -20,7 +19,8 @@ def matches(pattern: str, path: str) -> bool:
     >>> matches("head/kernel", "head/kernel/value")
     True
     """
-    return _match(pattern, path) is not None
+    expression = _expression(pattern)
+    return any(expression.fullmatch(name) for name in (path, path.removesuffix("/value")))
 
 
 def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
@@ -44,26 +44,20 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
                 f"A pattern and its new path must have the same wildcards in the same order, got {pattern!r} and "
                 f"{target!r}. Write {{'encoder/**': 'backbone/**'}}, for example."
             )
-        found = [(path, match) for path in paths if (match := _match(pattern, path))]
+        found = [(path, match) for path in paths if (match := _expression(pattern).fullmatch(path))]
         if not found:
             raise ValueError(
                 f"The pattern {pattern!r} matches no path. The paths are:\n" + "\n".join(checks.first_lines(paths))
             )
         for path, match in found:
             pairs = zip(_WILDCARD.split(target), [*match.groups(), ""], strict=True)
-            new_path = "".join(text + names for text, names in pairs)
-            new_paths.setdefault(path, new_path + path[len(match.string) :])
+            new_paths.setdefault(path, "".join(text + names for text, names in pairs))
     if len(set(new_paths.values())) < len(new_paths):
         targets = list(new_paths.values())
         twice = next(target for target in targets if targets.count(target) > 1)
         both = [path for path, target in new_paths.items() if target == twice]
         raise ValueError(f"{both[0]} and {both[1]} would both become {twice}. Give patterns that keep them apart.")
     return new_paths
-
-
-def _match(pattern: str, path: str) -> re.Match[str] | None:
-    expression = _expression(pattern)
-    return expression.fullmatch(path) or expression.fullmatch(path.removesuffix(_NNX_SUFFIX))
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

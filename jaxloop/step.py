@@ -400,6 +400,10 @@ class Step:
             lines.append(f"a step: {self.cost_analysis(state, batch)}")
         return "\n".join(lines)
 
+    def params_to_evaluate(self, state: Any) -> Any:
+        """Returns the parameters that `jaxloop.export` uses, and `LossStep` in evaluations."""
+        return state.params
+
     def call_model(self, state: Any, params: Any, inputs: Any, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
         """Calls the model inside a compiled function; see `jaxloop.models.forward`.
 

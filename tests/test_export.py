@@ -80,7 +80,8 @@ def test_another_process_computes_the_same_outputs_for_any_batch_size(kind, tmp_
         expected = step.predict(state, [{"x": IMAGES}])
     outputs, platforms = call_elsewhere(path, tmp_path, x=IMAGES)
     assert platforms == ["cpu", "cuda", "tpu"]
-    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+    tolerance = 1e-2 if kind == "bfloat16" else 1e-5  # Versions of XLA round intermediate values differently.
+    np.testing.assert_allclose(outputs, expected, rtol=tolerance, atol=tolerance / 10)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["inputs.npz", "model.jaxexport", "outputs.npy"]
 
 

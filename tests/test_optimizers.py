@@ -136,6 +136,19 @@ def test_a_frozen_parameter_keeps_every_bit_and_has_no_optimizer_state(model, ac
     assert all(one != other for one, other in zip(bits(state.params["head"]), before[1], strict=True))
 
 
+def test_the_update_of_a_frozen_parameter_keeps_the_sign_of_zero():
+    params, optimizer = {"a": jnp.array([-0.0, 0.0])}, optimizers.by_path({"a": None})
+    updates, _ = optimizer.update({"a": jnp.ones(2)}, optimizer.init(params), params)
+    assert bits(optax.apply_updates(params, updates)) == bits(params)
+
+
+def test_a_state_that_was_made_without_a_step_can_be_donated():
+    step = make_step(ema=0.9)
+    variables = Linen().init(jax.random.key(0), X[:1])
+    state = jaxloop.TrainState.create(apply_fn=Linen().apply, params=variables["params"], tx=step.optimizer)
+    assert bits(train(step, state=state)) == bits(train(step))
+
+
 def test_each_parameter_has_the_optimizer_of_the_first_pattern_that_matches_it():
     optimizer = optimizers.by_path({"*/bias": optax.sgd(1.0), "head/**": optax.sgd(0.1), "**": None})
     step = make_step(optimizer=optimizer)
@@ -207,6 +220,14 @@ def test_the_average_is_loaded_without_the_parameters(tmp_path, model):
     state = saved(tmp_path, model=model, ema=0.9)
     loaded = checkpoint.load_params(tmp_path, into=state.params, ema=True)
     assert bits(loaded) == bits(optimizers.ema_params(state)) != bits(state.params)
+
+
+def test_patterns_for_an_nnx_model_choose_what_is_loaded(tmp_path):
+    state = saved(tmp_path, model=NNX)
+    into = make_step(NNX).initialize_model(None).params
+    loaded = checkpoint.load_params(tmp_path, into=into, paths={"*/kernel": "*/kernel"})
+    assert bits(loaded["head"]["kernel"]) == bits(state.params["head"]["kernel"])
+    assert bits(loaded["head"]["bias"]) == bits(into["head"]["bias"]) != bits(state.params["head"]["bias"])
 
 
 def test_an_evaluation_without_an_optimizer_restores_the_average(tmp_path):
