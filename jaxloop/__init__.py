@@ -60,7 +60,17 @@ from jaxloop.schedules import Elapsed, Schedule, after, always, at, every, first
 from jaxloop.stat_loop import StatLoop
 from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
-from jaxloop.types import Batch, BatchSpec, MetricType, MetricWithMetadata, Output, PRNGType, State, TrainState
+from jaxloop.types import (
+    Batch,
+    BatchSpec,
+    MetricType,
+    MetricWithMetadata,
+    Output,
+    PRNGType,
+    State,
+    TrainState,
+    Weighted,
+)
 from jaxloop.watchdog import Watchdog
 
 __version__ = "0.1.0"
@@ -108,6 +118,7 @@ __all__ = [
     "TrainLoop",
     "TrainState",
     "Watchdog",
+    "Weighted",
     "after",
     "always",
     "at",

@@ -140,7 +140,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       optimizer: An Optax transformation.
       metrics: Functions of `(outputs, batch)` by name; see `LossStep`.
       inputs: Selects the part of a batch that the model receives; see `LossStep`.
-      trainable: The paths of the parameters to train, such as "head/**"; see `LossStep`.
+      trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
       train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. It is

@@ -23,8 +23,9 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 class LossStep(NumpyStep):
     """A `Step` for which you only write the loss, `loss(outputs, batch)`, as a method or as an argument.
 
-    `outputs` is the model's output for the inputs of the batch. The loss returns one number per example, `[batch]`, or
-    a scalar. It may also return a dict of metrics, each `[batch]` or a scalar: `(losses, metrics)`.
+    `outputs` is the model's output for the inputs of the batch. The loss returns one number per example, `[batch]`; or
+    a scalar; or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. It may also return a dict of
+    metrics of these kinds: `(losses, metrics)`.
 
     With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
     statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
@@ -105,7 +106,7 @@ class LossStep(NumpyStep):
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
         keep their dtypes.
       batch_size: The number of rows to pad short training batches to; None for the default described above.
-      trainable: The pattern of the paths of the parameters to train, such as "head/**", or a list of patterns; see
+      trainable: The pattern of the paths of the parameters to train, such as `"head/**"`, or a list of patterns; see
         `jaxloop.path_patterns.matches`. The others are frozen: they keep every bit, and the optimizer has no state for
         them. None to train all. `jaxloop.optimizers.by_path` gives each part its own optimizer.
       ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function of the number of
@@ -206,7 +207,7 @@ class LossStep(NumpyStep):
     # To override ---------------------------------------------------------------------------------
 
     def loss(self, outputs: Any, batch: types.Batch) -> Any:
-        """Returns per-example losses `[batch]` or a scalar, or `(losses, metrics)`. It must be pure, and is compiled.
+        """Returns losses `[batch]`, a scalar or a `Weighted`, or `(losses, metrics)`. It must be pure, and is compiled.
 
         Args:
           outputs: The output of the model or, if the model is a pytree of parameters, these parameters.
@@ -387,7 +388,7 @@ class LossStep(NumpyStep):
         values = self._call_loss(outputs, batch)
         self._not_per_example = ()
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
-        return means["loss"], (means, outputs, updates)
+        return _mean_of(means["loss"]), (means, outputs, updates)
 
     def _call_loss(self, outputs: Any, batch: Any) -> dict[str, Any]:
         result = self.loss(outputs, batch)
@@ -397,12 +398,13 @@ class LossStep(NumpyStep):
                 shown = ", ".join(map(checks.describe, result))
                 raise TypeError(f"{self._name_of_loss} must return losses or (losses, metrics), got ({shown}).")
             result, more = result
-        if not hasattr(result, "dtype") and not isinstance(result, float):
+        mean = _mean_of(result)
+        if not hasattr(mean, "dtype") and not isinstance(mean, float):
             raise TypeError(
-                f"{self._name_of_loss} must return an array of per-example losses [batch], or a scalar, or the pair "
-                f"(losses, metrics), got {checks.describe(result)}."
+                f"{self._name_of_loss} must return an array of per-example losses [batch], a scalar, a Weighted mean, "
+                f"or the pair (losses, metrics), got {checks.describe(result)}."
             )
-        if not jnp.issubdtype(jnp.result_type(result), jnp.floating):
+        if not jnp.issubdtype(jnp.result_type(mean), jnp.floating):
             raise TypeError(f"{self._name_of_loss} must return floating-point losses, got {checks.describe(result)}.")
         if "loss" in more:
             raise ValueError(
@@ -425,7 +427,7 @@ class LossStep(NumpyStep):
         if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
             return types.MetricWithMetadata(self._mean(name, value.value, mask), value.type, value.metadata)
         is_per_example = False
-        if not isinstance(value, types.MetricWithMetadata) and not is_metric(value):
+        if not isinstance(value, types.MetricWithMetadata | types.Weighted) and not is_metric(value):
             value = self._array_of(name, value, mask)
             is_per_example = value.ndim == 1
             if is_per_example:
@@ -438,8 +440,8 @@ class LossStep(NumpyStep):
         what = self._name_of_loss if name == "loss" else f"The metric {name!r}"
         if not hasattr(value, "dtype") and not isinstance(value, bool | int | float):
             raise TypeError(
-                f"{what} must be an array [batch], a scalar, a MetricWithMetadata or a clu metric, got "
-                f"{checks.describe(value)}."
+                f"{what} must be an array [batch], a scalar, a Weighted mean, a MetricWithMetadata, or a metric with "
+                f"`merge` and `compute`, got {checks.describe(value)}."
             )
         value = jnp.asarray(value)
         if value.ndim == 0 or (mask is not None and value.shape == mask.shape):
@@ -482,7 +484,6 @@ class LossStep(NumpyStep):
         parts, rows, shards = self._accumulate, mask.shape[0], self._partitioner.shards
         if rows % shards:
             shards = 1
-        total = jnp.maximum(_count(mask), 1)
 
         def add(carry: Any, part: Any) -> Any:
             grads_before, (batch_stats, collections) = carry
@@ -490,7 +491,8 @@ class LossStep(NumpyStep):
             state_now = state.replace(batch_stats=batch_stats, collections=collections)
             keys_now = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
             grads, values, state_now = self._gradients(state_now, batch, mask, keys_now)
-            weight = _count(mask) / total
+            loss = values["loss"]
+            weight = loss.weight if isinstance(loss, types.Weighted) else _count(mask)
             grads = jax.tree.map(lambda before, new: before + _weighted(new, weight), grads_before, grads)
             return (grads, (state_now.batch_stats, state_now.collections)), (weight, values)
 
@@ -506,8 +508,10 @@ class LossStep(NumpyStep):
                 f"{'are' if len(self._not_per_example) > 1 else 'is'} not. Return arrays [batch], or batch to a "
                 f"multiple of {parts * shards} and drop the remainder."
             )
-        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
-        values = {name: _combine(value, weights) for name, value in values.items()}
+        total = weights.sum()
+        total = jnp.where(total == 0, 1, total)
+        grads = jax.tree.map(lambda grad, leaf: (grad / total).astype(leaf.dtype), grads, state.params)
+        values = {name: _combine(value, weights / total) for name, value in values.items()}
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def inputs_of(self, batch: types.Batch) -> Any:
@@ -699,11 +703,17 @@ def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
 
 def _combine(value: Any, weights: jax.Array) -> Any:
     """Combines the stacked values of the micro-batches into the value of the batch."""
+    if isinstance(value, types.Weighted):
+        return types.Weighted(value.value, value.weight)
     if is_metric(value):
         return merge([jax.tree.map(lambda leaf, part=part: leaf[part], value) for part in range(len(weights))])
     if isinstance(value, types.MetricWithMetadata) and value.type is not types.MetricType.SCALAR:
         return jax.tree.map(lambda leaf: leaf[0], value)
     return jax.tree.map(lambda leaf: jnp.sum(_weighted(leaf, weights)), value)
+
+
+def _mean_of(loss: Any) -> Any:
+    return loss.value if isinstance(loss, types.Weighted) else loss
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:

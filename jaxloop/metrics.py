@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from clu import metrics as clu_metrics
 
 from jaxloop import encoding, types
+
+_CLU_MODULE = "clu.metrics"
 
 
 def fetch(tree: Any) -> Any:
@@ -86,7 +87,8 @@ def _unwrap_scalar(leaf: Any) -> Any:
 class LoopOutputs(dict[str, Any]):
     """The outputs of a loop, on the host. Each name maps to a list with one value per step, in order.
 
-    `clu.metrics` states are merged, so their lists contain merged states. Statistics are plain numbers.
+    Metrics that have `merge` and `compute`, such as those of `clu.metrics`, are merged, so their lists contain merged
+    states. Statistics are plain numbers.
 
     Attributes:
       num_examples: The number of examples in each step of the loop.
@@ -183,6 +185,8 @@ def _plain(value: Any) -> Any:
     if is_metric(value):
         computed = None if merges_on_host(value) else fetch(value.compute())
         return ("metric", _name_of_class(value), _fields(value), computed)
+    if isinstance(value, types.Weighted):
+        return ("weighted", value.value, value.weight)
     if isinstance(value, types.MetricWithMetadata):
         return ("with metadata", value.value, value.type.value, value.metadata and dict(value.metadata))
     return ("tuple", value) if isinstance(value, tuple) else value
@@ -198,6 +202,8 @@ def _not_plain(value: Any) -> Any:
             with contextlib.suppress(Exception):  # The class has changed, or it overrides `empty`.
                 return _with_fields(cls.empty(), fields)
             return _KeptMetric(fields, computed)
+        case ("weighted", inner, weight):
+            return types.Weighted.tree_unflatten(None, (inner, weight))
         case ("with metadata", inner, kind, metadata):
             return types.MetricWithMetadata(inner, types.MetricType(kind), metadata)
         case ("tuple", inner):
@@ -219,7 +225,7 @@ def _name_of_class(metric: Any) -> str | None:
         name = f"{cls.__module__}:{cls.__qualname__}"
         if _class_of_name(name) is not None:
             return name
-        if cls.__module__ != clu_metrics.__name__:
+        if cls.__module__ != _CLU_MODULE:
             break
     return None
 
@@ -230,8 +236,8 @@ def _class_of_name(name: str | None) -> Any:
     found: Any = sys.modules.get(module)
     for each in path.split("."):
         found = getattr(found, each, None)
-    bases = clu_metrics.Metric, clu_metrics.Collection
-    return found if isinstance(found, type) and issubclass(found, bases) and found not in bases else None
+    is_base = module == _CLU_MODULE and path in ("Metric", "Collection")
+    return found if isinstance(found, type) and is_metric_class(found) and not is_base else None
 
 
 def as_states_like(kept: list[Any], values: list[Any]) -> list[Any]:
@@ -249,6 +255,8 @@ def _with_fields(metric: Any, fields: Any) -> Any:
 
 
 def _is_small(value: Any) -> bool:
+    if isinstance(value, types.Weighted):
+        return True
     if isinstance(value, types.MetricWithMetadata):
         return value.type in (types.MetricType.SCALAR, types.MetricType.TEXT)
     return is_metric(value) or np.ndim(value) == 0
@@ -274,8 +282,9 @@ def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def is_metric_class(kind: type) -> bool:
-    """Returns whether the instances of a class are `clu.metrics` states."""
-    return issubclass(kind, clu_metrics.Metric | clu_metrics.Collection | _KeptMetric)
+    """Returns whether the instances of a class are metrics, like those of `clu.metrics`: with `merge` and `compute`."""
+    has_both = all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
+    return has_both or issubclass(kind, _KeptMetric)
 
 
 def is_metric(value: Any) -> bool:
@@ -284,9 +293,20 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether a state collects values. Such a state grows with each merge, so merging can't be compiled."""
-    is_collecting = lambda node: isinstance(node, clu_metrics.CollectingMetric)
-    return any(is_collecting(leaf) for leaf in jax.tree.leaves(metric, is_leaf=is_collecting))
+    """Returns whether merging can't be compiled, because a state grows with each merge: it collects values."""
+    leaves, structure = jax.tree.flatten(metric)
+    return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
+
+
+@functools.lru_cache(maxsize=64)
+def _grows(structure: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> bool:
+    state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
+    try:
+        merged = jax.eval_shape(lambda one, other: one.merge(other), state, state)
+    except Exception:  # It can't be traced at all. If its merge is broken, the host raises the error.
+        return True
+    sizes = [leaf.shape for leaf in jax.tree.leaves(merged)]
+    return jax.tree.structure(merged) != structure or sizes != [shape for shape, _ in shapes]
 
 
 def merge(states: Sequence[Any]) -> Any:
@@ -323,6 +343,9 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
             scalars[name] = float(value)
             continue
         values = value if isinstance(value, list) else [value]
+        if values and all(isinstance(item, types.Weighted) for item in values):
+            scalars[name] = _weighted_mean([item.value for item in values], [item.weight for item in values])
+            continue
         are_alike = _numbers_alike(values)
         values = values if are_alike else [_value_of(item) for item in values]
         present = values if are_alike else [item for item in values if item is not None]
@@ -343,7 +366,7 @@ def _numbers_alike(values: Sequence[Any]) -> bool:
     return len(kinds) == 1 and issubclass(kinds.pop(), np.floating | np.integer | np.bool_)
 
 
-def _weighted_mean(values: Sequence[Any], weights: Sequence[int]) -> float:
+def _weighted_mean(values: Sequence[Any], weights: Sequence[Any]) -> float:
     """Returns the weighted mean of all values except None. Values with weight 0 are ignored, even NaN."""
     if not (all(weights) and _numbers_alike(values)):
         pairs = [(float(v), n) for v, n in zip(values, weights, strict=True) if v is not None and n]
@@ -431,7 +454,9 @@ def _warn_of_lost(name: str) -> None:
 
 
 def _value_of(value: Any) -> Any:
-    """Unwraps a scalar with metadata. Returns any other value unchanged."""
+    """Unwraps a scalar with a weight or with metadata. Returns any other value unchanged."""
+    if isinstance(value, types.Weighted):
+        return value.value
     if isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR:
         return value.value
     return value

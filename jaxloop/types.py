@@ -200,3 +200,62 @@ class MetricWithMetadata:
     def tree_unflatten(cls, aux: Any, children: Any) -> Self:
         kind, metadata = aux
         return cls(children[0], kind, None if metadata is None else dict(metadata))
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, init=False)
+class Weighted:
+    """A mean with its own weight, such as the loss per token. It is a pytree, so that `Step.run` can return it.
+
+    Over several steps, the mean is `sum(value * weight) / sum(weight)`, computed in float64. Without `Weighted`, all
+    values of a step are weighted by its number of examples.
+
+    >>> losses, is_token = jnp.array([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), jnp.array([[1, 1, 0], [1, 0, 0]])
+    >>> loss = Weighted(losses, is_token)
+    >>> float(loss.value), float(loss.weight)
+    (2.0, 3.0)
+
+    Attributes:
+      value: The mean, a scalar; 0 if the weight is 0.
+      weight: The weight of the mean, a scalar: the number of tokens, pixels or graphs.
+
+    Args:
+      value: A scalar, or an array whose weighted mean is computed.
+      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where it is 0, `value` may be NaN.
+
+    Raises:
+      ValueError: The shapes don't fit.
+    """
+
+    value: Any
+    weight: Any
+
+    def __init__(self, value: Any, weight: Any):
+        value, weight = jnp.asarray(value), jnp.asarray(weight)
+        try:
+            weight = jnp.broadcast_to(weight, value.shape)
+        except ValueError:
+            raise ValueError(
+                f"Weighted needs a weight that can be broadcast to the shape of the value, {value.shape}, got "
+                f"{weight.shape}."
+            ) from None
+        is_wide = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4
+        dtype = value.dtype if is_wide else jnp.float32
+        weight, value = weight.astype(dtype), jnp.where(weight != 0, value, 0).astype(dtype)
+        total = weight.sum()
+        mean = (value * weight).sum() / jnp.where(total == 0, 1, total) if value.ndim else value
+        self._set(mean, total)
+
+    def _set(self, value: Any, weight: Any) -> None:
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "weight", weight)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.value, self.weight), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> Self:
+        weighted = object.__new__(cls)
+        weighted._set(*children)
+        return weighted
