@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
@@ -189,7 +190,13 @@ class CompiledFunction:
         batch, broadcasts = given if is_pair else (given, None)
         number = 4 if statics is not None else 3 if broadcasts is not None else 2
         arguments = (batch, broadcasts, statics)[: max(number, self._least_arguments) - 1]
-        call = lambda state: outputs_logs_and_state(self._fn(state, *arguments), name_of(self._fn), state)
+
+        def call(state: Any) -> tuple[Any, Any, Any]:
+            outputs, logs, new_state = outputs_logs_and_state(self._fn(state, *arguments), name_of(self._fn), state)
+            if logs:
+                logs = _with_mean_losses(metrics.separate_weights(logs), checks.num_examples(batch))
+            return outputs, logs, new_state
+
         outputs, logs, new_state = self._update_by_gradient(call, state) if self._train else call(state)
         found = {"outputs": outputs, "logs": logs}
         if new_state is None:
@@ -210,7 +217,8 @@ class CompiledFunction:
 
         def sum_of_losses(params: Any) -> tuple[Any, Any]:
             outputs, logs, new_state = call(state.replace(params=params))
-            losses = checks.leaves_by_path((logs or {}).get("losses", {}))
+            losses = metrics.join_weights(checks.leaves_by_path((logs or {}).get("losses", {})))
+            losses = {name: metrics.value_of(loss) for name, loss in losses.items()}
             if not losses:
                 raise ValueError(f"{self!r} logged no loss to differentiate. Call logs.add_loss('loss', loss).")
             for name, loss in losses.items():
@@ -225,6 +233,13 @@ class CompiledFunction:
         new_state = (state if new_state is None else new_state).replace(params=state.params)
         new_state = _update_variables(new_state, logs.pop("updates", {}))
         return outputs, logs, types.apply_gradients(new_state, grads)
+
+
+def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
+    """Returns the logs with the means of losses that have one value for each example."""
+    mean_of = lambda loss: jnp.mean(loss) if rows is not None and np.shape(loss) == (rows,) else loss
+    losses = logs.get("losses") or {}
+    return type(logs)({**logs, "losses": jax.tree.map(mean_of, losses)}) if losses else logs  # pyright: ignore
 
 
 class _NamedStep(FunctionStep):

@@ -276,7 +276,7 @@ def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: _value_of(value) for name, value in outputs.items() if not is_metric(value)}
+    values = {name: value_of(value) for name, value in outputs.items() if not is_metric(value)}
     return {name: value for name, value in values.items() if np.ndim(value) == 0 and value is not None}
 
 
@@ -347,7 +347,7 @@ def _scalars(reduced: Mapping[str, Any], outputs: types.Output) -> dict[str, flo
             scalars[name] = _weighted_mean([item.value for item in values], [item.weight for item in values])
             continue
         are_alike = _numbers_alike(values)
-        values = values if are_alike else [_value_of(item) for item in values]
+        values = values if are_alike else [value_of(item) for item in values]
         present = values if are_alike else [item for item in values if item is not None]
         if present and (are_alike or all(map(_is_number, present))):
             has_weights = isinstance(value, list) and len(num_examples) == len(values)
@@ -453,7 +453,36 @@ def _warn_of_lost(name: str) -> None:
     )
 
 
-def _value_of(value: Any) -> Any:
+_WEIGHT = " (weight)"
+
+
+def separate_weights(logs: Mapping[str, Any]) -> Any:
+    """Returns the logs with two scalars in place of each `Weighted`: its value, and its weight as `loss (weight)`."""
+    separated = {}
+    for name, value in logs.items():
+        if isinstance(value, types.Weighted):
+            separated |= {name: value.value, name + _WEIGHT: value.weight}
+        else:
+            separated[name] = separate_weights(value) if isinstance(value, Mapping) else value
+    return type(logs)(separated)  # pyright: ignore[reportCallIssue]
+
+
+def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverses `separate_weights` for entries that are keyed by path.
+
+    >>> join_weights({"loss": 0.5, "loss (weight)": 12, "accuracy": 0.9})
+    {'loss': Weighted(value=0.5, weight=12), 'accuracy': 0.9}
+    """
+    joined = {}
+    for path, value in entries.items():
+        if path + _WEIGHT in entries:
+            joined[path] = types.Weighted.tree_unflatten(None, (value, entries[path + _WEIGHT]))
+        elif path.removesuffix(_WEIGHT) == path or path.removesuffix(_WEIGHT) not in entries:
+            joined[path] = value
+    return joined
+
+
+def value_of(value: Any) -> Any:
     """Unwraps a scalar with a weight or with metadata. Returns any other value unchanged."""
     if isinstance(value, types.Weighted):
         return value.value

@@ -242,8 +242,8 @@ class Weighted:
             ) from None
         is_wide = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4
         dtype = value.dtype if is_wide else jnp.float32
-        weight, value = weight.astype(dtype), jnp.where(weight != 0, value, 0).astype(dtype)
-        total = weight.sum()
+        value, weight = value.astype(dtype), weight.astype(dtype)
+        value, total = jnp.where(weight == 0, 0, value), weight.sum()
         mean = (value * weight).sum() / jnp.where(total == 0, 1, total) if value.ndim else value
         self._set(mean, total)
 

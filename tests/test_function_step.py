@@ -318,10 +318,10 @@ def by_name(state, batch, *, rate):
         (lambda: jf.train_step(lambda s, b: jf.logs().add_metric("loss", 1.0)), (), ValueError, "logged no loss"),
         (lambda: jf.train_step(lambda s, b: None), (), ValueError, "logged no loss to differentiate"),
         (
-            lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"][:, 0])),
+            lambda: jf.train_step(lambda s, b: jf.logs().add_loss("mse", b["x"])),
             (),
             ValueError,
-            r"the loss 'mse', float32\[8\], which is not a scalar. Take its mean",
+            r"the loss 'mse', float32\[8, 3\], which is not a scalar. Take its mean",
         ),
         (lambda: jf.train_step(regression), ({"w": 1.0}, BATCH), TypeError, "needs a TrainState, .* got dict"),
         (lambda: jf.step(of_another_structure), ({"w": 1.0}, BATCH), TypeError, r"more: \(none\) -> int"),

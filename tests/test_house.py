@@ -93,7 +93,7 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
         "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
-        "'tqdm', 'equinox', 'haiku', 'pandas'};"
+        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from jaxloop.text import printable
 def default_writer(workdir: epath.PathLike) -> Any:
     """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars.
 
-    It writes the files with tensorboardX. If that is not installed but TensorFlow and TensorBoard are, it returns
+    It writes the files with tensorboardX. If only clu, TensorFlow and TensorBoard are installed, it returns
     `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which would allocate
     their memory. The first row then takes seconds, and each later row about fifty times as long as with tensorboardX.
     If neither is installed, it logs a warning and returns a writer that only logs scalars.
@@ -31,7 +31,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
     checkpoint.prepare_directory(workdir)
     if checks.is_installed("tensorboardX"):
         return TensorBoardWriter(workdir)
-    if checks.is_installed("tensorflow") and checks.is_installed("tensorboard"):  # clu's writer imports both.
+    if all(map(checks.is_installed, ("clu", "tensorflow", "tensorboard"))):  # clu's writer imports the other two.
         _hide_accelerators_from_tensorflow()
         from clu import metric_writers
 

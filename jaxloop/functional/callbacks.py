@@ -54,7 +54,7 @@ class CallbackOf(abc.ABC):
         self.was_called: bool = False
         self.has_reported: bool = False
         self.saves: bool = False
-        self._reports_state = False
+        self._reports_state, self._reports_weights = False, False
         self.kept_state: Any = None
 
     @abc.abstractmethod
@@ -66,6 +66,10 @@ class CallbackOf(abc.ABC):
         self.was_called = True
         if reported and "updates" in reported:
             reported = {name: value for name, value in reported.items() if name != "updates"}
+        if reported and not self.has_reported:
+            self._reports_weights = any(isinstance(value, types.Weighted) for _, value in entries(reported))
+        if self._reports_weights:
+            reported = metrics.separate_weights(reported or Logs())
         if not self.has_reported and not (outputs is None and reported is None):
             self._check_report(loop_state, outputs, reported, state)
         if self._reports_state:
@@ -302,7 +306,7 @@ def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs
     for name, value in (values or {}).items():
         is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR
         value = value.value if is_scalar else value
-        if _is_number(value):
+        if _is_number(value) or isinstance(value, types.Weighted):
             reported.add_metric(name, value)
         elif isinstance(value, Mapping) and all(_is_number(each) for _, each in entries(value)):
             reported.merge({name: value})

@@ -1,6 +1,7 @@
 """The values that callbacks report, and functions that aggregate them."""
 
 import collections
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
 
@@ -9,6 +10,7 @@ import jax
 from jaxloop import metrics
 from jaxloop.history import History
 from jaxloop.schedules import Elapsed
+from jaxloop.types import Weighted
 
 
 @final
@@ -37,7 +39,13 @@ class Logs(dict[str, Any]):
         return self.add("metrics", name, value)
 
     def add_loss(self, name: str, value: Any) -> Self:
-        """Adds a scalar to `losses`, and returns these logs. `train_step` differentiates the sum of this collection."""
+        """Adds a loss, and returns these logs. `train_step` differentiates the sum of all losses.
+
+        Args:
+          name: The name of the loss.
+          value: A scalar or a `Weighted` mean. In `step` and `train_step`, also losses `[batch]`, of which the mean is
+            taken.
+        """
         return self.add("losses", name, value)
 
     @property
@@ -145,11 +153,12 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of the entries, keyed by short name.
 
     Entries in the collections `metrics` and `losses` keep their name, such as `loss`. In any other collection, the name
-    of the collection is the prefix, as in `test/loss`.
+    of the collection is the prefix, as in `test/loss`. A value that was logged with its weight is a `Weighted`.
     """
     named = {}
+    joined = metrics.join_weights(dict(entries(logs)))
     # A metric with the same name as a loss comes later, and replaces the loss.
-    for path, value in sorted(entries(logs), key=lambda entry: not entry[0].startswith("losses.")):
+    for path, value in sorted(joined.items(), key=lambda entry: not entry[0].startswith("losses.")):
         collection, _, name = path.partition(".")
         named[(name if name and collection in ("metrics", "losses") else path).replace(".", "/")] = value
     return named
@@ -169,7 +178,8 @@ class Means:
 
     def __init__(self):
         self._num_rows, self._before, self._weight = 0, Elapsed(), 1
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._weighted: set[str] = set()  # The paths of values that were logged with their weights.
 
     def take(self, history: History) -> None:
         """Adds the rows that are new in a history."""
@@ -181,19 +191,29 @@ class Means:
     def _add(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> None:
         if elapsed.steps != self._before.steps:  # Otherwise it is the rest of a row.
             self._weight, self._before = num_examples(elapsed, self._before), elapsed
-        for path, value in entries(logs):
+        for path, value in metrics.join_weights(dict(entries(logs))).items():
+            weight: float = self._weight
+            if isinstance(value, Weighted):
+                self._weighted.add(path)
+                value, weight = value.value, float(value.weight)
             if not isinstance(value, str):
                 total, weights = self._sums.get(path, (0.0, 0))
-                self._sums[path] = (total + self._weight * float(value), weights + self._weight)
+                self._sums[path] = (total + (weight and weight * float(value)), weights + weight)
 
     def logs(self) -> Logs:
         """Returns the means over all rows added so far."""
-        return nested({path: total / weights for path, (total, weights) in self._sums.items()})
+        mean = lambda total, weights: total / weights if weights else math.nan
+        means = {
+            path: Weighted.tree_unflatten(None, (mean(*sums), sums[1])) if path in self._weighted else mean(*sums)
+            for path, sums in self._sums.items()
+        }
+        return metrics.separate_weights(nested(means))
 
     def logs_with(self, elapsed: Elapsed, logs: Mapping[str, Any]) -> Logs:
         """Returns the means as if one more row had been added."""
         means = Means()
         means._sums, means._before, means._weight = dict(self._sums), self._before, self._weight
+        means._weighted = set(self._weighted)
         means._add(elapsed, logs)
         return means.logs()
 
@@ -214,9 +234,9 @@ def aggregate(history: History, how: str | Callable[[list[Any]], Any]) -> Logs:
         return means.logs()
     values: dict[str, list[Any]] = {}
     for row in history:
-        for path, value in entries(row.logs):
+        for path, value in metrics.join_weights(dict(entries(row.logs))).items():
             if not isinstance(value, str):
-                values.setdefault(path, []).append(value)
+                values.setdefault(path, []).append(metrics.value_of(value))
     reduce = how if callable(how) else REDUCTIONS[how]
     return nested({path: reduce(each) for path, each in values.items()})
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 OPTIONAL = (
-    "crc32c equinox grain haiku keras matplotlib pandas sklearn tensorboard tensorboardX tensorflow "
+    "clu crc32c equinox grain haiku keras matplotlib pandas sklearn tensorboard tensorboardX tensorflow "
     "tensorflow_datasets torch tqdm"
 ).split()
 for name in OPTIONAL:

@@ -1,0 +1,256 @@
+"""Means over tokens: values with weights of their own, in every API."""
+
+import json
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxloop
+from jaxloop import every
+from jaxloop import functional as jf
+from jaxloop.metrics import LoopOutputs, summarize
+from jaxloop.types import Weighted
+
+RNG = np.random.default_rng(0)
+# Batches of 32, 32 and 7 rows of 5 tokens, of which some count.
+BATCHES = [
+    {"x": RNG.normal(size=[rows, 4]).astype(np.float32), "counts": RNG.random([rows, 5]) < 0.1 + 0.4 * number}
+    for number, rows in enumerate([32, 32, 7])
+]
+NETWORK = nn.Dense(5)
+
+
+def token_mean(params, batches=BATCHES):
+    """The mean over all tokens that count, in float64."""
+    losses = [np.float64(NETWORK.apply({"params": params}, batch["x"])) ** 2 for batch in batches]
+    counts = [batch["counts"] for batch in batches]
+    return sum((a * b).sum() for a, b in zip(losses, counts, strict=True)) / sum(each.sum() for each in counts)
+
+
+class TokenStep(jaxloop.Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            loss = Weighted(state.apply_fn({"params": params}, batch["x"]) ** 2, batch["counts"])
+            return loss.value, loss
+
+        (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return (state.apply_gradients(grads=grads) if self.train else state), {"loss": loss}
+
+
+class TokenLoss(jaxloop.LossStep):
+    def loss(self, outputs, batch):
+        return Weighted(outputs**2, batch["counts"]), {"size": Weighted(jnp.abs(outputs), batch["counts"])}
+
+
+def token_step(kind=TokenStep, **options):
+    return kind(jax.random.key(0), NETWORK, optax.sgd(0.1), **options)
+
+
+# The value --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "mean", "total"),
+    [
+        ([1.0, 2.0, 9.0], [1, 1, 0], 1.5, 2.0),
+        ([[1.0, 5.0], [3.0, 7.0]], [[1.0], [0.5]], 11 / 3, 3.0),
+        ([1.0, 2.0], 1, 1.5, 2.0),
+        (3.0, 7, 3.0, 7.0),
+        ([True, False, True, True], [1, 1, 1, 1], 0.75, 4.0),
+        ([np.nan, 2.0], [0, 4], 2.0, 4.0),
+        ([1.0, 2.0], [0, 0], 0.0, 0.0),
+        ([1.0, np.inf], [1, 1], np.inf, 2.0),
+        ([1.0, 2.0], [np.nan, 1], np.nan, np.nan),
+    ],
+)
+def test_it_is_the_mean_of_what_counts(value, weight, mean, total):
+    found = Weighted(np.float32(value) if np.ndim(value) else value, np.array(weight))
+    np.testing.assert_allclose([found.value, found.weight], [mean, total], rtol=1e-6)
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"broadcast to the shape of the value, \(3, 5\), got \(3,\)"):
+        Weighted(jnp.zeros([3, 5]), jnp.ones([3]))
+
+
+def test_a_half_precision_mean_is_summed_in_float32():
+    found = Weighted(jnp.full([4096], 1.5, jnp.bfloat16), jnp.ones([4096], jnp.bfloat16))
+    assert (found.value, found.weight, found.value.dtype) == (1.5, 4096, jnp.float32)
+
+
+def test_over_steps_each_value_has_its_weight():
+    pairs = [(np.float32(1), np.float32(10)), (np.float32(4), np.float32(20)), (np.float32(np.nan), np.float32(0))]
+    outputs = LoopOutputs({"loss": [Weighted(*pair) for pair in pairs]}, num_examples=[1, 1, 1000])
+    assert summarize(outputs) == {"loss": 3.0}
+    assert np.isnan(summarize({"loss": [Weighted(1.0, 0.0)]})["loss"])
+    assert np.isnan(summarize({"loss": [Weighted(1.0, 1.0), Weighted(1.0, np.nan)]})["loss"])
+
+
+def test_a_checkpoint_keeps_the_weights():
+    outputs = LoopOutputs({"loss": [Weighted(np.float32(0.1), np.float32(3)), Weighted(np.float32(4), 7)]}, [1, 1])
+    kept = LoopOutputs.decode(json.loads(json.dumps(outputs.encode()[0])))
+    assert summarize(kept) == summarize(outputs)
+
+
+# Steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [TokenStep, TokenLoss])
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 2}], ids=["one by one", "fused"])
+def test_an_evaluation_is_the_mean_over_all_tokens(kind, options):
+    step = token_step(kind)
+    state = step.initialize_model([1, 4])
+    _, outputs = jaxloop.EvalLoop(step, **options)(state, BATCHES)
+    np.testing.assert_allclose(summarize(outputs)["loss"], token_mean(state.params), rtol=1e-6)
+
+
+def test_over_a_mesh_it_is_the_same(data_parallel):
+    step = token_step(partitioner=data_parallel(8))
+    state = step.initialize_model([1, 4])
+    _, outputs = jaxloop.EvalLoop(step)(state, BATCHES[:2])
+    np.testing.assert_allclose(summarize(outputs)["loss"], token_mean(state.params, BATCHES[:2]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(accumulate):
+    step = token_step(TokenLoss, train=True, accumulate=accumulate)
+    first = step.initialize_model([1, 4])
+    expected = jax.grad(
+        lambda params: Weighted(NETWORK.apply({"params": params}, BATCHES[0]["x"]) ** 2, BATCHES[0]["counts"]).value
+    )(first.params)
+    state, outputs = step(jax.tree.map(jnp.copy, first), BATCHES[0])
+    for name in expected:
+        np.testing.assert_allclose(state.params[name], first.params[name] - 0.1 * expected[name], atol=1e-6)
+    np.testing.assert_allclose(outputs["loss"].value, token_mean(first.params, BATCHES[:1]), rtol=1e-6)
+    assert float(outputs["loss"].weight) == BATCHES[0]["counts"].sum()
+
+
+def test_rows_summaries_and_early_stopping_read_it(writer):
+    stopping = jaxloop.EarlyStoppingAction("loss", patience=2, interval=every(steps=3))
+    train_loop = jaxloop.TrainLoop(
+        token_step(train=True), end_actions=[jaxloop.SummaryAction(writer, interval=every(steps=3)), stopping]
+    )
+    outer_loop = jaxloop.OuterLoop(train_loop)
+    state = train_loop.step.initialize_model([1, 4])
+    _, outputs = outer_loop(state, train_dataset=BATCHES * 2, train_total_steps=6, train_loop_steps=3)
+    rows = outer_loop.history.collect("train.loss")
+    assert [value for _, value in writer.scalars("loss")] == rows and len(rows) == 2
+    weights = [each.weight for each in outputs["loss"]]
+    assert weights == [batch["counts"].sum() for batch in BATCHES]
+    values = [float(each.value) for each in outputs["loss"]]
+    np.testing.assert_allclose(rows[-1], np.average(values, weights=weights), rtol=1e-12)
+
+
+def test_a_value_that_is_not_finite_is_found():
+    broken = {**BATCHES[0], "x": np.full_like(BATCHES[0]["x"], np.inf)}
+    loop = jaxloop.TrainLoop(token_step(train=True), nan_policy="raise")
+    with pytest.raises(FloatingPointError, match="loss"):
+        loop(loop.step.initialize_model([1, 4]), [BATCHES[0], broken])
+
+
+def test_a_run_that_resumes_inside_an_interval_has_the_same_rows(tmp_path):
+    def run(directory, total):
+        loop = jaxloop.TrainLoop(token_step(train=True))
+        outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
+        state = loop.step.initialize_model([1, 4])
+        data = jaxloop.from_index(lambda index: BATCHES[index % 2])
+        outer_loop(state, train_dataset=data, train_total_steps=total, train_loop_steps=4)
+        return outer_loop.history.collect("train.loss")
+
+    for total in (2, 6, 8):
+        resumed = run(tmp_path / "resumed", total)
+    assert resumed[-1] == run(tmp_path / "whole", 8)[-1]
+
+
+def test_fit_takes_it_as_the_loss():
+    loss = lambda outputs, batch: Weighted(outputs**2, batch["counts"])
+    state, history = jaxloop.fit(
+        NETWORK, BATCHES, BATCHES, loss=loss, inputs="x", optimizer=optax.sgd(0.1), train_epochs=2, progress=False
+    )
+    np.testing.assert_allclose(history.collect("eval.loss")[-1], token_mean(state.params), rtol=1e-6)
+
+
+# The loop language ------------------------------------------------------------------------------------------
+
+
+def losses_of(state, batch):
+    return Weighted(state.apply_fn({"params": state.params}, batch["x"]) ** 2, batch["counts"])
+
+
+@pytest.mark.parametrize("wrap", [jf.step, lambda fn: fn, jax.jit], ids=["jf.step", "a function", "jax.jit"])
+def test_the_loop_language_weights_means_by_tokens(wrap, writer):
+    log = wrap(lambda state, batch: jf.logs().add_metric("loss", losses_of(state, batch)))
+    state = token_step().initialize_model([1, 4])
+    evaluate = jf.inner_loop("test", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}))
+    means = []
+    _, history, _ = jf.loop(
+        state,
+        BATCHES,
+        {
+            jf.every(1): log,
+            jf.every(3): [
+                jaxloop.SummaryAction(writer),
+                evaluate,
+                lambda state, batch, elapsed, loop_state: means.append(loop_state.accumulated_logs),
+            ],
+        },
+    )
+    expected = token_mean(state.params)
+    found = [writer.scalars("loss")[0][1], means[0].metrics.loss, history.collect("test.loss")[-1]]
+    np.testing.assert_allclose(found, [expected] * 3, rtol=1e-6)
+    assert history.collect("metrics.loss (weight)") == [batch["counts"].sum() for batch in BATCHES]
+    assert means[0].entry_value("test.loss (weight)") == sum(batch["counts"].sum() for batch in BATCHES)
+    # Another aggregation has no weights.
+    least = jf.inner_loop("least", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}), "min")
+    _, again, _ = jf.loop(state, BATCHES[:1], {jf.every(1): least})
+    assert again.paths() == ["least.loss"] and again.collect("loss") == [min(history.collect("metrics.loss"))]
+
+
+def test_a_train_step_differentiates_the_mean_over_tokens_or_examples():
+    first = token_step().initialize_model([1, 4])
+    by_tokens = jf.train_step(lambda state, batch: jf.logs().add_loss("loss", losses_of(state, batch)))
+    logs, state = by_tokens(jax.tree.map(jnp.copy, first), BATCHES[0])
+    np.testing.assert_allclose(logs.losses["loss"], token_mean(first.params, BATCHES[:1]), rtol=1e-6)
+    expected, _ = token_step(TokenLoss, train=True)(jax.tree.map(jnp.copy, first), BATCHES[0])
+    np.testing.assert_allclose(state.params["kernel"], expected.params["kernel"], atol=1e-6)
+
+    per_example = lambda state, batch: (state.apply_fn({"params": state.params}, batch["x"]) ** 2).mean(-1)
+    by_examples = jf.train_step(lambda state, batch: jf.logs().add_loss("loss", per_example(state, batch)))
+    logs, _ = by_examples(jax.tree.map(jnp.copy, first), BATCHES[0])
+    np.testing.assert_allclose(logs.losses["loss"], per_example(first, BATCHES[0]).mean(), rtol=1e-6)
+
+
+# Metrics by structure ---------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class LargestError:
+    """Neither a class of clu, nor derived from one."""
+
+    error: jax.Array
+
+    def merge(self, other):
+        return LargestError(jnp.maximum(self.error, other.error))
+
+    def compute(self):
+        return {"largest": self.error}
+
+
+class LargestStep(jaxloop.Step):
+    def run(self, state, batch):
+        return state, {"error": LargestError(jnp.abs(state.apply_fn({"params": state.params}, batch["x"])).max())}
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 3}], ids=["one by one", "fused"])
+def test_whatever_can_be_merged_and_computed_is_a_metric(options):
+    step = token_step(LargestStep)
+    state = step.initialize_model([1, 4])
+    _, outputs = jaxloop.EvalLoop(step, **options)(state, BATCHES)
+    largest = max(np.abs(NETWORK.apply({"params": state.params}, batch["x"])).max() for batch in BATCHES)
+    np.testing.assert_allclose(summarize(outputs)["error/largest"], largest, rtol=1e-6)
+    assert len(outputs["error"]) == 1  # The states are merged on the device.
