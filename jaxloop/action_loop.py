@@ -77,7 +77,7 @@ class ActionLoop(StatLoop):
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """The lists of all actions, including those of the step. Each list also counts how often its actions were called."""
+        """The lists of all actions, including the step's. Each list also counts how often its actions were called."""
         return self.engine.action_lists
 
     @property

@@ -497,7 +497,7 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in reversed(_all_actions(self._loops)):  # Closed last, the progress bar (often the first) times the others.
+        for action in reversed(_all_actions(self._loops)):  # The progress bar, often first, then times all others.
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     action.close()

@@ -118,7 +118,7 @@ class Step:
     GAN, override `make_state` and return a subclass of `TrainState`.
 
     Args:
-      base_prng: The key, or a dict of keys, from which all other keys are derived. `initialize_model` uses it unchanged,
+      base_prng: A key, or a dict of keys, from which all other keys are derived: `initialize_model` uses it unchanged,
         and `prng_key(step)` folds the step in. Keys may be old-style or typed.
       model: A Linen module, or an NNX module class. The step constructs the NNX module with `nnx_model_args`,
         `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None if you override
@@ -393,8 +393,8 @@ class Step:
 
         Args:
           state: A state, or its shapes from `abstract_state`, which need no memory.
-          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for it, and the table is
-            followed by the cost of a step.
+          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for it, and its cost is
+            added to the table.
         """
         layout = self._partitioner.report(state)
         lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
