@@ -106,7 +106,7 @@ class Evaluations:
         Args:
           state: The train state.
           elapsed: The training progress.
-          at_end: Whether a train loop ended at this step.
+          at_end: True if a train loop ended at this step.
         """
         is_resumed, self.is_resumed = self.is_resumed, False
         continues = [each.call_missed_actions(state, elapsed) for each in self.items] if is_resumed else []

@@ -100,8 +100,8 @@ class LossStep(NumpyStep):
       metrics: A dict of further metrics, each a function of `(outputs, batch)`.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. The
         default is the first element of a tuple or list; the value under "inputs", "input", "x", "image", "images",
-        "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model with several
-        inputs, they are a tuple, or a dict by name. A pytree of parameters has no inputs.
+        "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model, several
+        inputs form a tuple, or a dict by name. A pytree of parameters has no inputs.
       accumulate: The number of micro-batches into which each training batch is split.
       compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
@@ -112,8 +112,8 @@ class LossStep(NumpyStep):
         for them. None to train all. To use a different optimizer for each part, see `jaxloop.optimizers.by_path`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function of the number of
         updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
-      use_ema: Whether evaluations, `predict` and `jaxloop.export` use the average of the parameters instead of the
-        parameters. The state must come from a step with `ema`. Batch statistics are not averaged.
+      use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
+        must come from a step with `ema`. Batch statistics are not averaged.
       **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
@@ -587,7 +587,7 @@ _OPTIONS = models.options_of(LossStep)
 
 
 class _MaskedBatch(NamedTuple):
-    """A batch with a mask of its real rows: a bool array, or None if the rows can't be counted."""
+    """A batch and the mask of its real rows: a bool array, or None if the rows can't be counted."""
 
     batch: Any
     mask: Any

@@ -294,14 +294,14 @@ class Guard:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step that ends the run, among the flags that have arrived.
+        """Returns the first bad step among the flags that have arrived, if it ends the run.
 
-        The arguments are those of `Watch.look`.
+        See `Watch.look` for the arguments.
         """
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:
-        """Waits for the flags of all steps, and returns the first bad step that ends the run."""
+        """Waits for the flags of all steps, and returns the first bad step if it ends the run."""
         return None if self.watch is None else self._sort(self.watch.read(state))
 
     def _sort(self, found: Sequence[Found]) -> Found | None:

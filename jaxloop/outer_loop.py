@@ -333,9 +333,9 @@ class OuterLoop:
             batch of all devices.
 
         Returns:
-          A report of all problems. `report.raise_errors()` raises an exception if it contains errors. With a work
-          directory, the report is also written to `check.json` there, for `python -m jaxloop report`. Apart from that,
-          a check only creates the directories for checkpoints and the history if they are missing.
+          A report of the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. With
+          a work directory, the report is also written to `check.json` there, for `python -m jaxloop report`. Apart from
+          that, a check only creates the directories for checkpoints and the history if they are missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -497,7 +497,7 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in reversed(_all_actions(self._loops)):  # The progress bar, often first, then times all others.
+        for action in reversed(_all_actions(self._loops)):  # So the progress bar, often first, times the others.
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     action.close()

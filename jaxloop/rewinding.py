@@ -1,4 +1,4 @@
-"""`rewind`, which returns a run to any of its steps."""
+"""`rewind`, which returns to the state before any step of a run."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping

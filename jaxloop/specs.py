@@ -125,8 +125,8 @@ class CheckpointSpec:
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
         default looks for the file `STOPPED`, which training writes to the directory when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
-      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
-        dataset is a different one, or an iterator that is already at the right position.
+      restore_data: Whether to continue a resumed run at the saved position in its training dataset. Pass False for a
+        different dataset, or for an iterator that is already at the right position.
     """
 
     checkpoint_dir: epath.PathLike

@@ -61,7 +61,7 @@ class FusingError(ValueError):
 class Step:
     """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and implement `run`.
 
-    A loop passes each batch through these four hooks in this order. `outputs` is a dict with string keys, or None.
+    A loop passes each batch through these four hooks, in this order. `outputs` is a dict with string keys, or None.
 
     Hooks:
       preprocess_batch: Runs first, on the host. It receives only the batch.
@@ -486,7 +486,7 @@ class Step:
         return state, jax.tree.map(models.shape_of_array, batch)
 
     def _as_after_first_step(self, shapes: Any) -> Any:
-        """Returns the shapes with the layout of a state during a run, so that jit finds the compiled function again."""
+        """Returns the shapes with the layout of a state during a run, so that jit reuses the compiled function."""
         if self._partitioner.mesh is not None or self._is_moved:
             return shapes
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
@@ -769,7 +769,7 @@ class Step:
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """Makes the state that the last `initialize_model` returned again. Returns None if it was never called."""
+        """Recreates the state that the last `initialize_model` returned. Returns None if there was no such call."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:

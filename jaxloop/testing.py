@@ -178,7 +178,7 @@ def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: fl
 
 
 def _digest(tree: Any) -> dict[str, str]:
-    """Returns a digest of each leaf by path, which differs if any bit does."""
+    """Returns a digest of each leaf, keyed by path. It changes if any bit changes."""
     leaves = {}
     for path, leaf in checks.leaves_by_path(tree).items():
         if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -219,8 +219,8 @@ class _Observed:
 def _observe(kill_at: int) -> dict[int, _Observed]:
     """Observes all train loops without changing their code path, and kills the process at an update.
 
-    The kill happens when the batch after that update is read, which is after the update was dispatched, or later if
-    that batch belongs to the same dispatch.
+    The process is killed when the batch after that update is read, which is after the update was dispatched. If that
+    batch belongs to the same dispatch, the process is killed later.
     """
     observed: dict[int, _Observed] = {}
     feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save

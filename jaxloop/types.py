@@ -222,8 +222,8 @@ class Weighted:
 
     Args:
       value: A scalar, or an array whose weighted mean is computed.
-      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where it is 0, the value
-        may be NaN.
+      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where it is 0, the value may
+        be NaN.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.
