@@ -2,19 +2,20 @@
 
 The concepts:
 
-- `Step`: what happens to one batch: `preprocess_batch -> begin -> run -> end`. `run` is pure, jitted and sharded.
-- `Partitioner`: where arrays live, on one device or over a mesh.
-- `Loop`: a bounded number of steps over one dataset: `TrainLoop`, `EvalLoop`.
+- `Step`: processes one batch (`preprocess_batch -> begin -> run -> end`). `run` is pure, jitted and sharded.
+- `Partitioner`: decides where arrays live, on one device or over a mesh.
+- `Loop`: runs a bounded number of steps over one dataset. Its subclasses are `TrainLoop` and `EvalLoop`.
 - `Action`: a side effect at chosen moments, such as summaries, checkpoints, progress and early stopping.
-- `OuterLoop`: the experiment: it trains, evaluates by `EvalSpec`s, resumes and stops.
-- `Schedule`: when an action or an evaluation runs: `every(steps=100) | last()`, `at(...)`, ...
+- `OuterLoop`: runs the experiment. It trains, evaluates as its `EvalSpec`s define, resumes and stops.
+- `Schedule`: decides when an action or an evaluation runs: `every(steps=100) | last()`, `at(...)`, ...
 
-A checkpoint holds the whole run: a run that is killed and started again produces the same bits as one that isn't.
+A checkpoint contains the whole run, so a run that is killed and restarted produces the same bits as an uninterrupted
+one.
 
-The package also has `TrainState`, which extends Flax's with all variables of a model,
+The package also includes `TrainState`, which extends Flax's to hold all variables of a model,
 `SummaryAction(default_writer(workdir))` for TensorBoard, `CheckpointAction(directory)`, and `summarize(outputs)` for
-example-weighted means. `Step` shows how to write a step with a Linen module or an NNX class, and `OuterLoop` how to run
-an experiment.
+example-weighted means. The docstring of `Step` shows how to write a step with a Linen module or an NNX class, and that
+of `OuterLoop` shows how to run an experiment.
 
 Steps and train loops donate the state that you pass them, so use the state that they return. `state.step` counts
 completed optimizer updates, and is the only counter.
@@ -146,5 +147,5 @@ outer_loop partition schedules stat_loop step testing train_loop types""".split(
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, without the modules that define them, for tab completion."""
+    """Lists the public names for tab completion, without internal modules."""
     return sorted([*__all__, "__version__", *(name for name in _PUBLIC_MODULES if name in globals())])

@@ -15,7 +15,7 @@ from jaxloop.status import status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, and returns the exit code."""
+    """Runs a command and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxloop", description="Describes runs from their work directories, and commands them."
     )

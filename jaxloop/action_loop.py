@@ -46,7 +46,7 @@ class ActionLoop(StatLoop):
         the other actions and after the evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
-    Without an `OuterLoop`, each call waits before it returns for everything that the actions have started, such as an
+    Without an `OuterLoop`, each call returns only when everything that the actions started has finished, such as an
     asynchronous save.
     """
 
@@ -77,7 +77,7 @@ class ActionLoop(StatLoop):
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """All actions, including those of the step, with the number of times each one was called."""
+        """The lists of all actions, including the step's. Each list also counts how often its actions were called."""
         return self.engine.action_lists
 
     @property

@@ -19,7 +19,7 @@ from jaxloop.timing import Stopwatch, duration
 
 @final
 class Compiled:
-    """A step's `run`, which is compiled at its first call, and again for each new shape of a batch.
+    """Compiles a step's `run` at its first call, and again for each new batch shape.
 
     Between two calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back.
     The carry is a flat state if the partitioner can compile functions of any pytree. Otherwise, it is the state itself.
@@ -31,7 +31,7 @@ class Compiled:
       name: The name of the step's class.
       run: A pure function `(state, batch) -> (state, outputs)`; for evaluation, `(state, batch) -> outputs`.
       partitioner: The partitioner that compiles the function.
-      evaluates: Whether `run` evaluates, in which case the state is not donated.
+      evaluates: True if `run` evaluates; the state is then not donated.
       fuses: Whether to run several steps per call: `run` is scanned over stacked batches, and the outputs are stacked.
       policy: How to react to NaN and infinity; None to ignore them. With a policy, batches and outputs are pairs with
         flags.
@@ -194,7 +194,7 @@ class _SameInAllProcesses:
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """Describes the properties of each leaf, by name, that a trace depends on."""
+    """Describes, for each leaf by name, the properties on which a trace depends."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)

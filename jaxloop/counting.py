@@ -1,4 +1,4 @@
-"""Counts steps, examples and time per batch, for hand-written loops and the functional API."""
+"""Counts steps, examples and time, batch by batch, for hand-written loops and the functional API."""
 
 import dataclasses
 import numbers
@@ -74,7 +74,7 @@ class Counting:
       iterator: The batches.
       stop: A schedule that ends the run; None to read to the end of the dataset.
       start: The progress of an earlier run.
-      stopwatch: Tracks what the time is spent on. It must be set to "dispatch" when `read` is called.
+      stopwatch: Tracks how the time is spent. It must be set to "dispatch" when `read` is called.
       num_examples: See `elapse`.
 
     Attributes:
@@ -119,7 +119,7 @@ class Counting:
         """Returns the number of examples in a batch.
 
         Raises:
-          TypeError: The user's function returned something other than a whole number.
+          TypeError: If the user's function returned something other than a whole number.
         """
         if self._num_examples is None:
             return checks.num_examples(batch) or 1

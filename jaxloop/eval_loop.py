@@ -31,7 +31,8 @@ class EvalLoop(ActionLoop):
 
     Args:
       step: The step to run on each batch, made with `train=False`.
-      begin_actions: See `ActionLoop`, also for `end_actions`, `stat_names`, `global_batch_size` and `clock`.
+      begin_actions, end_actions: See `ActionLoop`.
+      stat_names, global_batch_size, clock: See `StatLoop`.
       endless_after: The number of steps after which a call without `num_steps` warns that the dataset may be endless.
       steps_per_dispatch: See `TrainLoop`.
       max_steps_in_flight: See `Loop`.

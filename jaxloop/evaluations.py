@@ -29,11 +29,11 @@ class Evaluation:
 
     Attributes:
       loop: The eval loop.
-      spec: The dataset of the evaluation, and when it runs.
+      spec: The dataset and the interval of the evaluation.
       source: The positioned iterator that each run of the evaluation continues; None if each run reads the dataset from
         its start.
       evaluated_at: The step after which the evaluation last ran; None if it has not run yet.
-      was_short: Whether a warning that the dataset ended early has already been logged.
+      was_short: True if a warning that the dataset ended early has been logged.
     """
 
     loop: ActionLoop
@@ -86,7 +86,7 @@ class Evaluations:
       items: The evaluations.
       job: The processes that evaluate together.
       stopwatch: Measures the time spent on evaluations during training; None if the call doesn't train.
-      is_resumed: Whether the run has just resumed.
+      is_resumed: True if the run has just resumed.
     """
 
     items: Sequence[Evaluation]
@@ -106,7 +106,7 @@ class Evaluations:
         Args:
           state: The train state.
           elapsed: The training progress.
-          at_end: Whether a train loop ended at this step.
+          at_end: True if a train loop ended at this step.
         """
         is_resumed, self.is_resumed = self.is_resumed, False
         continues = [each.call_missed_actions(state, elapsed) for each in self.items] if is_resumed else []
@@ -116,7 +116,7 @@ class Evaluations:
             for each in self.items:
                 moments = each.loop.engine.moments
                 if moments.run is not None and moments.run.elapsed is not None:
-                    moments.run_moment(state, is_last=True)  # Calls its actions that are due at the last step.
+                    moments.run_moment(state, is_last=True)  # Calls the actions that are due at the last step.
         return all(continues) and not _asks_to_stop(outputs)
 
     def once(self, state: Any, step_num: int) -> metrics.LoopOutputs | None:

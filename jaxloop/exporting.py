@@ -1,4 +1,4 @@
-"""Exports a model with its parameters to a file that runs without jaxloop."""
+"""Exports a model with its parameters to a file that can be used without jaxloop."""
 
 from collections.abc import Sequence
 
@@ -22,8 +22,8 @@ def export(
 ) -> None:
     """Writes the model in evaluation mode, with its parameters, to a file.
 
-    The file contains a StableHLO program from `jax.export`. A process that has JAX, but neither jaxloop nor the code of
-    the model, loads and runs it. JAX guarantees that newer versions can read it for at least 6 months.
+    The file contains a StableHLO program from `jax.export`. To load and run it, a process needs JAX, but neither
+    jaxloop nor the code of the model. JAX guarantees that newer versions can read it for at least 6 months.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -42,18 +42,18 @@ def export(
 
     Args:
       step: The step with the model.
-      state: The state with the parameters, which is not donated. Its arrays are copied to the host, and are constants
-        of the program.
+      state: The state with the parameters, which is not donated. Its arrays are copied to the host, and become
+        constants of the program.
       spec: The spec of the model's inputs, as for `initialize_model`. The size of each leading axis is replaced by
         `batch_size`. A list or a dict of inputs is one argument of the exported function.
-      path: The file to write, or to replace.
-      batch_size: The number of examples in a call; None for any number, which the model must support.
+      path: The file to write. An existing file is replaced.
+      batch_size: The number of examples in a call; None to allow any number, which the model must support.
       platforms: The platforms on which the file can run.
 
     Raises:
-      ValueError: The model can't be exported for any batch size.
-      NotImplementedError: This is a multi-process job.
-      OSError: The file can't be written.
+      ValueError: If `batch_size` is None and the model doesn't support every batch size.
+      NotImplementedError: If this is a multi-process job.
+      OSError: If the file can't be written.
     """
     checks.check_only_process("jaxloop.export")
     constants = fetch(state)

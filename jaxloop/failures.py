@@ -53,10 +53,10 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    Otherwise, the folder contains the newest earlier checkpoint and the batches since then, if they are among those of
-    the last 64 steps and fit in 256 MiB. The files of the checkpoint are linked, so that they survive when the
-    checkpoint is deleted according to `keep`. The newest five records are kept. Errors that occur while recording are
-    logged, not raised.
+    Otherwise, the folder contains the newest earlier checkpoint and the batches since then, if they belong to the last
+    64 steps and fit in 256 MiB. The files of the checkpoint are linked, so that they survive when the checkpoint is
+    deleted according to `keep`. The newest five records are kept. Errors that occur while recording are logged, not
+    raised.
     """
     folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
@@ -185,7 +185,7 @@ def _dtype_name(dtype: np.dtype) -> str:
 def replay(
     path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
 ) -> tuple[Any, types.Output]:
-    """Runs a failed step again, using what an `OuterLoop` with a `workdir` recorded.
+    """Runs a failed step again, using the record that an `OuterLoop` with a `workdir` wrote.
 
     On the same devices, the results are identical to the last bit. Non-finite results are logged. The step's own
     actions are not called.
@@ -223,8 +223,8 @@ def replay(
       `(state, outputs)` of the failed step. An error that the step raised in the run is raised again.
 
     Raises:
-      FileNotFoundError: There is no such record.
-      ValueError: The PRNG keys of `step` differ from those of the run, or the state before the failed step is not
+      FileNotFoundError: If there is no such record.
+      ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step is not
         available.
     """
     folder = _folder(path, step_num)
@@ -280,7 +280,7 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a state from which the recorded batches lead to the failed step, and the number of its step."""
+    """Returns a state from which the recorded batches lead to the failed step, and the step of that state."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     numbers = lambda step: range(step + updates, failed + 1, updates)
     leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))

@@ -131,8 +131,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     writes no files.
 
     Args:
-      model: Any model that `LossStep` takes; with `train_step`, a state.
-      train_dataset: Anything that `jaxloop.data.batches` takes, such as a list, a generator, a
+      model: Any model that `LossStep` accepts; with `train_step`, a state.
+      train_dataset: Anything that `jaxloop.data.batches` accepts, such as a list, a generator, a
         `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
       eval_dataset: The dataset to evaluate on, of any kind that is allowed for `train_dataset`. Each evaluation reads
         it from the start. The mean metrics are exact even if the last batch is short.
@@ -171,8 +171,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       `(state, history)`, or the report if `dry_run` is True.
 
     Raises:
-      ValueError: Both or neither of `train_epochs` and `train_total_steps` are given, the training dataset is an
-        iterator but there is more than one epoch, or other arguments are incompatible with each other.
+      ValueError: If both or neither of `train_epochs` and `train_total_steps` are given, if the training dataset is an
+        iterator but there is more than one epoch, or if other arguments are incompatible with each other.
     """
     if dry_run and data.is_one_pass(train_dataset):
         raise ValueError(

@@ -41,10 +41,10 @@ class Calls:
 
     Attributes:
       moments: The progress of the run at each call.
-      is_all: Whether these are all calls. False if there may be more, at later steps.
-      at_end: Whether there is also a call at the end of the run, whose step is unknown.
-      by_clock: Whether a time-based schedule may cause calls at other steps.
-      at_most: Whether a user function may skip some of the calls.
+      is_all: True if these are all calls. False if there may be more, at later steps.
+      at_end: True if there is also a call at the end of the run, whose step is unknown.
+      by_clock: True if a time-based schedule may cause calls at other steps.
+      at_most: True if a user function may skip some of the calls.
     """
 
     moments: Sequence[Elapsed] = ()
@@ -64,7 +64,7 @@ class Calls:
         return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Returns Returns whether both may be called at the same step."""
+        """Returns whether both may be called at the same step."""
         is_open = [calls.by_clock or not calls.is_all for calls in (self, other)]
         return any(is_open) or (self.at_end and other.at_end) or not set(self.steps).isdisjoint(other.steps)
 
@@ -92,9 +92,10 @@ class Begin:
       elapsed: The progress of the run.
       passes: The number of completed epochs.
       batches: The number of batches used in this epoch.
-      has_stopped: Whether the run was told to stop at this point.
-      last_beginning: The progress at which the last loop began; None if the run begins there now.
-      evaluations: For each evaluation, by name, how often it ran and the progress of the run when it last did.
+      has_stopped: True if the run was told to stop at this point.
+      last_beginning: The progress at which the last loop began; None to use `elapsed`.
+      evaluations: A dict from the name of each evaluation to the number of times it ran, and the progress at its last
+        run.
     """
 
     elapsed: Elapsed = dataclasses.field(default_factory=Elapsed)
@@ -161,7 +162,7 @@ class Course:
 
     @functools.cached_property
     def loops(self) -> Calls:
-        """The ends of the loops."""
+        """The predicted ends of the loops."""
         return self.calls(1)
 
     @functools.cached_property
@@ -243,7 +244,7 @@ class Course:
                 return
             step = now.steps + math.ceil((step - now.steps) / updates) * updates
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
-            # A run doesn't recognize its last step if its data end together with a loop of `loop_steps`.
+            # A run doesn't recognize its last step if its data ends together with a loop of `loop_steps`.
             is_stop_given = step == self.stopped_at or step == spec.total_steps
             is_last = step == self.end and (is_stop_given or not spec.loop_steps or step % spec.loop_steps != 0)
             now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
@@ -283,7 +284,7 @@ def _as_schedule(interval: int | Schedule) -> Schedule:
 
 
 def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -> Moments:
-    """Yields the ends of an evaluation with their numbers, and the end of the run, which the last one also receives."""
+    """Yields the end and the number of each run of an evaluation, and then the end of the training, if it is known."""
     number_before, last = course.begin.evaluations.get(name, (0, course.start))
     for number, now in enumerate(moments, start=number_before + 1):
         last = dataclasses.replace(now, previous=last.without_previous())

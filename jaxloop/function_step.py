@@ -25,9 +25,9 @@ class FunctionStep(NumpyStep):
     If the state has no int32 field `step`, the loop counts the steps.
 
     Hooks:
-      preprocess_batch: As in `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
+      preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
         NumPy arrays.
-      begin, end, num_examples: As in `Step`.
+      begin, end, num_examples: See `Step`.
 
     >>> step = FunctionStep(lambda state, batch: (state + batch["x"].sum(), {"sum": state}))
     >>> state, outputs = step(np.float32(1), {"x": np.ones(3, np.float32)})
@@ -35,9 +35,9 @@ class FunctionStep(NumpyStep):
     (4.0, 1.0)
 
     Args:
-      fn: A pure function, which is compiled for the devices. It donates the state.
+      fn: A pure function, which is compiled for the devices. The state is donated to it.
       partitioner: Decides where the state and the batches live.
-      train: Whether this step trains.
+      train: True for a step that trains.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class CompiledFunction:
         return (logs, state) if outputs is None else (outputs, logs, state)
 
     def call(self, state: Any, batch: types.Batch, broadcasts: Any, statics: Hashable) -> tuple[Any, Any, Any]:
-        """Does the same as calling the object, but always returns `(outputs, logs, state)`."""
+        """Calls the function, like `__call__`, but always returns `(outputs, logs, state)`."""
         for place, (name, value) in enumerate({"broadcasts": broadcasts, "statics": statics}.items(), start=3):
             if value is not None and self._most_arguments < place:
                 raise TypeError(f"{self!r} got {name}, but its function takes no argument {place}. Add {name} to it.")
@@ -277,7 +277,7 @@ class _PairStep(_NamedStep):
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:
-    """Copies leaves to the host if they are committed to devices that are not in the mesh."""
+    """Copies leaves to the host if they are committed to a set of devices other than that of the mesh."""
     if mesh is None:
         return broadcasts
     devices = set(mesh.devices.flat)
@@ -286,7 +286,7 @@ def _unbound(broadcasts: Any, mesh: Any) -> Any:
 
 
 def _update_variables(state: Any, updates: Mapping[str, Any]) -> Any:
-    """Stores in the state the variables that the forward pass has changed."""
+    """Returns the state with the variables that the forward pass changed."""
     if not updates:
         return state
     if not hasattr(state, "update_variables"):  # Flax's TrainState, with custom fields.
@@ -312,7 +312,7 @@ def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
     (['state', 'batch'], 3)
 
     Raises:
-      TypeError: The function has required keyword-only arguments, or its signature can't be read.
+      TypeError: If the function has required keyword-only arguments, or its signature can't be read.
     """
     name = name_of(function)
     try:
@@ -346,7 +346,7 @@ def outputs_logs_and_state(result: Any, name: str, state: Any) -> tuple[Any, Any
       state: The state that was passed to the function, or None.
 
     Raises:
-      TypeError: The result has none of these forms.
+      TypeError: If the result has none of these forms.
     """
     if type(result) is tuple and len(result) == 2 and isinstance(result[0], dict) and not isinstance(state, tuple):
         return None, *result  # The common case, first for speed.

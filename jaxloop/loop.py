@@ -1,4 +1,4 @@
-"""A bounded number of steps over one dataset."""
+"""The loop, which runs a bounded number of steps over one dataset."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +23,7 @@ class Loop:
         one it received. In that case, the state that it returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
-      update_outputs: Called for each step, in order, when its outputs have reached the host. That may be some steps
+      update_outputs: Called for each step, in order, once its outputs have reached the host, which may be some steps
         later.
       _get_next_batch: `(dataset)`. Called to read each batch.
       _run_one_step: `(state, batch, per_loop_step_number)`. Called to run the step on each batch. A loop that overrides
@@ -38,9 +38,9 @@ class Loop:
     Args:
       step: The step to run on each batch.
       clock: A function that returns the time in seconds, for measuring durations.
-      max_steps_in_flight: The largest number of steps that the host may be ahead of the devices. None for the default,
-        which is 64 steps. On a CPU, the default is 64 steps or 4 dispatches, whichever is more. If several devices
-        share a CPU, the default is 8 steps.
+      max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. None for the
+        default, which is 64 steps. On a CPU, the default is 64 steps or 4 dispatches, whichever is more. If several
+        devices share a CPU, the default is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -151,8 +151,8 @@ class Loop:
           `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
 
         Raises:
-          Exceptions raised by hooks, actions and the dataset, with a note that tells where and at which step they were
-          raised. `rescued_state` then holds the state after the last completed step.
+          Any exception from a hook, an action or the dataset, with a note that names the place and the step.
+          `rescued_state` then holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:
@@ -171,7 +171,7 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs the steps, and returns the newest state and the outputs of all steps.
 
-        In an `OuterLoop`, one call may run several loops if nothing is due at the end of any but the last.
+        In an `OuterLoop`, one call may run several loops if nothing is due between them.
         """
         return self.engine.run(state, dataset, num_steps)
 
@@ -182,7 +182,7 @@ class Loop:
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:
         """Adds the outputs of one step to those of the loop, and returns the outputs of the loop.
 
-        Called for each step, in order, when its outputs have reached the host, which may be some steps later. The
+        Called for each step, in order, once its outputs have reached the host, which may be some steps later. The
         outputs of the step don't contain `clu.metrics` states, because these are merged on the device.
         """
         for name, value in (step_outputs or {}).items():

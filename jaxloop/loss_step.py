@@ -21,7 +21,7 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 
 
 class LossStep(NumpyStep):
-    """A `Step` for which you only write the loss, `loss(outputs, batch)`, as a method or as an argument.
+    """A `Step` for which you write only the loss, `loss(outputs, batch)`, as a method or as an argument.
 
     `outputs` is the model's output for the inputs of the batch. The loss returns one number per example, `[batch]`; or
     a scalar; or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. It may also return a dict of
@@ -33,12 +33,12 @@ class LossStep(NumpyStep):
     batch.
 
     Hooks:
-      loss: Runs inside `run`, for each batch or micro-batch. It must be pure, and is compiled.
-      preprocess_batch: As in `Step`. An override must call `super().preprocess_batch` first, which converts tensors to
+      loss: Runs inside `run`, for each batch or micro-batch. It is compiled, so it must be pure.
+      preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
         NumPy arrays.
-      begin: As in `Step`. An override must call `super().begin` last, which adds the mask. Only `run` can use the batch
-        that it returns.
-      end, num_examples, make_state: As in `Step`.
+      begin: See `Step`. An override must end by calling `super().begin`, which adds the mask and returns a batch that
+        only `run` can use.
+      end, num_examples, make_state: See `Step`.
 
     >>> import optax
     >>> from flax import linen as nn
@@ -68,56 +68,57 @@ class LossStep(NumpyStep):
     - a Linen module;
     - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial variables;
     - an Equinox module, which is called on one example at a time under `jax.vmap`. If it takes a `key`, each example
-      gets its own in training. `state.apply_fn(state.params)` is the module. For a module with a state, give the pair
-      that `eqx.nn.make_with_state(...)` returns;
+      gets its own in training. `state.apply_fn(state.params)` returns the module. For a module with a state, pass the
+      pair that `eqx.nn.make_with_state(...)` returns;
     - the result of `hk.transform` or `hk.transform_with_state`;
     - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`, which may also take `train`, and
       `rngs` (a dict), `rng` or `key`;
     - a pytree of parameters: the loss receives the parameters instead of outputs, `loss(params, batch)`.
 
     `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys are
-    `prng_key(state.step)`, which depends on `base_prng` and the step only. NNX models keep their own keys in the state.
+    `prng_key(state.step)`, which depends only on `base_prng` and the step. NNX models keep their own keys in the state.
 
-    **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]`, of bools or of 0 and 1.
-    Examples whose mask is 0 have no weight in means. A mask of a different shape is left to the loss.
+    **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]` with bools, or with 0s and 1s.
+    Examples whose mask is 0 have no weight in means. A mask of any other shape is left to the loss.
 
-    A short batch is padded with masked copies of its last row if that doesn't change any mean. So the loss and all
-    metrics must be per example, and in training the model must not mix examples, as batch normalization does. An
-    evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to `batch_size`
-    or, without it, to the next multiple of the number of devices in the mesh. Other short batches stay short, which is
-    exact too but compiles once more. A loss that compares the examples of a batch with each other must return a scalar.
+    A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
+    loss and all metrics are per example and that, in training, the model doesn't mix examples, as batch normalization
+    does. An evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to
+    `batch_size` or, without it, to the next multiple of the number of devices in the mesh. Other short batches stay
+    short, which is also exact but compiles once more. A loss that compares the examples of a batch with each other must
+    return a scalar.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
-    the devices, and sums their gradients, weighted by their numbers of examples. The update is that of the whole batch,
-    with a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of four. On a
-    mesh, each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow code.
+    the devices, and sums their gradients, weighted by their numbers of examples. The update equals that of the whole
+    batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of
+    four. On a mesh, each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow code.
 
     Args:
-      base_prng: This and all other arguments up to `end_actions` are those of `Step`.
+      base_prng: See `Step`, which also describes the other arguments up to `end_actions`.
       model: A model of one of the kinds above.
       loss: The loss function, unless a subclass defines the method `loss`.
       metrics: A dict of further metrics, each a function of `(outputs, batch)`.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. The
         default is the first element of a tuple or list; the value under "inputs", "input", "x", "image", "images",
-        "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model with several
-        inputs, they are a tuple, or a dict by name. A pytree of parameters has no inputs.
-      accumulate: The number of micro-batches in a training batch.
+        "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model, several
+        inputs form a tuple, or a dict by name. A pytree of parameters has no inputs.
+      accumulate: The number of micro-batches into which each training batch is split.
       compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
         keep their dtypes.
       batch_size: The number of rows to pad short training batches to; None for the default described above.
-      trainable: The pattern of the paths of the parameters to train, such as `"head/**"`, or a list of patterns; see
-        `jaxloop.path_patterns.matches`. The others are frozen: they keep every bit, and the optimizer has no state for
-        them. None to train all. `jaxloop.optimizers.by_path` gives each part its own optimizer.
+      trainable: A pattern for the paths of the parameters to train, such as `"head/**"`, or a list of patterns; see
+        `jaxloop.path_patterns.matches`. All others are frozen: they stay bit-identical, and the optimizer has no state
+        for them. None to train all. To use a different optimizer for each part, see `jaxloop.optimizers.by_path`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function of the number of
         updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
-      use_ema: Whether evaluations, `predict` and `jaxloop.export` use the average of the parameters instead of the
-        parameters. The state must come from a step with `ema`. Batch statistics are not averaged.
+      use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
+        must come from a step with `ema`. Batch statistics are not averaged.
       **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
-      TypeError: The loss is missing, or it is given both as an argument and as a method; a keyword is unknown; or the
-        model is of an unsupported kind.
+      TypeError: If the loss is missing, or is given both as an argument and as a method; if a keyword is unknown; or if
+        the model is of an unsupported kind.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class LossStep(NumpyStep):
     # To override ---------------------------------------------------------------------------------
 
     def loss(self, outputs: Any, batch: types.Batch) -> Any:
-        """Returns losses `[batch]`, a scalar or a `Weighted`, or `(losses, metrics)`. It must be pure, and is compiled.
+        """Returns losses `[batch]`, a scalar or a `Weighted`, or `(losses, metrics)`. It is compiled and must be pure.
 
         Args:
           outputs: The output of the model or, if the model is a pytree of parameters, these parameters.
@@ -217,7 +218,7 @@ class LossStep(NumpyStep):
         return self._loss(outputs, batch)
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Adds a mask to the batch, and pads a short one. Only `run` can use the result."""
+        """Adds a mask to the batch, and pads a short batch. Only `run` can use the result."""
         rows = checks.num_examples(batch)
         if rows is None or (rows == 0 and not self._is_shared):
             return state, batch
@@ -233,7 +234,7 @@ class LossStep(NumpyStep):
         return state, padded
 
     def num_examples(self, batch: types.Batch) -> int:
-        """Does the same as `Step.num_examples`, but doesn't count masked examples."""
+        """Returns the number of examples that are not masked; see `Step.num_examples`."""
         mask = _mask_of(batch)
         if mask is None:
             return super().num_examples(batch)
@@ -309,8 +310,8 @@ class LossStep(NumpyStep):
     def predict(self, state: Any, dataset: Any) -> Any:
         """Returns the outputs of the model for all examples of a dataset, in order.
 
-        The model is called in evaluation mode, with one dispatch per batch, on the devices of the partitioner. Neither
-        padding nor examples whose mask is 0 are in the result. The loss is not called, so batches need no labels.
+        The model is called in evaluation mode, with one dispatch per batch, on the devices of the partitioner. The
+        result contains neither padding nor examples whose mask is 0. The loss is not called, so batches need no labels.
 
         >>> model = (lambda key, x: jnp.ones([3, 2]), lambda params, x: x @ params)
         >>> step = LossStep(jax.random.key(0), model, loss=lambda outputs, batch: outputs)
@@ -326,8 +327,8 @@ class LossStep(NumpyStep):
           The outputs as NumPy arrays, whose leading axis counts the examples.
 
         Raises:
-          ValueError: The dataset is empty, or an output has no axis for the examples.
-          NotImplementedError: This is a multi-process job.
+          ValueError: If the dataset is empty, or an output has no axis for the examples.
+          NotImplementedError: If this is a multi-process job.
         """
         checks.check_only_process("LossStep.predict")
         if self._forward is None or self._forward.partitioner is not self._partitioner:
@@ -515,7 +516,7 @@ class LossStep(NumpyStep):
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def inputs_of(self, batch: types.Batch) -> Any:
-        """Returns the model's inputs in a batch."""
+        """Returns the part of a batch that the model receives as its inputs; None if it takes no inputs."""
         if not self._takes_inputs:
             return None
         if callable(self._inputs):
@@ -566,11 +567,11 @@ class LossStep(NumpyStep):
 
     @property
     def _is_shared(self) -> bool:
-        """True if other processes have a part of each batch."""
+        """True if other processes hold a part of each batch."""
         return agreement.is_shared(self._partitioner.mesh)
 
     def _may_pad(self, state: Any, padded: "_MaskedBatch") -> bool:
-        """Returns True if padding changes no mean."""
+        """Returns True if padding doesn't change any mean."""
         if models.mixes_examples(state, train=self.train):
             return False
         if self._not_per_example is None:
@@ -586,7 +587,7 @@ _OPTIONS = models.options_of(LossStep)
 
 
 class _MaskedBatch(NamedTuple):
-    """A batch with a mask of its real rows: a bool array, or None if the rows can't be counted."""
+    """A batch and the mask of its real rows: a bool array, or None if the rows can't be counted."""
 
     batch: Any
     mask: Any
@@ -613,7 +614,7 @@ class _Forward(Step):
         return leaves
 
     def predict(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the outputs on the devices, and the rows that count: their number or a mask."""
+        """Returns the outputs, which are still on the devices, and the mask of the batch; None if it has no mask."""
         rows, mask = checks.num_examples(batch), _mask_of(batch)
         outputs = self.evaluate(state, batch, per_loop_step_number=1) or {}
         outputs = jax.tree.unflatten(self._structure, [outputs[str(number)] for number in range(len(outputs))])

@@ -1,7 +1,7 @@
-"""Models of all kinds: their forward pass, and their initialization, which makes a `TrainState`.
+"""Initializes models of all kinds, which makes a `TrainState`, and runs their forward pass.
 
-A `Step` takes Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also takes other kinds
-of models: `adapt` converts each of them to an `AdaptedModel`, and `forward` calls models of all kinds in the same way.
+A `Step` accepts Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also accepts other
+kinds of models. `adapt` converts each of them to an `AdaptedModel`, and `forward` calls all kinds in the same way.
 """
 
 import abc
@@ -31,8 +31,8 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
       known: The names of the arguments that the Step defines.
 
     Raises:
-      ValueError: `nnx_model_args` are missing for an NNX class, or were given with another model.
-      TypeError: This kind of model is not supported, or a keyword is unknown and the model is not an NNX class.
+      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with another model.
+      TypeError: If this kind of model is not supported, or a keyword is unknown and the model is not an NNX class.
     """
     is_nnx_class = types.is_nnx_class(model)
     if is_nnx_class:
@@ -154,7 +154,7 @@ def _copy(leaf: Any) -> jax.Array:
 
 
 def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PRNGType | None = None) -> Any:
-    """Calls the model of a state. The model may be of any kind that `LossStep` takes.
+    """Calls the model of a state. The model may be of any kind that `LossStep` accepts.
 
     The training mode is set in the way that each kind of model expects. NNX and Equinox models are switched to training
     or inference mode. All models except Equinox modules receive `train`, `training`, `is_training` or `deterministic`
@@ -194,7 +194,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 def mixes_examples(state: Any, *, train: bool) -> bool:
     """Returns whether one example may affect the outputs of others, in the same batch or a later one.
 
-    Batch normalization does that in training. If this function returns True, a short batch must not be padded.
+    Batch normalization does this in training. If this function returns True, a short batch must not be padded.
     """
     if types.is_nnx(state.collections, "State"):
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -258,7 +258,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
       given: The names of the arguments that the caller passes in addition.
 
     Raises:
-      TypeError: The method takes several arguments, and the inputs are not a list or a dict that fits.
+      TypeError: If the method takes several arguments, and the inputs are not a matching list or dict.
     """
     ignored = {"self", "rngs", *_MODE_FLAGS, *given}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -456,7 +456,7 @@ class AdaptedModel:
       kind: A clause that describes the kind of the model in error messages.
       apply_fn: The `apply_fn` of the states that are made from the model.
       arrays: The initial `(params, batch_stats, collections)`, if the model contains them.
-      init: If it doesn't, the function that makes them from `(key, inputs, init_kwargs)`.
+      init: Otherwise, a function that makes these values from `(key, inputs, init_kwargs)`.
     """
 
     kind: str
@@ -480,7 +480,7 @@ def adapt(model: Any) -> Any:
     'a dict is a pytree of parameters'
 
     Raises:
-      TypeError: The model is of none of these kinds.
+      TypeError: If the model is of none of these kinds.
     """
     name = type(model).__name__
     if inspect.isclass(model):

@@ -34,7 +34,7 @@ _OUTPUT_FLAGS = 8
 
 
 class NonFiniteError(FloatingPointError):
-    """The error of a training step that computed NaN or infinity.
+    """Raised if a training step computes NaN or infinity.
 
     Attributes:
       step_num: The first such step, given as the value of `state.step` after it.
@@ -62,7 +62,7 @@ class Detector:
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
       policy: The `nan_policy`. With "skip", a bad step changes nothing in the state except `step`.
-      on_mesh: Whether the function is compiled for a mesh.
+      on_mesh: True if the function is compiled for a mesh.
     """
 
     def __init__(self, run: Callable[[Any, Any], tuple[Any, types.Output]], policy: NanPolicy, on_mesh: bool):
@@ -89,7 +89,7 @@ class Detector:
         return new_state, (outputs, jnp.concatenate([flags[1:], row[None]]))
 
     def no_flags(self, state: Any) -> jax.Array:
-        """Returns the flags before the first step, with the sharding that the compiled step gives them."""
+        """Returns the flags before the first step, with the sharding of the flags that the compiled step returns."""
         flags = _OUTPUT_FLAGS + len(_watched_leaves(state))
         zeros = lambda: jnp.zeros([_ROWS, -(-flags // _WORD)], jnp.uint32)
         scalars = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf.ndim == 0)
@@ -107,7 +107,7 @@ class Detector:
 
 
 def names(state: Any, outputs: types.Output) -> list[str]:
-    """Returns the names of the non-finite values in the results of a step. Reads all of them."""
+    """Returns the names of the non-finite values in the results of a step. It synchronizes with the devices."""
     leaves = {**_losses(outputs), **_watched_leaves(state)}
     return [name for name, is_bad in metrics.fetch(jax.tree.map(_is_bad, leaves)).items() if is_bad]
 
@@ -139,11 +139,11 @@ def _is_bad_on_one_device(leaf: Any) -> jax.Array:
 
 
 def _is_bad_on_cpu(leaf: jax.Array) -> jax.Array:
-    """Checks by a matrix product, because XLA's reductions on a CPU are three to six times slower."""
+    """Checks with a matrix product, because XLA's reductions on a CPU are three to six times slower."""
     numbers = leaf.reshape(-1)
     rows = numbers.size // _COLUMNS
     in_rows, rest = numbers[: rows * _COLUMNS], numbers[rows * _COLUMNS :]
-    # Finite values give zero, infinity and NaN give NaN.
+    # Finite values yield zero; infinity and NaN yield NaN.
     zero = (in_rows.reshape(rows, _COLUMNS) @ jnp.zeros(_COLUMNS)).sum() + (rest * 0).sum()
     return jnp.isnan(zero)
 
@@ -156,7 +156,7 @@ def _packed(flags: Sequence[jax.Array]) -> jax.Array:
 
 
 def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
-    """Returns the old state after a bad step, except for `step`, and otherwise the new one."""
+    """Returns the old state (except for `step`) after a bad step, and the new state otherwise."""
     choose = lambda path, a, b: b if checks.path_name(path) == "step" else jnp.where(is_bad, a, b)
     return jax.tree_util.tree_map_with_path(choose, old, new)
 
@@ -210,7 +210,7 @@ class Watch:
         self._detector: Detector | None = None
 
     def restart(self) -> None:
-        """Starts a call of the loop."""
+        """Resets the counters for a new call of the loop."""
         self._pending.clear()
         self.steps = self._sent = self._read = 0
 
@@ -232,8 +232,8 @@ class Watch:
 
         Args:
           state: Any state with the structure of the train state.
-          in_step: Whether all processes of a job must get the same result after the same step. If so, the call waits
-            for all flags except the newest.
+          in_step: True if all processes of a job must get the same result after the same step. The call then waits for
+            all flags except the newest.
         """
         if self.steps - self._sent >= self._chunk_size:
             self._send()
@@ -271,7 +271,7 @@ class Guard:
       watch: The `Watch` that finds bad steps; None to check nothing.
 
     Attributes:
-      watch: The argument.
+      watch: The argument of the same name.
       bad: With "raise", the error of the first bad step of the call.
       skipped: With "skip", the bad steps of the loop.
     """
@@ -294,14 +294,14 @@ class Guard:
             self.watch.restart()
 
     def look(self, state: Any, *, in_step: bool) -> Found | None:
-        """Returns the first bad step that ends the run, among the flags that have arrived.
+        """Returns the first bad step among the flags that have arrived, if it ends the run.
 
-        The arguments are those of `Watch.look`.
+        See `Watch.look` for the arguments.
         """
         return None if self.watch is None else self._sort(self.watch.look(state, in_step=in_step))
 
     def read(self, state: Any) -> Found | None:
-        """Waits for the flags of all steps, and returns the first bad step that ends the run."""
+        """Waits for the flags of all steps, and returns the first bad step if it ends the run."""
         return None if self.watch is None else self._sort(self.watch.read(state))
 
     def _sort(self, found: Sequence[Found]) -> Found | None:

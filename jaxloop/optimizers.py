@@ -1,4 +1,4 @@
-"""Optax transformations that average the parameters, and that update leaves by their paths."""
+"""Optax transformations that average the parameters, or choose a transformation by the path of a parameter."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
@@ -26,9 +26,9 @@ class EMAState(NamedTuple):
 def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformation:
     """Keeps an exponential moving average of the parameters in the optimizer's state.
 
-    After each update, `average += (1 - decay) * (params - average)`. The average starts with the initial parameters,
-    has their sharding, and is saved with the optimizer's state. The updates are not changed. `LossStep(ema=...)` does
-    the same.
+    After each update, `average += (1 - decay) * (params - average)`. The average starts as a copy of the initial
+    parameters, has their sharding, and is saved with the optimizer's state. The updates are not changed.
+    `LossStep(ema=...)` adds this transformation.
 
     >>> optimizer = optax.chain(optax.sgd(1.0), ema(0.75))  # It must be the last transformation.
     >>> params = {"w": jnp.array(1.0)}
@@ -37,12 +37,12 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     (-3.0, 0.0)
 
     Args:
-      decay: A number from 0 to 1: an average over about `1 / (1 - decay)` updates. Or a function of the number of
+      decay: A number from 0 to 1, which averages over about `1 / (1 - decay)` updates; or a function of the number of
         earlier updates, such as `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`, which lets a short run
         forget its initial parameters.
 
     Raises:
-      ValueError: `decay` is not between 0 and 1.
+      ValueError: If `decay` is not between 0 and 1.
     """
     if not callable(decay) and not (isinstance(decay, int | float) and 0 <= decay <= 1):
         raise ValueError(f"ema must be a number from 0 to 1, such as 0.999, or a function of the count, got {decay!r}.")
@@ -69,9 +69,9 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
 
 
 def ema_params(state: Any) -> Any:
-    """Returns the average of the parameters that `ema` keeps in a train state, in their structure and dtypes.
+    """Returns the average that `ema` keeps in a train state, with the structure and dtypes of the parameters.
 
-    It can be called inside `Step.run`, for example in an evaluation: `params = ema_params(state)`.
+    You can call it inside `Step.run`, for example in an evaluation: `params = ema_params(state)`.
 
     >>> import jaxloop
     >>> from flax import linen as nn
@@ -81,7 +81,7 @@ def ema_params(state: Any) -> Any:
     (3, 2)
 
     Raises:
-      ValueError: The optimizer's state has no average, or more than one.
+      ValueError: If the optimizer's state contains no average, or more than one.
     """
     is_average = lambda node: isinstance(node, EMAState)
     leaves = jax.tree.leaves(getattr(state, "opt_state", None), is_leaf=is_average)
@@ -97,7 +97,7 @@ def ema_params(state: Any) -> Any:
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
     """Updates each parameter with the transformation of the first pattern that matches its path.
 
-    None freezes a parameter: it keeps every bit, and the optimizer has no state for it.
+    None freezes a parameter: it stays bit-identical, and the optimizer has no state for it.
 
     >>> optimizer = by_path({"head/**": optax.sgd(1e-2), "body/embedding": None, "**": optax.sgd(1e-4)})
     >>> params = {"body": {"embedding": jnp.ones(3), "kernel": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
@@ -108,13 +108,13 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
 
     Args:
       transformations: An Optax transformation, or None, for each pattern; see `jaxloop.path_patterns.matches`. Patterns
-        with the same transformation, the same object, share its state. Different ones are independent of each other:
-        `optax.clip_by_global_norm` in one of them takes the norm over its own parameters. To clip by the norm of all
+        with the same transformation object share its state. Different objects are independent: in one of them,
+        `optax.clip_by_global_norm` computes the norm over its own parameters only. To clip by the norm of all
         gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 
     Raises:
-      ValueError: A pattern matches no parameter, or a parameter matches no pattern. The optimizer raises it when it
-        makes its state, and the error lists the paths.
+      ValueError: If a pattern matches no parameter, or a parameter matches no pattern. The optimizer raises this error
+        when it initializes its state. The error lists the paths.
     """
     numbers = {
         pattern: str(list(map(id, transformations.values())).index(id(each)))

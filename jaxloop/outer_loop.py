@@ -47,12 +47,12 @@ from jaxloop.watchdog import Watchdog
 from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
-"""The name of the output that ends the experiment: a train or eval loop sets `outputs[STOP_LOOP] = True`."""
+"""The name of the output with which a train or eval loop ends the experiment: `outputs[STOP_LOOP] = True`."""
 
 
 @final
 class OuterLoop:
-    """Runs an experiment: trains, and evaluates at the steps at which an evaluation is due.
+    """Runs an experiment: trains, and runs each evaluation when it is due.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -75,22 +75,22 @@ class OuterLoop:
       workdir: The directory of `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the history is
         appended to the file immediately, and a resumed run continues the file. If None, a run with a train loop and a
         `checkpoint_spec` uses the directory of the checkpoints, and any other run writes no file.
-      log_interval: When to add a row to the history with the train metrics since the previous row. As for the interval
-        of an action, an int counts train loops.
+      log_interval: When to add a row to the history with the train metrics since the previous row. Like the interval of
+        an action, an int counts train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, its commit is added as "commit".
-      watchdog: A `Watchdog` that ends the run if it hangs; None to let it hang.
-      skip: The numbers of batches to leave out, as if the training data had never contained them. All batches of all
-        epochs are counted, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the batch of
-        step 48,213. In a multi-process job, each process leaves out its part of the batch. The history gets a row
-        `left_out.batch` for each batch.
+      watchdog: A `Watchdog` that ends the run if it hangs; None for no watchdog.
+      skip: The numbers of the batches to leave out, as if the training data had never contained them. Batches are
+        numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
+        batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch, a
+        row `left_out.batch` is added to the history.
 
     Attributes:
-      train_loop: The argument of that name.
-      checkpoint_spec: The argument of that name.
-      log_interval: The argument of that name.
-      skip: The argument of that name.
+      train_loop: The argument of the same name.
+      checkpoint_spec: The argument of the same name.
+      log_interval: The argument of the same name.
+      skip: The argument of the same name.
 
     >>> steps, losses = outer_loop.history.collect("steps", "eval.loss")
     >>> steps[:3], losses[-1] < losses[0]
@@ -157,9 +157,9 @@ class OuterLoop:
     def history(self) -> History:
         """The metrics of the run.
 
-        Train metrics are under "train", those of an evaluation named "test" are under "test".
+        Train metrics are under "train", and the metrics of an evaluation named "test" are under "test".
 
-        It contains no statistics such as steps per second, so repeating a run gives the same history.
+        It contains no statistics such as steps per second, so repeating a run produces the same history.
         """
         return self._history
 
@@ -245,7 +245,7 @@ class OuterLoop:
                             outputs = self._evaluate(state, evaluations)
                         else:
                             state, outputs = training(state, logs_total_steps=log_train_total_steps)
-                        self._job.any_stops()  # Learns of a signal that came since the last batch.
+                        self._job.any_stops()  # Detects a signal that arrived after the last batch.
                         if training is None or not training.is_interrupted_for_detour:
                             is_over = not requests.requested  # A signal after this point no longer changes that.
                             if is_over:
@@ -323,19 +323,19 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: The state of the call, which is not donated; or its shapes from `step.abstract_state(...)`, which
-            allocates no memory.
-          train_dataset: This and the following arguments are those of the call. If it is an iterator, its first batch
-            is read, and the next call of this object begins with that batch.
+          state: The state to pass to the call, which is not donated; or its shapes from `step.abstract_state(...)`,
+            which need no memory.
+          train_dataset: See `__call__`, which also describes the following arguments. If this is an iterator, its first
+            batch is read, and the next call of this object begins with that batch.
           topology: The TPUs to compile the train step for, such as "v5e:16x16". This machine doesn't need to have them.
             The report then contains the memory, FLOPs and communication per device on these TPUs, and an error if the
             step doesn't fit. This needs libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
-            batch, for all devices together.
+            batch of all devices.
 
         Returns:
-          A report of all problems. `report.raise_errors()` ends a program that has errors. With a work directory, the
-          report is also written to `check.json` there, for `python -m jaxloop report`. Apart from that, a check leaves
-          only empty directories for checkpoints and the history, if they were missing.
+          A report of the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. With
+          a work directory, the report is also written to `check.json` there, for `python -m jaxloop report`. Apart from
+          that, a check only creates the directories for checkpoints and the history if they are missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -363,7 +363,7 @@ class OuterLoop:
     def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
         """Locks the directories that the run writes to against other programs.
 
-        The first process does so for the whole job.
+        In a multi-process job, the first process does so for all processes.
         """
         directories = directories_of(self.train_loop, self.checkpoint_spec, self._workdir)
         for directory in directories:  # Fails now rather than after hours of training.
@@ -386,15 +386,15 @@ class OuterLoop:
     def _join_loops(
         self, spec: RunSpec, log: run_log.RunLog, before: Training | None
     ) -> tuple[Evaluations, Training | None]:
-        """Joins the loops into one run. This object closes the actions of the run, and the log describes it.
+        """Joins the loops into one run, whose actions are closed by this object.
 
         Args:
           spec: The arguments of the call.
           log: The run log.
-          before: The training that has returned to an earlier checkpoint; None at the beginning of a call.
+          before: The training that returned to an earlier checkpoint; None at the beginning of a call.
 
         Returns:
-          The evaluations of the call, and its training; None if nothing is trained.
+          The evaluations of the call, and its training (None if nothing is trained).
         """
         train_loop, specs = self.train_loop, spec.eval_specs
         training, recorder, run = None, None, Run(self._history, spec.total_steps, stop=spec.stop)
@@ -461,9 +461,9 @@ class OuterLoop:
         return evaluations.once(state, step_num)
 
     def source_of(self, dataset: Any) -> PositionedIterator:
-        """Returns the positioned iterator of a dataset.
+        """Returns a `PositionedIterator` over a dataset.
 
-        The same iterator always gets the same one, so no batch is lost.
+        If the dataset is an iterator, every call with it returns the same `PositionedIterator`, so no batch is lost.
         """
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)
@@ -497,7 +497,7 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in reversed(_all_actions(self._loops)):  # The progress bar, often the first, then times the others.
+        for action in reversed(_all_actions(self._loops)):  # So the progress bar, often first, times the others.
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     action.close()
@@ -568,7 +568,7 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num
 
 
 def _is_nan(values: Sequence[Any]) -> bool:
-    """Returns whether a value is given and is NaN."""
+    """Returns whether any of the values is NaN."""
     return any(isinstance(value, float | np.generic) and bool(value != value) for value in values)
 
 
@@ -584,10 +584,10 @@ def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:
 
 @final
 class Recorder(Action):
-    """Adds rows to the history. It is the first action of a loop, so that the other actions find the row of their step.
+    """Adds rows to the history. It is the first action of a loop, so that a step's row exists before other actions run.
 
     Attributes:
-      observers: Functions that are called with the progress of the run after each row.
+      observers: Callbacks that are called with the progress of the run after each row.
     """
 
     def __init__(self, history: History, name: str, interval: int | Schedule):

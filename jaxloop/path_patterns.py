@@ -11,8 +11,8 @@ _WILDCARD = re.compile(r"\*\*|\*")
 def matches(pattern: str, path: str) -> bool:
     """Returns whether a pattern matches a whole path.
 
-    `*` stands for one name between two slashes, and `**` for any number of names, at least one. The `/value` at the end
-    of the paths of an NNX model may be left out.
+    `*` matches a single name between slashes, and `**` matches one or more names. The `/value` at the end of the paths
+    of an NNX model may be omitted.
 
     >>> matches("encoder/**", "encoder/Dense_0/kernel"), matches("*/kernel", "encoder/Dense_0/kernel")
     (True, False)
@@ -31,11 +31,12 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
 
     Args:
       paths: The paths.
-      patterns: For each pattern, the new path. It has the same wildcards in the same order, each of which stands for
-        the same names. If several patterns match a path, the first one counts.
+      patterns: A dict from patterns to new paths. A new path contains the wildcards of its pattern in the same order;
+        each is replaced by the names that it matched. If several patterns match a path, the first one is used.
 
     Raises:
-      ValueError: A pattern matches no path, its new path has different wildcards, or two paths have the same new path.
+      ValueError: If a pattern matches no path, if a pattern and its new path have different wildcards, or if two paths
+        have the same new path.
     """
     paths, new_paths = list(paths), {}
     for pattern, target in patterns.items():

@@ -1,4 +1,4 @@
-"""Rewinding a run to any of its steps."""
+"""`rewind`, which returns to the state before any step of a run."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,12 +72,12 @@ def rewind(
     Args:
       workdir: The work directory of the run. It needs at least one checkpoint before the step, unless `state` is the
         initial state.
-      outer_loop: The experiment, constructed as for the run. It must not be running.
+      outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counted in updates from 1.
-      state: A state like that of the run, or its shapes. None to use the state that `step.initialize_model` makes, if
-        that method was called. If there is no earlier checkpoint, the run is repeated from this state, which is then
-        donated.
-      train_dataset: The dataset that was passed to the run. If it is an iterator, it must be able to go back.
+      state: A state with the same structure as that of the run, or its shapes. None to use the state that
+        `step.initialize_model` makes, if that method was called. If there is no earlier checkpoint, the run is repeated
+        from this state, which is then donated.
+      train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.
       train_epochs: The value that was passed to the run; see `OuterLoop`.
@@ -87,9 +87,9 @@ def rewind(
       The state before the step, and the batch and the PRNG keys of the step.
 
     Raises:
-      FileNotFoundError: There is no checkpoint before the step, and `state` is not from an earlier step.
-      RuntimeError: The repeated steps differ from those of the run, for example because the devices are different.
-      ValueError: The run has no such step, or the dataset can't go back.
+      FileNotFoundError: If there is no checkpoint before the step, and `state` is not from an earlier step.
+      RuntimeError: If the repeated steps differ from those of the run, for example because the devices are different.
+      ValueError: If the run has no such step, or the dataset can't return to an earlier position.
     """
     checks.check_only_process("rewind")
     checks.check_positive("rewind.step_num", step_num)
@@ -205,7 +205,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
     """Compares rows with the history's rows for the same steps. Returns the number of rows that were compared.
 
     Raises:
-      RuntimeError: A value differs.
+      RuntimeError: If a value differs.
     """
     known, count = dict(_by_steps(past.rows)), 0
     for steps, values in _by_steps(rows):

@@ -21,7 +21,7 @@ class EvalContext:
     """The progress of an experiment, which is passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
-      is_continuous_eval: Whether there is no train loop, and checkpoints are evaluated as they appear.
+      is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
       step_num: The number of completed updates of the state to evaluate.
       loop_count: The number of completed train loops or, in continuous evaluation, of evaluated checkpoints.
     """
@@ -34,7 +34,7 @@ class EvalContext:
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """The dataset of an evaluation, and when it runs.
+    """The dataset and the interval of an evaluation.
 
     >>> import numpy as np
     >>> EvalSpec([{"x": np.zeros([4, 3])}], eval_loop_interval=5).num_steps is None
@@ -46,8 +46,8 @@ class EvalSpec:
       num_steps: The number of batches to evaluate; None for all.
       eval_loop_interval: The number of train loops per evaluation; None to evaluate after each loop. Ignored in
         continuous evaluation.
-      should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only if
-        the interval is due.
+      should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only
+        when the interval is due.
       interval: When to evaluate, like the `interval` of an action: an int, which means the same as
         `eval_loop_interval`, or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is
         exact to the step, even inside a train loop. Ignored if there is no train loop.
@@ -121,12 +121,12 @@ class CheckpointSpec:
 
     Attributes:
       checkpoint_dir: The directory, with one subdirectory per checkpoint, named after its step.
-      iterate_interval_secs: In continuous evaluation, how often to look for new checkpoints, in seconds.
+      iterate_interval_secs: In continuous evaluation, the number of seconds between searches for new checkpoints.
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
         default looks for the file `STOPPED`, which training writes to the directory when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
-      restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
-        dataset is a different one, or an iterator that is already at the right position.
+      restore_data: Whether to continue a resumed run at the saved position in its training dataset. Pass False for a
+        different dataset, or for an iterator that is already at the right position.
     """
 
     checkpoint_dir: epath.PathLike
@@ -161,7 +161,7 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 
 
 def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
-    """Returns the number of evaluations in a number of train loops, or None if it depends on more than that number."""
+    """Returns the number of evaluations in a number of train loops, or None if it depends on anything else."""
     if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
         return None
     return train_loops // spec.when_due
@@ -170,7 +170,7 @@ def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The arguments of `OuterLoop.__call__`, with eval specs that are `named`."""
+    """The arguments of `OuterLoop.__call__`. The eval specs have distinct names; see `named`."""
 
     train_dataset: Any = None
     total_steps: int | None = None
@@ -277,7 +277,7 @@ class RunSpec:
         return min(limits, default=None)
 
     def description(self) -> list[str]:
-        """Returns a description, as lines that must be the same in all processes of a job."""
+        """Returns lines that describe the run. They must be the same in all processes of a job."""
         names = ("total_steps", "loop_steps", "epochs", "stop", "on_exhausted")
         return [
             *(f"{name}={getattr(self, name)!r}" for name in names),

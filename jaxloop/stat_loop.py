@@ -16,7 +16,7 @@ STAT_NUM_PARAMS = "jaxloop/num_params"
 STAT_NUM_FLOPS = "jaxloop/num_flops"
 """Floating-point operations of one `run`, counted by XLA before optimization."""
 STAT_MFU = "jaxloop/model_flops_utilization"
-"""Achieved FLOPs per second over the peak of the devices, from 0 to 1, see `StatLoop.peak_flops_per_sec`."""
+"""Achieved FLOPs per second, divided by the peak of the devices: 0 to 1. See `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
 """The time of the loop's construction, in seconds since the Unix epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
@@ -24,25 +24,25 @@ STAT_BEGIN_TIME = "jaxloop/begin_time"
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
 """Seconds from the loop's construction to the end of this call."""
 STAT_LOOP_TIME_SECS = "jaxloop/loop_time_secs"
-"""Seconds of this call, until the devices had finished; for an action, seconds since its last call."""
+"""Duration of this call in seconds, until the devices finish; for an action, seconds since its last call."""
 STAT_STEPS_PER_SEC = "jaxloop/steps_per_sec"
-"""Steps per second of training, that is, without evaluations and checkpoints."""
+"""Steps per second of training, which excludes evaluations and checkpoints."""
 STAT_EXAMPLES_PER_SEC = "jaxloop/examples_per_sec"
 """Examples per second of training."""
 STAT_DATA_TIME_SECS = "jaxloop/data_time_secs"
 """The part of `STAT_LOOP_TIME_SECS` spent waiting for batches."""
 STAT_DEVICE_TIME_SECS = "jaxloop/device_time_secs"
-"""The part spent waiting for the devices."""
+"""The part of `STAT_LOOP_TIME_SECS` spent waiting for the devices."""
 STAT_ACTION_TIME_SECS = "jaxloop/action_time_secs"
-"""The part spent in actions other than checkpoints."""
+"""The part of `STAT_LOOP_TIME_SECS` spent in actions other than checkpoints."""
 STAT_EVAL_TIME_SECS = "jaxloop/eval_time_secs"
-"""The part spent in evaluations."""
+"""The part of `STAT_LOOP_TIME_SECS` spent in evaluations."""
 STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
-"""The part for which saves blocked the loop."""
+"""The part of `STAT_LOOP_TIME_SECS` during which saves blocked the loop."""
 STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
-"""The number of the process that has spent most time on its data and actions; only if several train together."""
+"""The index of the process that has spent the most time on its data and actions; only in multi-process training."""
 STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
-"""Seconds by which that process has exceeded the mean of the others, which wait for it in the meantime."""
+"""Seconds by which that process exceeds the mean of the others, which have to wait for it."""
 
 # These are the default, because they cost nothing.
 DEFAULT_STATS = (
@@ -69,7 +69,7 @@ class Statistics:
 
     Args:
       step: The step of the loop.
-      stopwatch: Counts the steps of the loop, and tracks what its time is spent on.
+      stopwatch: The stopwatch that counts the steps of the loop and tracks how its time is spent.
       names: The names of the statistics to return; None for `DEFAULT_STATS`.
       global_batch_size: The number of examples in a batch; None to count them.
 
@@ -97,7 +97,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call for each batch: one that keeps a batch for counting FLOPs, or none."""
+        """Returns the callbacks to call with each batch: one that keeps a batch for counting FLOPs, or none."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -169,7 +169,7 @@ class Statistics:
 
 
 class StatLoop(Loop):
-    """Runs a step on each batch, and adds statistics to the outputs, as plain numbers by name.
+    """A loop that adds statistics to its outputs, as plain numbers by name.
 
     Hooks:
       end: See `Loop`. An override must call `super().end(...)`, which adds the statistics.

@@ -1,4 +1,4 @@
-"""The base class of all steps, which process one batch."""
+"""`Step`, the base class of all steps. A step processes one batch."""
 
 import contextlib
 import copy
@@ -61,16 +61,16 @@ class FusingError(ValueError):
 class Step:
     """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and implement `run`.
 
-    A loop passes each batch through these four hooks in this order. `outputs` is a dict with string keys, or None.
+    A loop passes each batch through these four hooks, in this order. `outputs` is a dict with string keys, or None.
 
     Hooks:
-      preprocess_batch: Runs first, on the host. It receives the batch only.
+      preprocess_batch: Runs first, on the host. It receives only the batch.
       begin: Runs second, on the host, and returns `(state, batch)`. The batch is still in host memory.
       run: Runs third, on the devices. It must be pure. It is compiled once for all devices, and donates the state.
       end: Runs fourth, on the host, and returns `(state, outputs)`. Reading a value in it synchronizes with the device.
       num_examples: Counts the examples of a batch from the dataset, before the other hooks.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
-      make_state: Makes the initial state, when `initialize_model` calls it. It must be pure, and is compiled.
+      make_state: Makes the initial state for `initialize_model`, which compiles it, so it must be pure.
       begin_evaluation: Runs before the first batch of an evaluation.
 
     >>> import jax.numpy as jnp
@@ -91,7 +91,8 @@ class Step:
     (1, ['loss'])
 
     With an NNX class, the forward pass also returns the variables that it changed, such as batch statistics and the
-    counters of dropout. `update_variables` stores them in the state. It does the same for Linen's `mutable=[...]`.
+    counters of dropout. `update_variables` stores them in the state. It also accepts the variables that Linen returns
+    with `mutable=[...]`.
 
     >>> from flax import nnx
     >>> class Network(nnx.Module):
@@ -117,33 +118,33 @@ class Step:
     GAN, override `make_state` and return a subclass of `TrainState`.
 
     Args:
-      base_prng: The key, or a dict of keys, from which all other keys derive: `initialize_model` uses it unchanged, and
-        `prng_key(step)` folds the step in. Keys may be old-style or typed.
+      base_prng: A key, or a dict of keys, from which all other keys are derived: `initialize_model` uses it unchanged,
+        and `prng_key(step)` folds the step in. Keys may be old-style or typed.
       model: A Linen module, or an NNX module class. The step constructs the NNX module with `nnx_model_args`,
         `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None if you override
         `make_state` and it needs no model.
       optimizer: An Optax transformation, which becomes `state.tx`.
       partitioner: Decides where the state and the batches live.
-      train: Whether this step trains. `run` can read it as `self.train`. If True, give an optimizer too.
+      train: True for a step that trains, which also needs an optimizer. `run` can read this as `self.train`.
       should_shard_batch: False if `begin` already places the batch on the devices.
       nnx_model_args: Positional arguments of an NNX class; an empty tuple if it takes none.
       begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts the steps within
         the loop. A schedule counts the steps of the run: `at(100)` fires at the update that makes `state.step` 100.
-      end_actions: Actions that are called with the outputs of the step after `end`. Their intervals work the same way.
+      end_actions: Actions that are called after `end`, with the outputs of the step. Their intervals work the same way.
       **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
-      ValueError: `nnx_model_args` were given with a Linen module, or are missing for an NNX class.
-      TypeError: There is an unknown keyword, and the model is not an NNX class.
+      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with a Linen module.
+      TypeError: If there is an unknown keyword and the model is not an NNX class.
     """
 
     max_batch_shapes: int = 16
-    """The largest number of different batch shapes in training. Each shape compiles `run`; one more raises an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each of them; one more raises an error."""
 
     updates_per_step: int = 1
-    """The number of optimizer updates that `run` makes with one training batch, and adds to `state.step`.
+    """The number of optimizer updates that `run` makes per training batch. `run` must add it to `state.step`.
 
-    All counts of steps are counts of updates: `state.step`, `num_steps`, `train_total_steps`, schedules and the names
+    All step counts are counts of updates: `state.step`, `num_steps`, `train_total_steps`, schedules and the names
     of checkpoints. With `updates_per_step = 16`, each batch advances them by 16, and totals must be multiples of 16.
     """
 
@@ -211,7 +212,7 @@ class Step:
     # To override ---------------------------------------------------------------------------------
 
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Transforms a host batch. It receives no state, so that it can run in the prefetch thread."""
+        """Transforms a host batch. It receives no state, so it can run in the prefetch thread."""
         return batch
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
@@ -219,7 +220,7 @@ class Step:
         return state, batch
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Computes `(state, outputs)` from one batch. It must be pure, and is compiled.
+        """Computes `(state, outputs)` from one batch. It is compiled, so it must be pure.
 
         In training, it adds `updates_per_step` (1 by default) to `state.step`.
         """
@@ -230,7 +231,7 @@ class Step:
         return state, outputs
 
     def num_examples(self, batch: types.Batch) -> int:
-        """Returns the number of examples in a batch from the dataset, which is its weight in means.
+        """Returns the number of examples in a batch from the dataset, which is the batch's weight in means.
 
         The default is the length of the leading axis. Override it if batches are padded, or if the leading axes of the
         leaves differ. It may return any non-negative whole number: an int, a float, or an array with one element.
@@ -249,7 +250,7 @@ class Step:
         """Returns `num_examples` as an int.
 
         Raises:
-          ValueError: The number is negative or not whole.
+          ValueError: If the number is negative or not whole.
         """
         value = self.num_examples(batch)
         count = checks.whole_number(value)
@@ -261,7 +262,7 @@ class Step:
         return count
 
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Makes the initial state, at step 0. It must be pure: `initialize_model` compiles it with the shardings.
+        """Makes the initial state, at step 0. It must be pure, because `initialize_model` compiles it.
 
         Override it to add fields to the state. Create optimizers once, in `__init__`: they are static fields of the
         state, and two Optax transformations never compare equal.
@@ -277,8 +278,8 @@ class Step:
         ['bias', 'kernel']
 
         Args:
-          spec: As in `initialize_model`.
-          **init_kwargs: As in `initialize_model`.
+          spec: See `initialize_model`.
+          **init_kwargs: See `initialize_model`.
         """
         return self._init_fn(spec, init_kwargs)()
 
@@ -303,10 +304,11 @@ class Step:
         """Makes the initial state, with the shardings of the partitioner.
 
         Args:
-          spec: The model's input: a shape of float32 (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or these nested in
-            dicts, lists and named tuples. The model is initialized with arrays of ones. Arrays and keys in the spec are
-            passed unchanged. For a model with several inputs, give a list of specs by position (`[[1, 64], key]`) or a
-            dict by name (`{"x": [1, 64], "key": key}`). Unused for an NNX class, and if there is no model.
+          spec: The spec of the model's input: a float32 shape (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or these
+            nested in dicts, lists and named tuples. The model is initialized with arrays of ones. Arrays and keys in
+            the spec are passed unchanged. For a model with several inputs, pass a list of specs by position
+            (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused for an NNX class, and if there
+            is no model.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments of `model.init` (Linen) or of the constructor (NNX).
 
@@ -328,22 +330,22 @@ class Step:
     def restore_model(
         self, state: Any, checkpoint_dir: epath.PathLike, step: int | None = None, transforms: Any = None
     ) -> Any:
-        """Restores the state of a checkpoint, with the shardings of `state`, which stays usable.
+        """Restores the state from a checkpoint, with the shardings of `state`, which stays usable.
 
-        It reads checkpoints of a `CheckpointAction`, and of an Orbax `CheckpointManager` that used `PyTreeSave`.
+        It reads checkpoints saved by a `CheckpointAction`, or by an Orbax `CheckpointManager` with `PyTreeSave`.
 
         Args:
-          state: A state with the structure, shapes and dtypes that were saved. If only its optimizer differs, or it has
-            none, its `opt_state` is kept, and a warning says so.
+          state: A state with the structure, shapes and dtypes that were saved. If only the optimizer differs, or the
+            state has none, its `opt_state` is kept and a warning is logged.
           checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoint, `restore_model`
-            logs that and returns `state` unchanged.
+            logs this and returns `state` unchanged.
           step: The step of the checkpoint; None for the newest undamaged one. Damaged ones are skipped with a warning.
           transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
         Raises:
-          FileNotFoundError: There are checkpoints, but none for `step`.
-          CheckpointError: The checkpoint of `step` is damaged, or, with `step=None`, all are.
-          ValueError: The checkpoint was saved from a different model. The error lists the leaves that differ.
+          FileNotFoundError: If there are checkpoints, but none for `step`.
+          CheckpointError: If the checkpoint of `step` is damaged or, with `step=None`, if all are.
+          ValueError: If the checkpoint was saved from a different model. The error lists the leaves that differ.
         """
         if not checkpoint.all_steps(checkpoint_dir):
             logging.info("No checkpoint found in %s", checkpoint_dir)
@@ -366,8 +368,8 @@ class Step:
         (3, 1)
 
         Args:
-          spec: As in `initialize_model`.
-          **init_kwargs: As in `initialize_model`.
+          spec: See `initialize_model`.
+          **init_kwargs: See `initialize_model`.
 
         Returns:
           A `TrainState` of `jax.ShapeDtypeStruct`s, with the shardings of the partitioner.
@@ -377,7 +379,7 @@ class Step:
         return jax.tree.map(placed, shapes, self._partitioner.shardings_of(shapes))
 
     def summary(self, state: Any, batch: types.BatchSpec = None) -> str:
-        """Returns a table of the model's parameters by module: shapes, dtypes, numbers, bytes and shardings.
+        """Returns a table of the model's parameters by module: shapes, dtypes, counts, bytes and shardings.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -391,8 +393,8 @@ class Step:
 
         Args:
           state: A state, or its shapes from `abstract_state`, which need no memory.
-          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s, to add the cost of a step on it, which compiles the
-            step. None to leave it out.
+          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for it, and its cost is
+            added to the table.
         """
         layout = self._partitioner.report(state)
         lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
@@ -401,14 +403,14 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters that `jaxloop.export` uses, and `LossStep` in evaluations."""
+        """Returns the parameters that are used by `jaxloop.export`, and by `LossStep` in evaluations."""
         return state.params
 
     def call_model(self, state: Any, params: Any, inputs: Any, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
         """Calls the model inside a compiled function; see `jaxloop.models.forward`.
 
         Returns:
-          A pair: the outputs, and the variables that the forward pass changed.
+          `(outputs, updates)`, where `updates` contains the variables that the forward pass changed.
         """
         return models.forward(state, params, inputs, train=train, rngs=keys)
 
@@ -417,10 +419,10 @@ class Step:
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
-        """Returns the FLOPs of one `run` as counted by XLA before optimization; None if XLA reports none.
+        """Returns the FLOPs of one `run` as counted by XLA before optimization; None if XLA doesn't report them.
 
         It passes the batch through the hooks before `run`, and traces `run` without executing it. The state stays
-        usable. Shapes are enough for both arguments; see `compile`.
+        usable. Both arguments may be shapes; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
@@ -440,7 +442,7 @@ class Step:
     ) -> None:
         """Compiles `run` ahead of time for a state and batches like these, so that the first step doesn't compile.
 
-        Calling it is optional: otherwise, the first step compiles. `Loop.compile` compiles everything that a loop
+        Calling it is optional; without it, the first step compiles. `Loop.compile` compiles everything that a loop
         needs.
 
         >>> from jaxloop import examples
@@ -450,14 +452,14 @@ class Step:
         True
 
         Args:
-          state: The state, which stays usable, or its shapes from `abstract_state`. None to only set the arguments of
-            `jax.jit`, without compiling.
-          batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec of `initialize_model`.
-            For shapes, the hooks before `run` receive zeros that take no memory.
-          evaluates: Whether to compile `run` as `evaluate` uses it, without an update.
+          state: The state, which stays usable, or its shapes from `abstract_state`. None to set the arguments of
+            `jax.jit` without compiling.
+          batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec (see
+            `initialize_model`). With shapes, the hooks before `run` receive zeros that take no memory.
+          evaluates: Whether to compile `run` for `evaluate`, without an update.
           steps_per_dispatch: The number of steps in one dispatch.
-          **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. They discard everything compiled
-            so far.
+          **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. Passing any discards everything
+            compiled so far.
         """
         if jit_kwargs or state is None:
             self._compiled, self._jit_kwargs = {}, jit_kwargs
@@ -480,11 +482,11 @@ class Step:
         state = self._as_after_first_step(state) if is_abstract else self.prepare_state(state)
         state, batch = self.before_run(state, models.example_batch(batch))
         if checks.is_user_defined(self, "shard_batch") or checks.is_user_defined(self._partitioner, "shard_batch"):
-            return state, batch  # A custom `shard_batch` may accept arrays only.
+            return state, batch  # A custom `shard_batch` may accept only arrays.
         return state, jax.tree.map(models.shape_of_array, batch)
 
     def _as_after_first_step(self, shapes: Any) -> Any:
-        """Returns the shapes with the layout of a state during a run, so that jit finds the compiled function again."""
+        """Returns the shapes with the layout of a state during a run, so that jit reuses the compiled function."""
         if self._partitioner.mesh is not None or self._is_moved:
             return shapes
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
@@ -511,8 +513,8 @@ class Step:
         """Returns the compiled `run` and the function that dispatches it with a batch.
 
         Args:
-          evaluates: Whether the dispatch evaluates, and keeps the state.
-          fuses: Whether one dispatch processes several stacked batches; see `place_stacked`.
+          evaluates: True for an evaluation, which doesn't donate the state.
+          fuses: True if one dispatch processes several stacked batches; see `place_stacked`.
         """
         watch = None if evaluates else self._watch
         compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, watch=watch)
@@ -529,11 +531,11 @@ class Step:
         Args:
           state: A state, or its shapes from `abstract_state`.
           batch: A batch that `before_run` returned.
-          evaluates: Whether to trace `run` as `evaluate` uses it, which ignores the new state.
+          evaluates: Whether to trace `run` for `evaluate`, which ignores the new state.
 
         Raises:
-          TypeError, ValueError: `run` doesn't return `(state, outputs)`, or changes the structure of the state. Errors
-            that `run` raises are passed on.
+          TypeError, ValueError: If `run` doesn't return `(state, outputs)`, or changes the structure of the state.
+            Errors that `run` raises are passed on.
         """
         if evaluates:
             evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
@@ -553,18 +555,19 @@ class Step:
     ) -> cost.Cost:
         """Returns the FLOPs and the memory of a compiled step.
 
-        Without arguments, they are those of the last `compile`. With a state and a batch, it compiles for them first.
+        Without arguments, it describes the last `compile`. With a state and a batch, it compiles the step for them
+        first.
 
         Args:
           state: See `compile`.
-          batch: See `compile`. With a topology, the batch of all devices.
-          topology: TPUs to compile for, which this machine need not have: "v5e:16x16". None for the devices of the
-            step's partitioner. With a topology, its data axis spans all devices that the other axes leave.
+          batch: See `compile`. With a topology, the global batch of all devices.
+          topology: The TPUs to compile for, such as "v5e:16x16". This machine doesn't need to have them. The data axis
+            of the partitioner is resized to use all of them. None for the devices of the step's partitioner.
 
         Raises:
-          jaxloop.cost.DeviceMemoryError: The step needs more memory than a device of the topology has.
-          ImportError: There is a topology, and libtpu is not installed.
-          ValueError: `compile` was not called, and there is no state; or there is no such topology.
+          jaxloop.cost.DeviceMemoryError: If the step needs more memory than a device of the topology has.
+          ImportError: If a topology is given, but libtpu is not installed.
+          ValueError: If no state is given and `compile` was not called, or if the topology doesn't exist.
         """
         if topology is not None:
             there = self.moved_to(topologies.devices_of(topology))
@@ -585,7 +588,7 @@ class Step:
     def largest_batch(self, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:
         """Returns the largest number of rows per device with which a training step fits into the devices' memory.
 
-        It compiles the step for several sizes of the batch, by bisection. Nothing is allocated.
+        It finds this number by bisection, compiling the step for each batch size that it tries. Nothing is allocated.
 
         Args:
           state: The state, or its shapes from `abstract_state`.
@@ -596,7 +599,7 @@ class Step:
           The number of rows; 0 if not even one fits. At most 2**20.
 
         Raises:
-          ValueError: The memory of the devices is unknown.
+          ValueError: If the memory of the devices is unknown.
         """
         step = self if topology is None else self.moved_to(topologies.devices_of(topology))
         state = jax.tree.map(checks.shape_of, state)
@@ -622,7 +625,7 @@ class Step:
         return _largest(fits, 2**20)
 
     def prng_key(self, step: Any) -> Any:
-        """Returns the key of a step, a pure function of `base_prng` and `step`; a dict of keys if `base_prng` is one.
+        """Returns the key of a step, derived only from `base_prng` and `step`; a dict of keys if `base_prng` is a dict.
 
         >>> from flax import linen as nn
         >>> key = Step(jax.random.key(0), nn.Dense(1)).prng_key(7)
@@ -636,12 +639,12 @@ class Step:
         return self._partitioner.shard_batch(batch) if self._should_shard_batch else batch
 
     def prepare_state(self, state: Any) -> Any:
-        """Returns the state as `run` needs it: all leaves are arrays on the devices of the partitioner.
+        """Converts a state to the form that `run` needs: all leaves are arrays on the devices of the partitioner.
 
         The state that this step returned or prepared last is not checked again.
 
         Raises:
-          ValueError: The state was donated to an earlier call. (On several CPU devices, using it would crash the
+          ValueError: If the state was donated to an earlier call. (On several CPU devices, using it would crash the
             process.)
         """
         self._rescued_state = None
@@ -661,7 +664,7 @@ class Step:
         *,
         elapsed: Elapsed | None = None,
     ) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks. It donates the state: use the one that it returns.
+        """Passes one batch through the hooks. It donates the state, so use the state that it returns.
 
         If `end` or an end action raises an error, `rescued_state` holds the state that `run` returned.
 
@@ -671,8 +674,8 @@ class Step:
           per_loop_step_number: The number of steps before this one in the loop, for the intervals of the step's
             actions.
           log_num_flops: Whether to log the FLOPs of `run`, once.
-          elapsed: The progress of the run after this step, for the schedules of the step's actions. None to count the
-            steps within the loop.
+          elapsed: The progress of the run after this step, for the schedules of the step's actions. If None, the
+            schedules count the steps within the loop.
 
         Returns:
           `(state, outputs)`. The outputs are still on the devices.
@@ -728,7 +731,7 @@ class Step:
         """Checks the shapes of training batches that are ready for `run`, and returns the number of rows of each.
 
         Args:
-          *batches: One batch, or several with the structure, shapes and dtypes of the first.
+          *batches: One or more batches, all with the same structure, shapes and dtypes.
         """
         rows = self.batch_watch.look(batches, self)
         return self.count_examples(batches[0]) if rows is None else rows
@@ -754,7 +757,7 @@ class Step:
             self._watch, self._stopwatch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks like a call of the step, but without its actions. It donates the state.
+        """Passes one batch through the hooks, like `__call__`, but without calling actions. It donates the state.
 
         With `eagerly=True`, `run` is not compiled, and the state stays usable.
         """
@@ -766,7 +769,7 @@ class Step:
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """Makes the state of the last `initialize_model` again. Returns None before the first one."""
+        """Recreates the state that the last `initialize_model` returned. Returns None if there was no such call."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
@@ -899,7 +902,7 @@ class Step:
 
     @property
     def base_prng(self) -> types.PRNGType:
-        """The key, or the dict of keys, from which all other keys derive."""
+        """The key, or the dict of keys, from which all other keys are derived."""
         return self._base_prng
 
     @property
@@ -929,12 +932,12 @@ class Step:
 
     @property
     def has_schedules(self) -> bool:
-        """True if the interval of one of its actions is a schedule."""
+        """True if the interval of any of the step's actions is a schedule."""
         return self._begin_actions.has_schedules or self._end_actions.has_schedules
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """The begin actions and the end actions, with the number of calls of each action."""
+        """The lists of begin actions and end actions. Each list also counts how often its actions have been called."""
         return (self._begin_actions, self._end_actions)
 
 
@@ -942,9 +945,9 @@ class NumpyStep(Step):
     """A `Step` that also accepts the tensors of other libraries.
 
     Hooks:
-      preprocess_batch: As in `Step`. An override must call `super().preprocess_batch` first, which converts tensors to
+      preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
         NumPy arrays.
-      begin, run, end, num_examples, make_state: As in `Step`.
+      begin, run, end, num_examples, make_state: See `Step`.
     """
 
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:

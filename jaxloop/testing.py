@@ -28,13 +28,13 @@ from jaxloop.history import History
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills a run at each of the steps, resumes it, and compares it with an uninterrupted one, bit by bit.
+    """Kills a run at each of the given steps, resumes it, and compares it bit by bit with an uninterrupted run.
 
-    Each run is a separate process, which starts and compiles like your program: one that is not killed, and for each
-    step one that is killed by SIGKILL after that step was dispatched and pending saves were committed, and one that
-    resumes. The processes are observed from outside, so they run the same code path as your program, also with several
-    steps per dispatch. The helper compares the steps from the checkpoint on (batch, state, outputs), then the final
-    state, leaf by leaf, and the history without its times.
+    Each run is a separate process, which starts and compiles like your program. One process runs to the end. For each
+    step, a second process is killed with SIGKILL after that step was dispatched and pending saves were committed, and a
+    third one resumes the killed run. The processes are observed from outside, so they run the same code path as your
+    program, even with several steps per dispatch. The helper compares the steps after the checkpoint (batch, state,
+    outputs), then the final state, leaf by leaf, and the history without its times.
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -44,16 +44,16 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
             testing.assert_resumable(make_run, at_steps=[7, 12])
 
     Args:
-      make_run: Runs the experiment in a work directory, or resumes it there, and returns the final state, or `(state,
-        history)`. It must be a function of a module or a script, so that the processes can import it.
+      make_run: A function that runs or resumes the experiment in a work directory, and returns the final state, or
+        `(state, history)`. It must be defined in a module or a script, so that the processes can import it.
       at_steps: The steps at which to kill a run, each in a separate run. They must come after the first checkpoint.
-      timeout: Seconds that one process may take.
+      timeout: The maximum time for one process, in seconds.
 
     Raises:
-      AssertionError: A resumed run differs from the uninterrupted one; the message names what differs first. Or a run
-        started over, so that nothing was tested.
-      RuntimeError: A process failed, or ended before it could be killed. The message contains its output.
-      TypeError: `make_run` can't be imported by its name.
+      AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
+        or if a run started over, so that nothing was tested.
+      RuntimeError: If a process failed, or ended before it could be killed. The message contains its output.
+      TypeError: If `make_run` can't be imported by its name.
     """
     target, steps = _target_of(make_run), sorted({int(step) for step in at_steps})
     if not steps or steps[0] < 1:
@@ -82,8 +82,9 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
-    Both are records of the processes of `assert_resumable`: `steps` by number, each with digests of its `batch`, its
-    `outputs`, and the leaves of the `state` before it if the host has that; `state`, the final leaves; and `history`.
+    Both arguments are records that the processes of `assert_resumable` wrote. A record contains three entries: `steps`,
+    a dict by number, where each step has digests of its `batch`, its `outputs` and, if the host had it, the `state`
+    before the step; `state`, the digests of the final state; and `history`.
     """
     steps = {int(number): step for number, step in resumed["steps"].items()}
     if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:
@@ -143,7 +144,7 @@ def _differing(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def _target_of(make_run: Callable[[str], Any]) -> str:
-    """Returns the file or module of a function and its name, for another process."""
+    """Returns the file or module of a function, and its name, so that another process can import it."""
     name, module = getattr(make_run, "__qualname__", ""), getattr(make_run, "__module__", None)
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     if not name or "<" in name or module is None or (module == "__main__" and file is None):
@@ -151,7 +152,7 @@ def _target_of(make_run: Callable[[str], Any]) -> str:
             f"make_run must be a function that another process can import: `def make_run(workdir)` in a module or a "
             f"script, got {make_run!r}. In a notebook, write it to a file (%%writefile) and import it."
         )
-    # By its file, because a test module may not be importable by name elsewhere.
+    # Uses the file, because a test module may not be importable by name elsewhere.
     return f"{file}:{name}" if file is not None and "." not in module else f"{module}:{name}"
 
 
@@ -177,7 +178,7 @@ def _finish(process: subprocess.Popen[str], directory: pathlib.Path, timeout: fl
 
 
 def _digest(tree: Any) -> dict[str, str]:
-    """Returns a digest of each leaf by path, which differs if any bit does."""
+    """Returns a digest of each leaf, keyed by path. It changes if any bit changes."""
     leaves = {}
     for path, leaf in checks.leaves_by_path(tree).items():
         if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -188,12 +189,12 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 class _Observed:
-    """The observations of a train loop, by the number of the update.
+    """The observations of a train loop, keyed by the number of the update.
 
     Attributes:
       batches: Digests of the batches that were read.
       outputs: Digests of the outputs of the steps.
-      states: Digests of the states after the updates at which the host has one.
+      states: Digests of the states, for the updates after which the host has the state.
     """
 
     def __init__(self, stepper: Stepper):
@@ -206,7 +207,7 @@ class _Observed:
         to[self._start + (len(to) + 1) * self.updates] = _digest(tree)
 
     def steps(self) -> dict[int, Any]:
-        """Returns the digests of each update, with that of the state before it if known."""
+        """Returns the digests for each update, including those of the state before it if they are known."""
         steps = {}
         for number, outputs in self.outputs.items():
             steps[number] = {"batch": self.batches[number], "outputs": outputs}
@@ -218,8 +219,8 @@ class _Observed:
 def _observe(kill_at: int) -> dict[int, _Observed]:
     """Observes all train loops without changing their code path, and kills the process at an update.
 
-    The kill happens when the batch after that update is read, which is after the update was dispatched, or later if
-    that batch belongs to the same dispatch.
+    The process is killed when the batch after that update is read, which is after the update was dispatched. If that
+    batch belongs to the same dispatch, the process is killed later.
     """
     observed: dict[int, _Observed] = {}
     feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save

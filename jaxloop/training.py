@@ -31,12 +31,12 @@ class Training:
       evaluations: The evaluations of the call.
       run: The object with everything that a checkpoint stores besides the state.
       checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
-      source_of: A function that returns the positioned iterator of a dataset.
+      source_of: A function that returns a `PositionedIterator` over a dataset.
       savers: The actions that save checkpoints.
       log: The run log.
-      has_begun: Whether the training has reached its first step.
+      has_begun: True if the training has reached its first step.
       newest: The newest state and its step; None while the train loop runs, because the loop then holds them.
-      epoch_has_ended: Whether the newest epoch has ended and was counted.
+      epoch_has_ended: True if the newest epoch has ended and was counted.
       returns: Whether to return to an earlier checkpoint, even though the given state is past it.
     """
 
@@ -112,7 +112,7 @@ class Training:
 
         Args:
           state: The state.
-          resumed: The progress of the run at this state; None if it is the initial one.
+          resumed: The progress of the run at this state; None for the initial state.
         """
         run_info, stepper, run = self.loop.engine.moments.run, self.loop.engine.stepper, self.run
         assert run_info is not None
@@ -129,12 +129,12 @@ class Training:
     def save_now(self, state: Any, step_num: int) -> list[Exception]:
         """Saves a checkpoint now, regardless of the schedules of the actions that save checkpoints.
 
-        Returns the errors that they raised.
+        Returns the errors that these actions raised.
         """
         errors = []
         for action in () if self.run.left_out.requested else self.savers:  # A detour abandons its state.
             try:
-                action.flush()  # All processes know that a step is saved only after its commit.
+                action.flush()  # Only after the commit do all processes know that a step is saved.
                 if step_num not in checkpoint.all_steps(action.directory):
                     snapshot = self.run.snapshot(may_be_incomplete=True)
                     if action.save(step_num, state, None, **snapshot):
@@ -146,7 +146,7 @@ class Training:
         return errors
 
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
-        """Saves the state after the last completed step before an exception. `state` is None if it is lost."""
+        """Saves the state after the last completed step before an exception. `state` is None if that state is lost."""
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
         if self.run.left_out.requested:
@@ -157,14 +157,14 @@ class Training:
 
     @property
     def is_interrupted_for_detour(self) -> bool:
-        """Whether an action has requested a detour, and no signal ended the run since."""
+        """True if an action has requested a detour and no signal has ended the run since then."""
         return self.run.left_out.requested is not None and self.run.job.requests.outermost.signum == interrupt.DETOUR
 
     def turn_back(self) -> None:
         """Begins the requested detour: abandons all checkpoints after the one to which the run returns.
 
         Raises:
-          RuntimeError: There is no checkpoint before the batches to leave out, or the run has turned back too often.
+          RuntimeError: If there is no checkpoint before the batches to leave out, or the run has turned back too often.
         """
         self.close()
         self.has_begun = False  # If an exception follows, the state of this training must not be saved.
@@ -254,7 +254,7 @@ class Training:
         """Counts an epoch and begins the next one; raises an error if it had no batch.
 
         A checkpoint at this moment stores the start of the next epoch, which may have a different order. After the last
-        epoch it does so for a run that is resumed for further epochs.
+        epoch, this lets a later run resume and train for further epochs.
         """
         run, spec, self.epoch_has_ended = self.run, self.spec, True
         if self.run.job.any_stops(run.source is not None and run.source.num_read == 0):
@@ -274,7 +274,7 @@ class Training:
             run.left_out.apply_to(run.source)
 
     def _is_last_epoch(self, number: int) -> bool:
-        """Returns whether the dataset can't be read again, or need not, after this many epochs."""
+        """Returns whether the dataset can't be read again, or doesn't need to be, after this many epochs."""
         return self.spec.epochs is None or self.spec.has_iterator or number >= self.spec.epochs
 
     def _has_next_epoch(self, step_num: int) -> bool:
@@ -315,7 +315,7 @@ class Training:
         """Resumes from the newest checkpoint, continues the last call, or begins with the given state.
 
         Returns:
-          The state, its step, and the progress stored in the checkpoint; None if the state is not from a checkpoint.
+          The state, its step, and the progress stored in the checkpoint (None if the state is not from one).
         """
         loop, run, spec, loop_steps = self.loop, self.run, self.checkpoint_spec, self.spec.loop_steps
         saved, listed, resumed = [], {}, None
@@ -326,7 +326,7 @@ class Training:
             step_num = resumed.elapsed.steps
         else:
             step_num = step_num_of(state) if hasattr(state, "step") else loop.elapsed.steps
-            if step_num != loop.step_num:  # Otherwise it continues where the last call ended.
+            if step_num != loop.step_num:  # Otherwise, it continues where the last call ended.
                 run.passes = 0
                 for each in self._loops:
                     each.resume(Elapsed(step_num))
@@ -336,7 +336,7 @@ class Training:
             for each in self.evaluations.items:
                 if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
                     each.loop.loop_count = number
-        if spec is not None and saved[-1:] <= [step_num]:  # Otherwise damaged ones were moved since.
+        if spec is not None and saved[-1:] <= [step_num]:  # Otherwise, damaged ones have been moved away.
             listed[checkpoint.absolute(spec.checkpoint_dir)] = saved
         check_no_newer_checkpoints(loop, step_num, listed)
         return state, step_num, resumed
@@ -355,7 +355,7 @@ class Training:
         return saved
 
     def _restore(self, state: Any, spec: CheckpointSpec, saved: Sequence[int]) -> tuple[Any, Resumed | None]:
-        """Restores the newest complete checkpoint; keeps the given state if it is past that one."""
+        """Restores the newest complete checkpoint, or keeps the given state if its step is later."""
         step_num, resumed, job = 0 if self.returns else step_num_of(state), None, self.run.job
         if not saved:
             logging.info("No checkpoint found in %s", spec.checkpoint_dir)
@@ -423,7 +423,7 @@ class Training:
         """Runs everything that was due at the step of a checkpoint and did not run because the run was interrupted.
 
         Returns:
-          Whether the run continues.
+          True if the run continues.
         """
         elapsed = resumed.elapsed
         if not resumed.may_be_incomplete or elapsed.previous is None:

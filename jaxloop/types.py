@@ -27,7 +27,7 @@ Output = dict[str, Any] | None
 """The values that a step returns, by name; or None."""
 
 PRNGType = jax.Array | Mapping[str, jax.Array]
-"""One PRNG key, old-style or typed, or one for each stream of the model by name."""
+"""A PRNG key, old-style or typed; or a dict with a key for each random stream of the model."""
 
 STOP_LOOP = "jaxloop/stop_loop"
 """The name of the output that stops the experiment: `outputs[STOP_LOOP] = True`."""
@@ -59,7 +59,7 @@ class TrainState(train_state.TrainState):
       apply_fn: For a Linen model, `module.apply`. For an NNX model, it is called as
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
         where `train` selects `model.train()` or `model.eval()` mode. For the other kinds of models that `LossStep`
-        takes, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
+        accepts, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
       params: The parameters, which `tx` updates.
       tx: The Optax optimizer.
       opt_state: The state of the optimizer.
@@ -90,7 +90,7 @@ class TrainState(train_state.TrainState):
           **kwargs: The other fields.
 
         Raises:
-          TypeError: A leaf of `params` is not an array.
+          TypeError: If a leaf of `params` is not an array.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
@@ -173,7 +173,7 @@ class MetricType(enum.Enum):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class MetricWithMetadata:
-    """A value with its kind. It is a pytree, so that `Step.run` can return it.
+    """A value and its kind. It is a pytree, so `Step.run` can return it.
 
     Attributes:
       value: An array of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, and any
@@ -206,7 +206,7 @@ class MetricWithMetadata:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, init=False)
 class Weighted:
-    """A mean with its own weight, such as the loss per token. It is a pytree, so that `Step.run` can return it.
+    """A mean with its own weight, such as the loss per token. It is a pytree, so `Step.run` can return it.
 
     Over several steps, the mean is `sum(value * weight) / sum(weight)`, computed in float64. Without `Weighted`, all
     values of a step are weighted by its number of examples.
@@ -222,10 +222,11 @@ class Weighted:
 
     Args:
       value: A scalar, or an array whose weighted mean is computed.
-      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where it is 0, `value` may be NaN.
+      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where it is 0, the value may
+        be NaN.
 
     Raises:
-      ValueError: The shapes don't fit.
+      ValueError: If `weight` can't be broadcast to the shape of `value`.
     """
 
     value: Any

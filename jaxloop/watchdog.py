@@ -27,7 +27,7 @@ from jaxloop.text import printable
 from jaxloop.training import Training
 
 EXIT_CODE = 75
-"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler starts it again."""
+"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts it."""
 
 _COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
 _LAST_SECS = 0.3
@@ -40,10 +40,11 @@ _DONE_FILE = "reported"
 class Watchdog:
     """Ends a run that makes no progress for too long, and reports where it hangs.
 
-    Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which says what it is doing and contains
-    the stacks of all threads. The first process logs one sentence, such as "process 3 is reading batch 5,113; 7 others
-    are waiting for the other processes", and all exit with code 75, so that a scheduler restarts them. The run then
-    resumes from its newest checkpoint. A thread checks about once per second, so steps cost nothing.
+    Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what the process is doing
+    and contains the stacks of all threads. The first process logs one sentence, such as "process 3 is reading batch
+    5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a scheduler restarts
+    them. The run then resumes from its newest checkpoint. A thread checks about once per second, so steps don't become
+    slower.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -91,7 +92,7 @@ class Watchdog:
             yield
         finally:
             thread.over.set()
-            if thread.is_ending:  # It ends the process. What this thread has met is only a consequence of that.
+            if thread.is_ending:  # It ends the process. Any error in this thread is a consequence of that.
                 thread.join()
 
 
@@ -185,7 +186,7 @@ class _Watching(threading.Thread):
         folder = self._folder / f"hang-{step}"
         files.make_directory(self._folder)
         files.make_directory(folder)
-        if distributed.is_first_process():  # Of an earlier hang at the same step.
+        if distributed.is_first_process():  # Left by an earlier hang at the same step.
             (folder / _DONE_FILE).unlink(missing_ok=True)
         path = folder / f"process-{number}.txt"
         with files.open_file(path, "w") as file:
@@ -258,7 +259,7 @@ def place_of(frame: FrameType | None, step: int) -> str:
             evaluation, count = f" of the evaluation {owner.spec.name!r}", len(owner.loop.num_examples)
         elif code is agreement.JointReader.__call__.__code__:
             ahead += owner.held
-        elif code is agreement.JointReader._send.__code__:  # It has not told the others of these.
+        elif code is agreement.JointReader._send.__code__:  # It hasn't announced these to the others yet.
             ahead += len(names.get("batches", ()))
         if code.co_name in _HOOKS and isinstance(owner, Action):
             place, is_known = f"in {type(owner).__name__}", True
