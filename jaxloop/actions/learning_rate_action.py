@@ -50,7 +50,7 @@ class LearningRateAction(WriterAction):
 def learning_rate(opt_state: Any) -> Any:
     """Returns the learning rate in an optimizer state without copying it to the host.
 
-    None unless there is exactly one.
+    Returns None unless there is exactly one.
     """
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
     # A schedule has a state with the same name as the rate itself.
