@@ -297,7 +297,7 @@ class ActionCallback(CallbackOf):
 
 
 def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
-    """Splits the outputs of a `Step` or a `Loop`. Returns the scalars as metrics in the logs."""
+    """Splits the outputs of a `Step` or a `Loop` into non-scalar outputs and logs with the scalars as metrics."""
     reported, outputs = Logs(), {}
     for name, value in (values or {}).items():
         is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR

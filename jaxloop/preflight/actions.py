@@ -162,7 +162,7 @@ def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
     return history
 
 
-# Written summaries --------------------------------------------------------------------------------------------
+# Written summaries ------------------------------------------------------------------------------------------
 
 
 def _check_curves(all_called: Sequence[CalledAction]) -> None:
