@@ -142,7 +142,7 @@ class Action(abc.ABC):
 
         Args:
           step_num: The number of completed updates.
-          can_resume: Whether the run has a `CheckpointSpec`. If so, an earlier process may have gone beyond this step
+          can_resume: True if the run has a `CheckpointSpec`. An earlier process may then have gone beyond this step
             before it was killed, and its work after this step will be repeated.
         """
 

@@ -22,7 +22,7 @@ class LearningRateAction(WriterAction):
     Args:
       summary_writer: See `SummaryAction`. The caller owns the writer.
       interval: See `Action`.
-      background: Whether a background thread does the writing; see `SummaryAction`.
+      background: Whether to write in a background thread; see `SummaryAction`.
 
     Raises:
       ValueError: The optimizer state has no learning rate. The error is raised when the action is called.

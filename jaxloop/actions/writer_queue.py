@@ -142,7 +142,7 @@ class WriterQueue:
             next request raises that error.
 
         Raises:
-          BaseException: The error that an earlier call raised or, without a thread, that one of these calls raised.
+          BaseException: An earlier call raised it or, without a thread, one of these calls did.
         """
         if not calls or not distributed.is_first_process():
             return
@@ -170,7 +170,7 @@ class WriterQueue:
         """Waits until all calls are made and the thread has ended, and flushes the writer.
 
         Raises:
-          BaseException: The error that an earlier call raised. Each error is raised only once.
+          BaseException: An earlier call raised it. Each error is raised only once.
         """
         self._drain()
         try:

@@ -52,7 +52,7 @@ class Slot:
         return {**saved_state(self.action), "called_at": self.called_at, "cursor": self.cursor}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` returned for an action of the same class."""
+        """Restores the result of `state_dict` from the slot of an action of the same class."""
         self.action.load_state_dict(encoding.decode(state_dict["state"]))
         self.called_at, self.cursor = state_dict["called_at"], state_dict["cursor"]
 
@@ -95,7 +95,7 @@ class Agenda:
 
     Attributes:
       actions: The loop's own actions.
-      slots: The slots of the attached actions, followed by those of the loop's own actions.
+      slots: The slots of the attached actions, followed by the slots of the loop's own actions.
     """
 
     def __init__(self, actions: ActionList):
@@ -127,7 +127,7 @@ class Agenda:
 
     @property
     def has_readers(self) -> tuple[bool, bool]:
-        """Two flags: the first is True if any action reads the ledger's `parts`, the second if one reads its `loops`."""
+        """Two flags: the first is True if any action reads the ledger's `parts`, the second if any reads `loops`."""
         of_parts, of_loops = self._readers
         return bool(of_parts), bool(of_loops)
 
@@ -158,7 +158,7 @@ class Agenda:
     def load_state_dict(
         self, state_dicts: Sequence[Mapping[str, Any]], kept_states: Mapping[str, Any], who: Any
     ) -> None:
-        """Restores what `state_dict` returned. `who` describes the loop in warnings."""
+        """Restores the result of `state_dict`. `who` describes the loop in warnings."""
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dicts)]
         for slot, kept in paired_with_saved(self.slots, numbered, lambda slot: slot.action, who):
             slot.load_state_dict(kept)

@@ -67,7 +67,7 @@ class Engine:
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
-        """Returns a description, as lines that must be the same in all processes of a job."""
+        """Returns lines that describe the loop, and must be the same in all processes of a job."""
         head = [repr(self._loop), f"  {self._step!r}", f"  max_steps_in_flight={self.stepper.max_in_flight}"]
         actions = [action for each in self.action_lists for action in each.actions]
         return [*head, *(f"  {class_name(action)}, interval {action.interval!r}" for action in actions)]
@@ -89,7 +89,7 @@ class Engine:
           state: See `Loop.__call__`.
           dataset: See `Loop.__call__`.
           steps_of_loop: A function that returns the maximum number of steps of the next loop, or None for no limit.
-          trains: Whether the steps change the state.
+          trains: True if the steps change the state.
         """
         progress, requests, outputs = self.progress, self.job.requests, metrics.LoopOutputs()
         with self._step.watched(self.stepper.guard.watch if trains else None, self.progress.stopwatch):

@@ -108,7 +108,7 @@ class Ledger:
 
         Args:
           arrived: The outputs to add.
-          update: A function that adds the outputs of one step to those of the loop; None to append each value to a
+          update: A function that adds the outputs of one step to the loop's outputs; None to append each value to a
             list.
           keeps_parts: True if any action reads `parts`.
           keeps_loops: True if any action reads `loops`.

@@ -31,7 +31,7 @@ class Run:
       loop_steps: The length of a loop: loops end at the multiples of this number of steps. None if it is unknown.
       elapsed: For an eval loop, the training progress; None for a train loop, which counts its own progress.
       stop: An additional schedule that ends the run.
-      eval_intervals: The intervals of the evaluations, in the same form as those of actions.
+      eval_intervals: The intervals of the evaluations, in the same form as `Action.interval`.
       evaluate: A function that runs the evaluations that are due. Its arguments are the state, the progress, and a flag
         that is True if a loop ended at this step. It returns True if the run continues.
       end_data: A function to call when the data ends, after the last step of the epoch; None if no other loop may

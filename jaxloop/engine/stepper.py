@@ -49,7 +49,7 @@ class Call:
       made_iterator: True if this call created the iterator over the data.
       is_failing: True if an exception is ending the call.
       failed_step: The step that raised an exception; None if no step did.
-      before_step: The progress of training after the newest step, for the step's own actions.
+      before_step: The training progress after the newest step, for the step's own actions.
       current_examples: The number of examples in the current step, if `_run_one_step` runs it.
     """
 
@@ -73,7 +73,7 @@ class Call:
         self.begin_loop()
 
     def begin_loop(self) -> None:
-        """Begins a loop, with no batch yet."""
+        """Begins a loop that has no batches yet."""
         self.num_examples: list[int] = []
         self.counted: int = 0
         self.settled: int = 0
@@ -308,7 +308,7 @@ class Stepper:
         return state, self._step.evaluate(state, batch, per_loop_step_number)
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
-        """Returns the progress of the training after the step on this batch, for the step's own actions."""
+        """Returns the training progress after the step on this batch, for the step's own actions."""
         call, progress, before = self.call, self._progress, self.call.before_step
         if before is None or (before.steps, before.loops) != (progress.steps, progress.loops):
             before = progress.elapsed_now()

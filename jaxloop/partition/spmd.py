@@ -98,7 +98,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
             logging.info("There is no logical axis rule for %s, so these axes are not split.", shown)
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes for a name: those of its first rule whose axes are unused."""
+        """Returns the mesh axes for a name, from its first rule whose axes are unused."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if name in self._unsharded:
             return ()
