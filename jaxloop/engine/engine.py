@@ -67,7 +67,7 @@ class Engine:
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
-        """Returns lines that describe the loop, and must be the same in all processes of a job."""
+        """Returns a description of the loop, in lines that must be the same in all processes of a job."""
         head = [repr(self._loop), f"  {self._step!r}", f"  max_steps_in_flight={self.stepper.max_in_flight}"]
         actions = [action for each in self.action_lists for action in each.actions]
         return [*head, *(f"  {class_name(action)}, interval {action.interval!r}" for action in actions)]

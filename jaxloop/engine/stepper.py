@@ -40,7 +40,7 @@ class Call:
       num_examples: The number of examples in each step of the loop, as a list.
       counted: The number of steps that have been added to the progress.
       settled: The number of steps that have been added to the ledger.
-      passed: The number of batches since `run` was called that belong to earlier loops than the current one.
+      passed: The number of batches since `run` was called that belong to loops before the current one.
       idle_ends: The steps inside the current `run` at which a loop ends but nothing is due.
       has_passed_end: True if the last loop ended at one of these steps, so that its `end` was not called.
       place: The origin of an exception, for the note that is added to it: a `Step` or a text.
@@ -355,7 +355,7 @@ class Stepper:
     # The data ----------------------------------------------------------------------------------------
 
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
-        """Returns the feed of an iterator. While the iterator stays the same, so does its feed and any batch in it."""
+        """Returns the feed of an iterator. The last iterator's feed is reused, so that no batch read ahead is lost."""
         if self._feed.dataset is not dataset:
             read = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
             self._feed = Feed(dataset, read, self._join if self._job.is_shared else None)
