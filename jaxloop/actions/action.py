@@ -37,17 +37,17 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """Whether the action reads the outputs. If not, a loop keeps none for it and doesn't wait for the devices."""
+    """True if the action reads the outputs. If not, a loop keeps none for it and doesn't wait for the devices."""
 
     needs_all_outputs: bool = True
-    """Whether a loop that calls the action between two steps waits for the outputs of all steps so far. If not, the
-    action receives those of the newest computed step, and the loop continues at once."""
+    """True if a loop that calls the action between two steps must first wait for the outputs of all steps so far. If
+    not, the loop doesn't wait, and the action receives the outputs of the newest step that has been computed."""
 
     runs_last: bool = False
-    """Whether the action is called after the other actions and the evaluations of the same step, like a checkpoint."""
+    """True if the action, like a checkpoint, is called after the other actions and the evaluations of the same step."""
 
     time_category: str = "actions"
-    """The part of the time report that its calls count for: "actions", "evals" or "checkpoints"."""
+    """The category to which the time report assigns the action's calls: "actions", "evals" or "checkpoints"."""
 
     settings: Sequence[str] = ()
     """The names of the settings that `change` accepts."""
@@ -61,7 +61,7 @@ class Action(abc.ABC):
 
     @property
     def interval(self) -> int | Schedule:
-        """The interval at which the action is called: a number of loops (steps, for a step's action) or a schedule."""
+        """The interval between calls: a schedule, or a number of loops (of steps, for a step's action)."""
         return self._interval
 
     def __repr__(self) -> str:
@@ -72,11 +72,11 @@ class Action(abc.ABC):
         """Runs the side effect. Called by a loop or a step when the action is due, at most once after each step.
 
         Args:
-          state: The train state. The next step donates it, so copy what you keep.
+          state: The train state. The next step donates it, so copy anything that you keep.
           outputs: For a loop's action, the `LoopOutputs` since its last call, on the host. For a step's action, the
             outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
-            A loop also passes `history`, the measured values so far (a `History`, or None); `total_steps`, the planned
+            A loop also passes `history`, the values measured so far (a `History`, or None); `total_steps`, the planned
             number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); `snapshot`, a
             function that returns what a checkpoint stores besides the state; and `detour`, a function that returns to
             an earlier checkpoint (None if the run has none): `detour(first_step, last_step, reason)` interrupts the
@@ -101,7 +101,7 @@ class Action(abc.ABC):
           value: A number, a string or a boolean. It may be invalid.
 
         Raises:
-          ValueError: The value is invalid. Nothing was changed.
+          ValueError: The value is invalid. In that case, nothing is changed.
         """
         raise ValueError(f"{type(self).__name__} has no setting {name!r}.")
 
@@ -118,7 +118,7 @@ class Action(abc.ABC):
 
         Args:
           state: The shapes of the train state.
-          outputs: Outputs like those that a call would receive, with ones as values; None for a begin action.
+          outputs: Outputs like those that a call would receive, but filled with ones; None for a begin action.
         """
         return ()
 
@@ -138,20 +138,20 @@ class Action(abc.ABC):
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
-        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s run, even if it resumes.
+        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s run, new or resumed.
 
         Args:
           step_num: The number of completed updates.
-          can_resume: Whether the run has a `CheckpointSpec`. If so, an earlier process may have gone beyond this step
+          can_resume: True if the run has a `CheckpointSpec`. An earlier process may then have gone beyond this step
             before it was killed, and its work after this step will be repeated.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what the action remembers between calls: numbers, strings, arrays, lists and dicts."""
+        """Returns the data that the action keeps between calls: numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned for an action with the same arguments."""
+        """Restores the result of `state_dict` from an action with the same arguments."""
         self._check_state_dict_names((), state_dict)
 
     def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:

@@ -14,8 +14,8 @@ class ActionList:
     """Actions, in the order in which they are called.
 
     Args:
-      actions: The actions; None if there are none. Objects of `clu.periodic_actions` are accepted.
-      unit: The unit in which their int intervals count, for warnings: "loops".
+      actions: The actions; None if there are none. Objects from `clu.periodic_actions` are accepted.
+      unit: The unit of their int intervals, such as "loops". Used in warnings.
     """
 
     def __init__(self, actions: Sequence[Action] | None, unit: str):
@@ -25,16 +25,16 @@ class ActionList:
 
     @property
     def has_schedules(self) -> bool:
-        """Whether any action has a schedule as its interval."""
+        """True if any action has a schedule as its interval."""
         return any(isinstance(action.interval, Schedule) for action in self.actions)
 
     def is_due(self, index: int, count: int, elapsed: Elapsed) -> bool:
-        """Returns whether an action is due at the end of the loop or step with this number, counted from one."""
+        """Returns True if an action is due at the end of loop (or step) number `count`, counted from one."""
         interval = self.actions[index].interval
         return interval(elapsed) if isinstance(interval, Schedule) else count % interval == 0
 
     def call(self, index: int, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-        """Calls an action. If it raises an exception, a note that names the action and the step is added."""
+        """Calls an action. If it raises an exception, adds a note that names the action and the step."""
         try:
             self.actions[index](state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
         except BaseException as error:
@@ -44,7 +44,7 @@ class ActionList:
 
 
 def as_action(action: Any) -> Action:
-    """Returns an action unchanged, and wraps an object of `clu.periodic_actions` in one."""
+    """Returns an `Action` unchanged, and wraps an object from `clu.periodic_actions` in a `PeriodicAction`."""
     if isinstance(action, Action):
         return action
     if is_periodic(action):

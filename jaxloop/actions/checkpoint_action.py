@@ -17,7 +17,7 @@ from jaxloop.schedules import Elapsed, Schedule
 from jaxloop.text import printable
 
 _LONG_WAIT_SECS = 1.0
-"""Seconds that a save may wait for the previous one without a warning."""
+"""The number of seconds that a save may wait for the previous one without causing a warning."""
 
 
 class CheckpointAction(Action):
@@ -43,14 +43,14 @@ class CheckpointAction(Action):
     ([200, 400], 200)
 
     Args:
-      ckpt_manager: A directory, or an Orbax `CheckpointManager` that saves a single item, with the current or the older
-        API. At the end of a run, the last save is committed and the manager is closed. For a directory, the next run
+      ckpt_manager: A directory, or an Orbax `CheckpointManager` (of the current or the older API) that saves a single
+        item. At the end of a run, the last save is committed and the manager is closed. For a directory, the next run
         opens a new manager.
       interval: See `Action`.
-      keep: The number of newest checkpoints to keep; None to keep all. Only for a directory, because a manager has its
-        own options.
-      best: The name of a metric, or its name and mode, as in `("test/accuracy", "max")`; see `Monitor`. Only for a
-        directory. The best checkpoint is kept in addition to the newest ones, even across restarts. If several are
+      keep: The number of newest checkpoints to keep; None to keep all. Applies only to a directory, because a manager
+        has its own options.
+      best: The name of a metric, or its name and mode, as in `("test/accuracy", "max")`; see `Monitor`. Applies only to
+        a directory. The best checkpoint is kept in addition to the newest ones, even across restarts. If several are
         equally good, the newest of them counts as the best. A checkpoint is considered only if the metric was measured
         at its step, so choose an interval that coincides with the evaluations. A train metric is averaged over the
         steps since the last save.
@@ -102,7 +102,7 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint of this run and all earlier ones. Waits for a pending save.
+        """The step of the best checkpoint from this run and all earlier runs. Waits for a pending save.
 
         None if no checkpoint has the metric. To read it without an action, call `checkpoint.best_step(directory)`.
         """
@@ -165,7 +165,7 @@ class CheckpointAction(Action):
           step: The step, which names the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: A dict with the value of the metric that `best` names; None if there is no such value.
+          metrics: A dict with the value of the metric named by `best`; None if there is no such value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
           run: More values of the same kinds, of any size. `checkpoint.run` reads them. Saved only to a directory.
           trees: More pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only to a directory.
@@ -210,7 +210,7 @@ class CheckpointAction(Action):
                 printable(self._monitor.name),
                 self._saves,
             )
-        self._saves = self._saves_measured = 0  # The next run starts to count at zero.
+        self._saves = self._saves_measured = 0  # The next run starts counting at zero.
 
 
 def _monitor_of(best: str | tuple[str, str] | None) -> Monitor | None:

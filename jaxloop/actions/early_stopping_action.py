@@ -24,11 +24,11 @@ class _Memory:
 
     Attributes:
       best: The best value.
-      best_elapsed: The progress of the run at the best value.
-      patient_since: The progress at which the count of `patience` began.
+      best_elapsed: The progress of the run when the best value was measured.
+      patient_since: The progress from which `patience` is counted.
       waits: The number of measurements since then.
       seen_at: The progress at the most recent call.
-      stopped: Whether the action has ended the run.
+      stopped: True if the action has ended the run.
     """
 
     best: float | None = None
@@ -40,7 +40,7 @@ class _Memory:
 
 
 class EarlyStoppingAction(Action):
-    """Ends the run when a metric no longer improves, or at once when it is NaN.
+    """Ends the run when a metric no longer improves, or immediately if it becomes NaN.
 
     Add it to the eval loop whose metric it monitors. The train loop works too: it calls the action after the
     evaluations that run at the same step. When the action stops the run, it logs the reason.
@@ -56,11 +56,11 @@ class EarlyStoppingAction(Action):
     (True, 0.98, 200)
 
     Args:
-      monitor: The name of the metric, as `jaxloop.actions.Monitor` describes. The value of a train metric is its mean
-        since the last call.
-      patience: The number of consecutive measurements without an improvement after which the run ends. Or a period,
-        such as `after(steps=1000)` or `after(time=600)`: the run ends when the best value is older than that.
-      mode: "min", "max" or "auto"; `jaxloop.actions.Monitor` describes them.
+      monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
+        last call.
+      patience: The number of consecutive measurements without an improvement after which the run ends. A period such
+        as `after(steps=1000)` or `after(time=600)` ends the run when the best value is older than that.
+      mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value must be better than the best one by more than this to count as an improvement.
       baseline: An improvement resets the patience only if the metric is also better than this value.
       restore_best: Whether to keep a copy of the best state on the devices. The run then returns this state, with the
@@ -98,7 +98,7 @@ class EarlyStoppingAction(Action):
         self._is_over = False
 
     def change(self, name: str, value: Any) -> None:
-        """Changes `patience` (in the unit in which it was given) or `min_delta`."""
+        """Changes `patience` (in its original unit) or `min_delta`."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if name == "patience" and is_number and value > 0 and (self._unit or value == int(value)):
             self._patience = value
@@ -117,17 +117,17 @@ class EarlyStoppingAction(Action):
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first."""
+        """The best value so far; None before the first measurement."""
         return self._memory.best
 
     @property
     def best_elapsed(self) -> Elapsed | None:
-        """The progress of the run at the best value."""
+        """The progress of the run when the best value was measured."""
         return self._memory.best_elapsed
 
     @property
     def stopped(self) -> bool:
-        """Whether the action has ended the run."""
+        """True if the action has ended the run."""
         return self._memory.stopped
 
     def __repr__(self) -> str:
@@ -164,7 +164,7 @@ class EarlyStoppingAction(Action):
         return f"{self!r} can't stop a loop as one of its begin_actions. Give it to the end_actions."
 
     def _reason_to_stop(self, state: Any, value: float, now: Elapsed) -> str | None:
-        """Records a value, and returns a sentence that says why the run should stop, or None if it should continue."""
+        """Records a value. Returns the reason why the run should stop, as a sentence, or None if it should continue."""
         memory = self._memory
         if self._monitor.has_failed(value):
             return f"{self._monitor.name} is {value}."

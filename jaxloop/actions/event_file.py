@@ -26,11 +26,11 @@ class EventFile:
     """The event file of one process. When `add_event` returns, the event is in the file.
 
     It replaces tensorboardX's `FileWriter`, which keeps events in a queue and two buffers: a killed process loses them,
-    `flush` doesn't wait for the queue, and on a full disk its thread ends without an error. Here, an event that can't
-    be written raises an error and leaves the file as it was. Thread-safe.
+    `flush` doesn't wait for the queue, and its thread ends without an error if the disk is full. Here, if an event
+    can't be written, an error is raised and the file stays unchanged. Thread-safe.
 
     The first event creates the file. It is closed by `close`, or when this object is garbage-collected. TensorBoard
-    reads event files in the order of their names, so the new name sorts after those of all existing event files.
+    reads event files in the order of their names, so the new file's name sorts after all existing ones.
 
     Args:
       directory: The directory of the file.
@@ -92,15 +92,15 @@ class EventFile:
             self._close_file()
 
     def position(self) -> dict[str, Any]:
-        """Returns the position of the end of the file and of the newest step's first event, for `resume`."""
+        """Returns the positions of the file's end and of the newest step's first event, to be passed to `resume`."""
         with self._lock:
             return {"file": self._name, "begins": self._begins, "ends": self._size}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Makes TensorBoard hide everything after a position at which a run resumes or starts over.
+        """Makes TensorBoard hide everything after the position at which a run resumes or starts over.
 
-        TensorBoard hides all points from a given step on. Points of that step that were written before the position are
-        therefore copied from the earlier file.
+        TensorBoard can only hide all points from a given step on. Points of that step that were written before the
+        position are therefore copied from the earlier file.
 
         Args:
           step: The step at which the run resumes.
@@ -112,7 +112,7 @@ class EventFile:
                 return
             copies = None if position is None else self._events_of(step, position)
             first_hidden = step if copies is not None or step == 0 else step + 1
-            for _ in range(2):  # TensorBoard's pages take the first one of a directory for that of the first process.
+            for _ in range(2):  # TensorBoard's pages attribute the first one in a directory to the first process.
                 self.add_event(self._new_event(step=first_hidden, session_log={"status": "START"}))
             self._newest_step, self._begins = step, self._size
             for event in copies or ():
@@ -134,7 +134,7 @@ class EventFile:
         is_old = self._name is not None and os.path.isfile(self._path)
         if not is_old:
             number = max([int(time.time()), *(1 + each for each in self._numbers())])
-            # With the process and this object, so that no two make the same file.
+            # The name includes the process and this object, so that no two objects create the same file.
             self._name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
             self._size, self._newest_step, self._begins = 0, -1, 0
         if files.is_remote(self._directory):  # Such a store can't append, so every file is a new one.
@@ -145,7 +145,8 @@ class EventFile:
         else:
             os.makedirs(self._directory, exist_ok=True)
             file = open(self._path, "ab" if is_old else "xb", buffering=0)  # noqa: SIM115
-        # Closed with this object at the latest: not everyone closes a writer. An exit handler may still write.
+        # Closed with this object at the latest, because not everyone closes a writer; but not at exit, because an exit
+        # handler may still write.
         self._file, self._close_file = file, weakref.finalize(self, file.close)
         self._close_file.atexit = False
 
@@ -170,7 +171,7 @@ class EventFile:
             error.filename = self._path
 
     def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
-        """Returns the events of a position from a step on; None if its file can't be read."""
+        """Returns the events at a position, from the given step on; None if the file can't be read."""
         name: Any
         name, begins, ends = (position.get(key, -1) for key in ("file", "begins", "ends"))
         if name is None:
@@ -199,7 +200,7 @@ def _record(data: bytes) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yields the records up to the end, or to the first one that is damaged."""
+    """Yields the records up to the end or the first damaged one."""
     place = 0
     while place + _NUM_FRAME_BYTES <= len(data):
         ends = place + _NUM_FRAME_BYTES + _LENGTH.unpack_from(data, place)[0]

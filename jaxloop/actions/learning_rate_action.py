@@ -22,7 +22,7 @@ class LearningRateAction(WriterAction):
     Args:
       summary_writer: See `SummaryAction`. The caller owns the writer.
       interval: See `Action`.
-      background: Whether a background thread does the writing; see `SummaryAction`.
+      background: Whether to write in a background thread; see `SummaryAction`.
 
     Raises:
       ValueError: The optimizer state has no learning rate. The error is raised when the action is called.
@@ -50,7 +50,7 @@ class LearningRateAction(WriterAction):
 def learning_rate(opt_state: Any) -> Any:
     """Returns the learning rate in an optimizer state without copying it to the host.
 
-    None unless there is exactly one.
+    Returns None unless there is exactly one.
     """
     found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
     # A schedule has a state with the same name as the rate itself.

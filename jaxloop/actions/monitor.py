@@ -35,8 +35,8 @@ class Monitor:
 
     Args:
       name: "loss" or "train/loss" for an output of the loop that calls the action; "test/accuracy" for the `accuracy`
-        of the evaluation named `test`. "accuracy" is the loop's own output if it has one of that name, and otherwise
-        the output of any evaluation.
+        of the evaluation named `test`. "accuracy" refers to the loop's own output if there is one with that name, and
+        otherwise to the output of any evaluation.
       mode: "min" or "max". "auto" means "max" if the last part of the name contains a word such as accuracy, acc, auc,
         f1, precision, recall, score, reward, return, iou or bleu, and no word for a loss or an error. Otherwise it
         means "min".
@@ -59,13 +59,13 @@ class Monitor:
         return f"Monitor({self.name!r}, {self.mode!r})"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns whether a value is better than the best one by more than `min_delta`. NaN never is."""
+        """Returns True if a value is better than the best one by more than `min_delta`, and is not NaN."""
         if best is None:
             return not math.isnan(value)
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
 
     def has_failed(self, value: float) -> bool:
-        """Returns whether a value is NaN, or the worst infinity."""
+        """Returns True if a value is NaN or the worst possible infinity."""
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
@@ -75,8 +75,8 @@ class Monitor:
         row belongs to this step.
 
         Raises:
-          ValueError: There is no metric with this name, and there can't be one later. If a later evaluation may still
-            measure it, a warning is logged once instead.
+          ValueError: No metric has this name, and none can have it later. If a later evaluation may still measure it, a
+            warning is logged once instead.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)
@@ -90,7 +90,7 @@ class Monitor:
         return self._as_number(value) if measured_at.steps == elapsed.steps else None
 
     def is_measured(self, scalars: Iterable[str], history: History | None) -> bool:
-        """Returns whether this metric is among the scalars of a loop or in the history of a run."""
+        """Returns True if this metric is among the scalars of a loop or in the history of a run."""
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
@@ -108,7 +108,7 @@ class Monitor:
         """Returns the name of the loop's output that this metric refers to, or None."""
         wanted = _parts(self.name)
         wanted = wanted[1:] if len(wanted) > 1 and wanted[0] == "train" else wanted
-        # The full name first; then a field of a Collection, `loss` of `metrics/loss`.
+        # Tries the full name first, then a field of a Collection, such as `loss` for `metrics/loss`.
         for matches in (lambda parts: parts == wanted, lambda parts: parts[-len(wanted) :] == wanted):
             found = [name for name in names if matches(_parts(name))]
             if len(found) > 1:

@@ -13,7 +13,7 @@ _CLU_MODULE = "clu.periodic_actions"
 
 
 def is_periodic(obj: Any) -> bool:
-    """Returns whether an object is a `PeriodicAction` from `clu.periodic_actions`."""
+    """Returns True if an object is a `PeriodicAction` from `clu.periodic_actions`."""
     return any((kind.__module__, kind.__name__) == (_CLU_MODULE, "PeriodicAction") for kind in type(obj).__mro__)
 
 
@@ -28,8 +28,8 @@ class PeriodicAction(Action):
     number of completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need
     the state, write an `Action`. The clock of the periodic action starts at the first step of each run.
 
-    At the end of a run, the action waits for the result of an asynchronous callback, and writes a profile that is still
-    being recorded.
+    At the end of a run, the action waits for the result of an asynchronous callback, and writes the profile that is
+    being recorded, if any.
 
     Args:
       periodic: The periodic action to call.
@@ -51,7 +51,7 @@ class PeriodicAction(Action):
 
     def __call__(self, state: Any, outputs: types.Output, *, step_num: int, **kwargs: Any) -> None:
         if self._last_step is not None and step_num != self._last_step + 1:
-            # A new run. Without this, clu would refuse the gap in the steps, and its steps per second would be wrong.
+            # A new run. Without this, clu would reject the gap in the steps, and its steps per second would be wrong.
             self._periodic._previous_step = None
         self._last_step = step_num
         self._periodic(step_num)

@@ -25,7 +25,7 @@ class ProfileAction(Action):
 
     Args:
       logdir: The directory of the trace, which is written under `plugins/profile/`.
-      first_step: The first step of the trace, at least 2, because the first step of a run compiles.
+      first_step: The first step to trace. It must be at least 2, because the first step of a run compiles.
       num_steps: The number of steps to trace. A few are enough, and the files are large.
       every_steps: The number of steps from the start of one trace to the start of the next; None to record a single
         trace.
@@ -56,7 +56,7 @@ class ProfileAction(Action):
         super().__init__(interval)
         self._logdir = checkpoint.prepare_directory(logdir)
         self._first_step, self._num_steps, self._every_steps = first_step, num_steps, every_steps
-        self._running_since: int | None = None  # The step before the first of the trace.
+        self._running_since: int | None = None  # The step before the first traced one.
         self._traces = 0
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class ProfileAction(Action):
                 logging.warning("%r could not profile step %d: %s", self, step_num + 1, error)
 
     def _stop(self, step_num: int | None) -> None:
-        """Ends the trace. `step` is None if the last traced step is unknown."""
+        """Ends the trace. `step_num` is None if the last traced step is unknown."""
         first, self._running_since = self._running_since, None
         if first is not None:
             jax.profiler.stop_trace()

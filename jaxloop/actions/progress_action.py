@@ -24,7 +24,7 @@ from jaxloop.timing import Spent, duration
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-# For lines that stay, as in a file: the least seconds between two, and their approximate maximum in a run.
+# For lines that stay, as in a file: the minimum time between two lines, and their approximate maximum number in a run.
 _LINE_SECONDS = 10.0
 _MOST_LINES = 50
 
@@ -64,7 +64,7 @@ class Progress:
     def seconds_between_lines(self) -> float:
         """The time between two lines, in seconds.
 
-        It grows during a run, so that a run of unknown length has few lines too.
+        It grows during a run, so that even a run of unknown length prints few lines.
         """
         if self.seconds_left is None:
             return max(_LINE_SECONDS, self.seconds / 10)
@@ -105,8 +105,8 @@ class ProgressAction(Action):
       total_steps: The number of updates of the whole run; None to use the number that the loop passes.
       interval: See `Action`. The default is ten times per second, so that the steps in between cost nothing.
       bar: "tqdm" for a bar, "plain" for occasional lines, or "auto": "tqdm" on a terminal and in a notebook, where a
-        bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In a file, both write
-        at most every 10 seconds, and less often in a long run.
+        bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In a file, both print
+        a line at most every 10 seconds, and less often in a long run.
       min_seconds: The minimum time between two updates of the display, in seconds.
       names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). For
         evaluations, all metrics are always shown.
@@ -144,11 +144,11 @@ class ProgressAction(Action):
         self._forget()
 
     def _forget(self) -> None:
-        """Makes the next call the first of a run."""
+        """Resets the action, so that the next call is the first one of a run."""
         self._bar: _PlainBar | _TqdmBar | None = None
         self._next_update = self._next_line = -math.inf
         self._run_began_at: float | None = None
-        self._began_at: tuple[int, float] | None = None  # The first call: its step, and when it was.
+        self._began_at: tuple[int, float] | None = None  # The step and the time of the first call.
         self._newest: tuple[int, Elapsed | None, History | None, int | None] = (0, None, None, None)
         self._newest_at = 0.0
         self._outputs: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class ProgressAction(Action):
         if not distributed.is_first_process():
             return
         if step_num < self._newest[0]:
-            self._end(self._newest_at)  # A run that was not closed.
+            self._end(self._newest_at)  # The previous run was not closed.
         self._newest = (step_num, elapsed, history, self._total_steps or total_steps)
         self._newest_at = now = self._clock()
         self._outputs.update(outputs or {})
@@ -190,7 +190,7 @@ class ProgressAction(Action):
             self._bar.announce(f"step {step_num:,}: compiling the first step")
 
     def _update(self, now: float) -> None:
-        """Shows the results of new evaluations, and draws the bar if that is due."""
+        """Shows the results of new evaluations, and draws the bar if it is due."""
         if self._began_at is None:
             self._began_at = (self._newest[0], now)
             self._skip_old_results()
@@ -228,7 +228,7 @@ class ProgressAction(Action):
     # Results of evaluations --------------------------------------------------------------------------
 
     def _skip_old_results(self) -> None:
-        """Marks the results before a resume as shown."""
+        """Marks the results from before a resume as already shown."""
         steps, elapsed, history, _ = self._newest
         before = elapsed.previous if elapsed is not None else None
         if history is not None and (before.steps if before is not None else steps - 1) > 0:
@@ -251,13 +251,13 @@ class ProgressAction(Action):
     def flush(self) -> None:
         steps, elapsed, _, total = self._newest
         if elapsed is not None and elapsed.is_last and (total is None or steps >= total):
-            self.close()  # Nothing else closes the actions of a loop on its own.
+            self.close()  # Nothing else closes the actions of a standalone loop.
 
     def close(self) -> None:
         self._end(self._clock())
 
     def _end(self, now: float) -> None:
-        """Closes the bar, if there is one, at some time."""
+        """Closes the bar, if there is one. `now` is the time at which the run ended."""
         if self._bar is not None and self._began_at is None:  # The run ended before its first step.
             self._bar.clear()
         elif self._bar is not None:
@@ -280,7 +280,7 @@ class _PlainBar:
     """Shows progress as separate lines."""
 
     is_live = False
-    """Drawings replace each other. If not, there should be few."""
+    """True if each drawing replaces the previous one. If not, drawings should be rare."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._drawn_at = stream, -1
@@ -290,7 +290,7 @@ class _PlainBar:
         self.write(text)
 
     def draw(self, progress: Progress, *, is_final: bool = False) -> None:
-        """Shows the progress. The last call of a run closes the bar and leaves it on the screen."""
+        """Shows the progress. If `is_final` is True, also closes the bar and leaves it on the screen."""
         if self._drawn_at != progress.steps or not is_final:
             self.write(progress.line(is_final=is_final))
         self._drawn_at = progress.steps
@@ -315,14 +315,14 @@ class _TqdmBar:
         has_widgets = _is_notebook(stream) and checks.is_installed("ipywidgets")
         size: dict[str, Any] = {"dynamic_ncols": True}
         with contextlib.suppress(AttributeError, OSError, ValueError):  # It is not a terminal.
-            if 0 in os.get_terminal_size(stream.fileno()):  # Of unknown size, as in a container: tqdm shows nothing.
+            if 0 in os.get_terminal_size(stream.fileno()):  # Unknown size, as in a container: tqdm shows nothing.
                 size = {"ncols": 100, "nrows": 24}
         make: Any = importlib.import_module("tqdm.notebook" if has_widgets else "tqdm").tqdm
-        # With no least interval, each call of `draw` draws.
+        # Without a minimum interval, each call of `draw` draws.
         options = {"file": stream, "unit": " steps", "mininterval": 0, "miniters": 0, **size}
         self._tqdm = make(initial=progress.steps, total=progress.total, **options)
         self._tqdm.start_t -= progress.run_seconds
-        if shape := self._tqdm.dynamic_ncols:  # Leaves room for the ^C that a terminal shows behind the bar.
+        if shape := self._tqdm.dynamic_ncols:  # Leaves room for the ^C that a terminal shows after the bar.
             self._tqdm.dynamic_ncols = lambda stream: (shape(stream)[0] and shape(stream)[0] - 2, shape(stream)[1])
         self._handlers = [each for each in (*logging.get_absl_logger().root.handlers, py_logging.lastResort) if each]
         for handler in self._handlers if is_live and not has_widgets else ():
@@ -331,7 +331,7 @@ class _TqdmBar:
     def _make_way(self, record: Any) -> bool:
         """Clears the bar before a log line is written; the next drawing shows it again."""
         self._tqdm.clear()
-        self._stream.write("\r\x1b[K")  # Also what the terminal shows behind it, such as ^C.
+        self._stream.write("\r\x1b[K")  # Also clears what the terminal shows after the bar, such as ^C.
         return True
 
     def announce(self, text: str) -> None:
@@ -354,7 +354,7 @@ class _TqdmBar:
             self._close()
 
     def _fits(self, steps: int, values: str) -> bool:
-        """Returns whether ten columns remain for the bar, with two to spare, because the next rate may be longer."""
+        """Returns True if ten columns remain for the bar, plus two in case the next rate is longer."""
         meter = self._tqdm.format_dict
         options = {**meter, "n": steps, "rate": meter["rate"] or 9999.99, "postfix": values, "ncols": None}
         return not meter["ncols"] or len(self._tqdm.format_meter(**options)) + 2 <= meter["ncols"]
@@ -373,7 +373,7 @@ class _TqdmBar:
 
 
 def _is_notebook(stream: TextIO) -> bool:
-    """Returns whether a stream ends in a notebook."""
+    """Returns True if a stream is shown in a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return stream in (sys.stdout, sys.stderr) and getattr(shell, "kernel", None) is not None
@@ -402,14 +402,14 @@ def _clock_time(seconds: float) -> str:
 
 
 def _is_on_host(value: Any) -> bool:
-    """Returns whether a value is a number, or a list of numbers, that can be read without waiting."""
+    """Returns True if a value is a number, or a list of numbers, that can be read without waiting."""
     items = value if isinstance(value, list) else [value]
     items = [item.value if isinstance(item, types.MetricWithMetadata) else item for item in items]
     return all(item is None or isinstance(item, bool | int | float | np.generic) for item in items)
 
 
 def _is_result(path: str) -> bool:
-    """Returns whether a path of a history is a result of an evaluation: `test.accuracy`."""
+    """Returns True if a path in a history is a result of an evaluation, such as `test.accuracy`."""
     group, _, name = path.partition(".")
     return bool(name) and group not in ("train", "jaxloop") and not name.startswith("jaxloop.")
 
@@ -420,7 +420,7 @@ def _newest_results(history: History) -> dict[str, Elapsed]:
 
 
 def _result_lines(row: Row) -> Iterator[str]:
-    """Yields `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation of a row."""
+    """Yields a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each evaluation in a row."""
     groups: dict[str, dict[str, float]] = {}
     for keys, value in jax.tree_util.tree_leaves_with_path(row.logs):
         path = checks.path_name(keys).replace("/", ".")

@@ -20,9 +20,9 @@ class SpikeGuard(Action):
     """Returns to an earlier checkpoint when a train metric spikes, and leaves out the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
-    `sigmas` of their standard deviations. The run then returns to the newest checkpoint before the spike. It continues
-    without the batches from the first to the last spike that the action found in this call. From then on, it is
-    bit-identical to a run whose data never contained those batches. Each return adds a row "detour" to the history.
+    `sigmas` times their standard deviation. The run then returns to the newest checkpoint before the spike, and
+    continues without the batches from the first to the last spike detected in this call. From then on, it is
+    bit-identical to a run whose data never contained those batches. Each return adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and data that can return to an earlier position.
@@ -33,12 +33,12 @@ class SpikeGuard(Action):
     Args:
       name: The name of an output of the train step, which must be a scalar.
       sigmas: The number of standard deviations above the mean that counts as a spike.
-      window: The number of previous values to compare with. Until there are that many, only NaN and infinity are
+      window: The number of previous values to compare with. Until there are that many, only NaN and infinity count as
         spikes.
       at_most: The maximum number of returns in a run. One more spike ends the run with an error; resuming it starts
         from a checkpoint before that spike.
-      interval: When to check the values since the last call. Each check waits for the devices. A spike costs all steps
-        since the checkpoint that precedes it, so check more often than you save.
+      interval: When to check the values since the last call. Each check waits for the devices. A spike undoes all steps
+        since the preceding checkpoint, so check more often than you save.
 
     Raises:
       RuntimeError: Raised during a run if a spike follows `at_most` returns, or if no checkpoint precedes the spike.

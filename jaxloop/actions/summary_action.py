@@ -27,10 +27,10 @@ class SummaryAction(WriterAction):
     for a statistic, the statistic itself. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, and
     a `MetricWithMetadata` according to its type: images, videos, audio, text or histograms.
 
-    All actions that share a writer also share a thread, which writes in the order of their calls. The loop therefore
-    waits for files only if 64 writes are pending. All pending writes finish before a checkpoint is saved and before the
-    run ends. If the writer raises an error, the next call raises it again, with a note that lists what could not be
-    written. A resumed run writes the missing values first.
+    All actions that share a writer also share a background thread, which writes in the order of their calls. The loop
+    waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint is saved and
+    before the run ends. If the writer raises an error, the next call raises it again, with a note that lists the values
+    that could not be written. A resumed run writes these values first.
 
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
@@ -39,8 +39,8 @@ class SummaryAction(WriterAction):
         Otherwise, call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
-      prefix: A prefix for each name, such as "eval/", which tells the `loss` of an eval loop from that of the train
-        loop.
+      prefix: A prefix for each name, such as "eval/", which distinguishes the `loss` of an eval loop from that of the
+        train loop.
       background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
         pass False to all actions that share it.
     """
@@ -75,7 +75,7 @@ class SummaryAction(WriterAction):
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
-        """Returns a function that writes a metric that is not a scalar."""
+        """Returns the call that writes a non-scalar metric."""
         options, metadata = {}, metric.metadata or {}
         if metric.type is types.MetricType.AUDIO:
             if "sample_rate" not in metadata:

@@ -19,10 +19,10 @@ from jaxloop.schedules import Schedule
 from jaxloop.text import printable
 
 MOST_PENDING = 64
-"""The number of calls that may wait for the thread. An action that asks for more waits."""
+"""The maximum number of pending calls. An action that requests more must wait."""
 
 PAUSE_SECS = 0.1
-"""Seconds for which a new thread collects calls, unless an action waits for them."""
+"""The number of seconds for which a new thread collects calls, unless an action waits for them."""
 
 _METHODS = frozenset(
     f"write_{kind}" for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams")
@@ -37,12 +37,12 @@ class Call:
 
     Attributes:
       action: The action that requested it.
-      step: The step that the values belong to.
+      step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
       options: Further keyword arguments.
       number: The position of this call in the order of all calls of the writer. 0 comes before all others.
-      is_in_checkpoint: Whether a checkpoint saved by this process contains the call, so that a resumed run will make
+      is_in_checkpoint: True if a checkpoint saved by this process contains the call, so that a resumed run will make
         it.
     """
 
@@ -68,7 +68,7 @@ class Call:
             raise
 
     def keep(self) -> dict[str, Any] | None:
-        """Returns the call for a checkpoint. If it can't be stored, logs an error and returns None."""
+        """Returns the call as stored in a checkpoint. If it can't be stored, logs an error and returns None."""
         kept = {name: getattr(self, name) for name in ("number", "step", "method", "values", "options")}
         try:
             encoding.encode(kept)
@@ -92,21 +92,22 @@ class WriterQueue:
     10 {'loss': 0.5}
 
     All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
-    second for more requests, makes all calls, and ends. A killed process can lose the calls of that tenth of a second,
-    but no call before a checkpoint, because `state_dict` waits until everything is written and flushed. A program that
-    exits makes all pending calls first. A forked process makes none. In a multi-process job, only the first process
-    calls the writer.
+    second for more requests, makes all calls, and ends. A killed process can lose the calls requested in that tenth of
+    a second, but none from before a checkpoint, because `state_dict` waits until everything is written and flushed. A
+    program makes all pending calls before it exits. A forked process makes none. In a multi-process job, only the first
+    process calls the writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
-    thread ends. The next request or flush raises the error, and the request after that makes the calls again. A
-    checkpoint saved in between stores them, and a resumed run makes them first.
+    thread ends. The next request or flush raises the error, and the request after that retries the calls. A checkpoint
+    saved in between stores these calls, and a resumed run makes them first.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
       has_thread: Whether to use a thread. If False, each call is made immediately by the thread that requests it.
     """
 
-    # By the ids of the writers, which these objects keep alive: not every writer can be hashed, or weakly referred to.
+    # Keyed by the ids of the writers, because not every writer can be hashed or weakly referenced. The queues keep
+    # their writers alive.
     _all: ClassVar[weakref.WeakValueDictionary[tuple[int, bool], "WriterQueue"]] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -126,8 +127,8 @@ class WriterQueue:
         self._count = 0  # The number of the last call.
         self._thread: threading.Thread | None = None
         self._hurry, self._has_ended = threading.Event(), threading.Event()  # An action waits; the thread has ended.
-        self._errors: list[BaseException] = []  # To be raised; one at most.
-        self._is_halted = False  # After an error, until an action asks for more.
+        self._errors: list[BaseException] = []  # Still to be raised; at most one.
+        self._is_halted = False  # True after an error, until the next request.
         self._unflushed_step: int | None = None  # The newest step that was written since the last flush.
         self._begins_from: Mapping[str, Any] | None = {}  # The state to resume from; None once something was written.
         self._process = os.getpid()
@@ -137,11 +138,11 @@ class WriterQueue:
 
         Args:
           calls: The calls. Their values are copied.
-          waits: Whether to wait until the calls are made. A call that raises an error stays in the queue, and the next
-            request raises that error.
+          waits: Whether to wait until the calls are made. If a call raises an error, it stays in the queue, and the
+            next request raises that error.
 
         Raises:
-          BaseException: The error that an earlier call raised or, without a thread, that one of these calls raised.
+          BaseException: An earlier call raised it or, without a thread, one of these calls did.
         """
         if not calls or not distributed.is_first_process():
             return
@@ -157,7 +158,7 @@ class WriterQueue:
                 call.make(self._writer)
             return
         for call in calls:
-            if call.method != "write_scalars":  # Numbers can't be changed.
+            if call.method != "write_scalars":  # Numbers are immutable.
                 call.values = copy.deepcopy(call.values)
         with self._lock:
             self._add(calls)
@@ -169,7 +170,7 @@ class WriterQueue:
         """Waits until all calls are made and the thread has ended, and flushes the writer.
 
         Raises:
-          BaseException: The error that an earlier call raised. Each error is raised only once.
+          BaseException: An earlier call raised it. Each error is raised only once.
         """
         self._drain()
         try:
@@ -181,7 +182,7 @@ class WriterQueue:
     def state_dict(self, action: Any) -> dict[str, Any]:
         """Flushes everything. Returns an action's failed calls and the writer's position, to be stored in a checkpoint.
 
-        Errors are not raised here, so that the checkpoint can be saved, but later.
+        Errors are raised later, not here, so that the checkpoint can be saved.
         """
         if not distributed.is_first_process():
             return {}
@@ -199,23 +200,24 @@ class WriterQueue:
         calls = list(_calls_in(action, state_dict)) if distributed.is_first_process() else []
         self._join()
         with self._lock:
-            # The state has them, if they are to be made: of this action, or one in its place in an earlier run.
+            # Drops the calls of this action and those in a checkpoint (of an action in its place in an earlier run),
+            # because the state contains them if they still have to be made.
             others = [each for each in self._pending if each.action is not action and not each.is_in_checkpoint]
-            # Other actions may put theirs between these, so the thread begins later.
+            # Other actions may insert their calls between these, so the thread starts later.
             self._pending = sorted([*others, *calls], key=lambda call: call.number)
             self._count = max([self._count, *(call.number for call in calls)])
             self._is_halted, self._begins_from = False, state_dict
 
     def begin_run(self, action: Any, step: int) -> None:
-        """Makes the writer first hide everything that a killed run wrote after its newest checkpoint.
+        """Requests that the writer first hide everything that a killed run wrote after its newest checkpoint.
 
         A resumed run does this once for all actions that share the writer. A new run does it only if this process
         hasn't written anything yet: any existing values then come from a run that was killed before its first
         checkpoint.
 
         Args:
-          action: The action that requests it.
-          step: The step of the checkpoint, or the first step of the run if there is none.
+          action: The action that makes the request.
+          step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
         """
         with self._lock:
             state_dict, self._begins_from = self._begins_from, None
@@ -233,7 +235,7 @@ class WriterQueue:
         """Starts the thread if there are pending calls."""
         if self._pending and not self._is_halted and self._thread is None:
             self._hurry.clear()
-            # After what the writer itself may have registered, and so called before: it is still open then.
+            # Registered after any exit handler of the writer itself, and so called before it, while the writer is open.
             atexit.register(self._finish)
             thread = threading.Thread(target=self._work, name="jaxloop-writer", daemon=True)
             self._has_ended.clear()
@@ -241,7 +243,7 @@ class WriterQueue:
             self._thread = thread
 
     def _drain(self) -> None:
-        """Makes calls until one raises an error or none are left, and ends the thread."""
+        """Makes calls until one raises an error or none are left, and then ends the thread."""
         if not self._has_thread:
             self._make_calls()
             return
@@ -286,13 +288,13 @@ class WriterQueue:
 
     def _finish(self) -> None:
         """Makes the pending calls when the program exits, and logs errors."""
-        if os.getpid() != self._process:  # The thread is that of the process from which this one was forked.
+        if os.getpid() != self._process:  # The thread belongs to the process from which this one was forked.
             return
         self._join()
         self._pending = [call for call in self._pending if not call.is_in_checkpoint]
         if self._pending:
             self._errors, self._is_halted = [], False
-            self._make_calls()  # Not in a thread: a program that ends can start none.
+            self._make_calls()  # Not in a thread, because an exiting program can't start one.
         for error in self._errors:
             logging.error("Summaries could not be written.", exc_info=error)
 
@@ -340,16 +342,16 @@ class WriterAction(Action):
 
 
 def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
-    """Calls the `resume` of a writer, or does the same for the TensorFlow writer inside a clu writer."""
+    """Calls a writer's `resume` method, or does the equivalent for the TensorFlow writer inside a clu writer."""
     if hasattr(writer, "resume"):
         writer.resume(step, position)
     elif hasattr(writer, "_summary_writer") and "tensorflow" in sys.modules:
         import tensorflow as tf
 
         started = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
-        # The file does not say which points of the step itself came after the checkpoint: they stay.
+        # The file doesn't tell which points of the step itself were written after the checkpoint, so all of them stay.
         event = tf.compat.v1.Event(wall_time=time.time(), step=step + 1 if step else 0, session_log=started)
-        for _ in range(2):  # TensorBoard's pages take the first one of a directory for that of the first process.
+        for _ in range(2):  # TensorBoard's pages attribute the first one in a directory to the first process.
             tf.raw_ops.ImportEvent(writer=writer._summary_writer._resource, event=event.SerializeToString())
     else:
         for inner in getattr(writer, "_writers", [getattr(writer, "_writer", None)]):

@@ -119,7 +119,7 @@ class TensorBoardWriter(LogWriter):
         from tensorboardX.proto import summary_pb2
 
         self._workdir, self._new_summary = str(workdir), summary_pb2.Summary  # pyright: ignore
-        self._tag_of = functools.cache(lambda name: summary.scalar(name, 0.0).value[0].tag)  # As `add_scalar` calls it.
+        self._tag_of = functools.cache(lambda name: summary.scalar(name, 0.0).value[0].tag)  # As in `add_scalar`.
         self._missing: set[str | None] = set()
         self._file = EventFile(self._workdir)
 
@@ -128,13 +128,13 @@ class TensorBoardWriter(LogWriter):
         import tensorboardX
 
         events: Any = tensorboardX.SummaryWriter(self._workdir, write_to_disk=False)
-        # `EventFile` takes the place of tensorboardX's queue, thread and buffers.
+        # `EventFile` replaces tensorboardX's queue, thread and buffers.
         events.file_writer, events.all_writers, events._write_to_disk = self._file, {self._workdir: self._file}, True
         return events
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         super().write_scalars(step, scalars)
-        # One event for all is five times faster than one for each, as `add_scalar` makes them.
+        # One event for all scalars is five times faster than `add_scalar`, which creates one event for each.
         summary = self._new_summary()
         for name, value in scalars.items():
             summary.value.add(tag=self._tag_of(name), simple_value=float(value))

@@ -18,10 +18,10 @@ class Slot:
 
     Attributes:
       called_at: The step after which the action was last called; None before the first call.
-      is_requested: Whether the action is due at the next moment regardless of its interval: because a command requested
-        it, or because its call was postponed to the last moment of the run.
+      is_requested: True if the action is due at the next moment regardless of its interval, because a command requested
+        it or because its call was postponed to the last moment of the run.
       next_interval: The interval to use after the next call; None to keep the current one.
-      spent_before: The time that the loop had spent up to the last call.
+      spent_before: The time spent by the loop up to the last call.
       cursor: The position in the ledger up to which the action has read the outputs.
     """
 
@@ -52,12 +52,12 @@ class Slot:
         return {**saved_state(self.action), "called_at": self.called_at, "cursor": self.cursor}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state that `state_dict` returned for an action of the same class."""
+        """Restores the result of `state_dict` from the slot of an action of the same class."""
         self.action.load_state_dict(encoding.decode(state_dict["state"]))
         self.called_at, self.cursor = state_dict["called_at"], state_dict["cursor"]
 
     def is_due(self, now: Elapsed, loop: int | None) -> bool:
-        """Returns whether the action is due now. `loop` is the number of the loop that ends, or None inside a loop."""
+        """Returns True if the action is due now. `loop` is the number of the loop that ends; None inside a loop."""
         if self.is_requested:
             return True
         if loop is None and not self.is_scheduled:
@@ -65,7 +65,7 @@ class Slot:
         return self.called_at != now.steps and self.actions.is_due(self.index, loop or 0, now)
 
     def reads(self, ledger: Ledger) -> Series | None:
-        """Returns the series in the ledger that the action reads, or None if the action doesn't wait for outputs."""
+        """Returns the ledger series that the action reads, or None if the action doesn't wait for outputs."""
         if not self.reads_outputs:
             return None
         return ledger.parts if self.is_scheduled else ledger.loops
@@ -95,7 +95,7 @@ class Agenda:
 
     Attributes:
       actions: The loop's own actions.
-      slots: The slots of the attached actions, followed by those of the loop's own actions.
+      slots: The slots of the attached actions, followed by the slots of the loop's own actions.
     """
 
     def __init__(self, actions: ActionList):
@@ -127,12 +127,12 @@ class Agenda:
 
     @property
     def has_readers(self) -> tuple[bool, bool]:
-        """Two flags: whether any action reads the `parts` of the ledger, and whether any reads its `loops`."""
+        """Two flags: the first is True if any action reads the ledger's `parts`, the second if any reads `loops`."""
         of_parts, of_loops = self._readers
         return bool(of_parts), bool(of_loops)
 
     def next(self, now: Elapsed, others: Iterable[int | Schedule] = ()) -> Goal:
-        """Returns the next point at which an action may be due, or anything with one of the intervals in `others`."""
+        """Returns the next point at which an action, or anything with an interval in `others`, may be due."""
         return goal_of([*(slot.action.interval for slot in self.slots), *others], now)
 
     def due(self, now: Elapsed, loop: int | None = None) -> list[Slot]:
@@ -158,7 +158,7 @@ class Agenda:
     def load_state_dict(
         self, state_dicts: Sequence[Mapping[str, Any]], kept_states: Mapping[str, Any], who: Any
     ) -> None:
-        """Restores what `state_dict` returned. `who` describes the loop in warnings."""
+        """Restores the result of `state_dict`. `who` describes the loop in warnings."""
         numbered = [{**kept, "name": str(index)} for index, kept in enumerate(state_dicts)]
         for slot, kept in paired_with_saved(self.slots, numbered, lambda slot: slot.action, who):
             slot.load_state_dict(kept)
@@ -201,6 +201,6 @@ def saved_state(action: Action) -> dict[str, Any]:
 def class_name(action: Action) -> str:
     """Returns the class name under which a checkpoint stores an action's state.
 
-    Actions of one class are told apart by their order.
+    Actions of the same class are distinguished by their order.
     """
     return type(action).__qualname__

@@ -42,10 +42,10 @@ class Engine:
       progress: The progress of the run.
       stepper: Runs the steps.
       moments: Runs everything that is due between two steps.
-      observers: Functions to call for each batch.
+      observers: Functions to call with each batch.
       kept: The most recent batches, which are needed to record a failure.
-      rescued: A pair that is set by an exception: the state after the last completed step, or None, and the reason why
-        it is None.
+      rescued: A pair that is set when an exception occurs: the state after the last completed step (or None), and the
+        reason why the state is None.
     """
 
     def __init__(self, loop: Any, step: Step, clock: Callable[[], float], max_steps_in_flight: int | None):
@@ -67,7 +67,7 @@ class Engine:
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
-        """Returns a description, as lines that must be the same in all processes of a job."""
+        """Returns a description of the loop, in lines that must be the same in all processes of a job."""
         head = [repr(self._loop), f"  {self._step!r}", f"  max_steps_in_flight={self.stepper.max_in_flight}"]
         actions = [action for each in self.action_lists for action in each.actions]
         return [*head, *(f"  {class_name(action)}, interval {action.interval!r}" for action in actions)]
@@ -77,7 +77,7 @@ class Engine:
     def train(
         self, state: Any, dataset: Iterator[types.Batch], steps_of_loop: Callable[[], int | None]
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Trains until the run or the data ends. The arguments are those of `run_loops`."""
+        """Trains until the run or the data ends. For the arguments, see `run_loops`."""
         return self.run_loops(state, dataset, lambda: self._with_idle_ends(steps_of_loop()), trains=True)
 
     def run_loops(
@@ -89,7 +89,7 @@ class Engine:
           state: See `Loop.__call__`.
           dataset: See `Loop.__call__`.
           steps_of_loop: A function that returns the maximum number of steps of the next loop, or None for no limit.
-          trains: Whether the steps change the state.
+          trains: True if the steps change the state.
         """
         progress, requests, outputs = self.progress, self.job.requests, metrics.LoopOutputs()
         with self._step.watched(self.stepper.guard.watch if trains else None, self.progress.stopwatch):
@@ -104,14 +104,14 @@ class Engine:
                         if call.num_examples or progress.batches_before:  # Without a batch, no loop ends.
                             found = _weighted(found, self.stepper.ledger.weights)
                             state, outputs = self._finish_loop(state, found)
-                        elif call.has_passed_end:  # The passed end turns out to be the last one.
+                        elif call.has_passed_end:  # The end that was passed turns out to be the last one.
                             call.was_interrupted = False  # The call stopped between two loops.
                             state, outputs = self._call_end_hook(state, self.stepper.ledger.ended)
                         call.state = state
                         if not self._continues(outputs):
                             break
                     if requests.outermost is requests:
-                        self.job.any_stops()  # Learns of signals that arrived after the last batch.
+                        self.job.any_stops()  # Detects signals that arrived after the last batch.
             except BaseException as error:
                 if not call.is_failing:  # An exception between two loops. `run` handles those inside a loop.
                     self.stepper.rescue_outputs(error)
@@ -133,7 +133,7 @@ class Engine:
         if stepper.call.failed_step is not None:
             self.kept = KeptBatches()
         call = stepper.begin_call(state, trains=trains)
-        # Reset only now: if the state was donated, `begin_call` raised, and `rescued` still has the one to use.
+        # Reset only now: if the state was donated, `begin_call` raises, and `rescued` still has the state to use.
         self.rescued = (None, None)
         step_num = stepper.read_step_num(call.state)
         if trains:
@@ -228,12 +228,12 @@ class Engine:
             outputs[types.STOP_LOOP] = True
 
     def _is_interrupted(self) -> bool:
-        """Returns whether this loop was interrupted between two steps, so that a later call or process continues it."""
+        """Returns True if this loop was interrupted between two steps, and a later call or process will continue it."""
         call, run = self.stepper.call, self.moments.run
         return run is not None and run.can_resume and call.trains and (call.was_interrupted or call.is_failing)
 
     def _continues(self, outputs: metrics.LoopOutputs) -> bool:
-        """Returns whether another loop follows in this call."""
+        """Returns True if another loop follows in this call."""
         run = self.moments.run
         if run is None or run.end_data is None or self.job.requests.requested or self.progress.is_inside:
             return False
@@ -245,10 +245,10 @@ class Engine:
     # Ends of loops where nothing is due ------------------------------------------------------------------
 
     def _with_idle_ends(self, num_steps: int | None) -> int | None:
-        """Returns the number of steps until a loop ends at which something may be due.
+        """Returns the number of steps until the next end of a loop at which something may be due.
 
-        Sets `Call.idle_ends` to the ends before that one. They are passed without stopping, because a stop takes as
-        long as a small step.
+        Sets `Call.idle_ends` to the ends before that one. Steps run past these without stopping, because a stop takes
+        as long as a small step.
         """
         call, run, progress = self.stepper.call, self.moments.run, self.progress
         call.idle_ends = range(0)
@@ -262,7 +262,7 @@ class Engine:
         return earliest([first + len(call.idle_ends) * size, run.total_steps]) - progress.steps
 
     def _may_pass_ends(self) -> bool:
-        """Returns whether loops may end without a stop: no hook, begin action or output needs one."""
+        """Returns True if loops may end without a stop, because no hook, begin action or output needs one."""
         stepper, hooks = self.stepper, ("begin", "run", "end", "update_outputs", "_get_next_batch")
         queue, program = stepper.call.queue, stepper.call.program
         if queue is None or not queue.are_plain() or program is None or program.custom_step is not None:
@@ -272,7 +272,7 @@ class Engine:
         return not any(checks.is_user_defined(self._loop, name) for name in hooks)
 
     def _pass_idle_ends(self) -> None:
-        """Ends the loops whose ends were passed by the newest steps."""
+        """Ends the loops that the newest steps have completed without stopping."""
         call, progress, ends = self.stepper.call, self.progress, self.stepper.call.idle_ends
         passed = bisect.bisect_right(ends, progress.steps)
         if passed:
@@ -301,7 +301,7 @@ class Engine:
 
         Called by the hook `run`.
 
-        If it passes the ends of loops at which nothing is due, the outputs are those of the last loop.
+        If the steps run past the ends of loops at which nothing is due, returns the outputs of the last loop.
         """
         call, stepper, moments, requests = self.stepper.call, self.stepper, self.moments, self.job.requests
         num_batches = None if num_steps is None else num_steps // call.updates
@@ -350,7 +350,7 @@ class Engine:
                 self._step.remember(call.state)
 
     def _observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call for each batch."""
+        """Returns the functions to call with each batch."""
         run, statistics = self.moments.run, self.moments.statistics
         counting = [] if statistics is None else statistics.observers()
         keeps = run is not None and run.keeps_batches and self.stepper.call.trains
@@ -437,7 +437,7 @@ class Engine:
         return state_dict, kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned for a loop with the same actions, in this process or in another one."""
+        """Restores the result of `state_dict` from a loop with the same actions, in this process or in another one."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
         progress.last_elapsed = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))
@@ -445,7 +445,7 @@ class Engine:
         if state_dict["has_begun"] or progress.batches_before:
             progress.began = state_dict["wraps_dataset"]
         self.moments.last_beginning = Elapsed(**state_dict["last_beginning"])
-        if stepper.steps_per_dispatch is None:  # Another number could change the last bits.
+        if stepper.steps_per_dispatch is None:  # Another number could change the last bits of the results.
             stepper.steps_per_dispatch = state_dict["steps_per_dispatch"]
         stepper.ledger = Ledger.of(state_dict["ledger"])
         self.moments.agenda.load_state_dict(state_dict["slots"], kept_states, self._loop)
@@ -456,7 +456,7 @@ class Engine:
     def call_missed_actions(self, state: Any) -> bool:
         """Calls the end actions that did not run because one of them raised an exception.
 
-        Returns whether the run continues.
+        Returns True if the run continues.
         """
         progress, moments = self.progress, self.moments
         call = self.stepper.call
@@ -511,7 +511,7 @@ class KeptBatches:
 
 
 def _weighted(outputs: Any, weights: Sequence[int]) -> metrics.LoopOutputs:
-    """Converts the outputs returned by a hook to `LoopOutputs` with these weights."""
+    """Converts the outputs that a hook returned to `LoopOutputs` with the given weights."""
     if not isinstance(outputs, metrics.LoopOutputs):
         outputs = metrics.LoopOutputs(outputs)
     outputs.num_examples = list(weights)

@@ -51,7 +51,7 @@ class Series:
         self._parts = kept
 
     def encode(self, encode: Callable[[LoopOutputs], Any]) -> list[Any]:
-        """Returns the parts in the form that a checkpoint stores, each encoded with `encode`."""
+        """Returns the parts as stored in a checkpoint, each encoded with `encode`."""
         return [[end, encode(part)] for end, part in self._parts]
 
     @classmethod
@@ -88,7 +88,7 @@ class Ledger:
         self._last_steps = 0  # The number of steps in the last of these loops.
         self._unread = LoopOutputs()
         self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops with outputs still on the devices.
-        self._arrived = 0  # The steps with arrived outputs in the first of these, or in the current loop.
+        self._arrived = 0  # Steps in the first of these, or in the current loop, whose outputs have arrived.
 
     def begin_loop(self) -> None:
         """Drops the outputs of the current loop, and begins a new loop."""
@@ -108,10 +108,10 @@ class Ledger:
 
         Args:
           arrived: The outputs to add.
-          update: A function that adds the outputs of one step to those of the loop; None to append each value to a
+          update: A function that adds the outputs of one step to the loop's outputs; None to append each value to a
             list.
-          keeps_parts: Whether any action reads `parts`.
-          keeps_loops: Whether any action reads `loops`.
+          keeps_parts: True if any action reads `parts`.
+          keeps_loops: True if any action reads `loops`.
         """
         blocks = collections.deque(arrived.blocks)
         while True:
@@ -145,7 +145,7 @@ class Ledger:
         self._unread, self.loop, self._arrived = LoopOutputs(None, later), LoopOutputs(), 0
 
     def count(self, weights: Sequence[int]) -> None:
-        """Counts steps. `weights` contains the number of examples in each of them."""
+        """Counts steps. `weights` contains the number of examples in each step."""
         self.position += len(weights)
         self.weights += weights
         self._unread.num_examples += weights
@@ -194,7 +194,7 @@ class Ledger:
         self.begin_loop()
 
     def state_dict(self, encode: Callable[[LoopOutputs], Any], *, keeps_loop: bool) -> dict[str, Any]:
-        """Returns the state that a checkpoint stores. All outputs must have arrived.
+        """Returns the state to be stored in a checkpoint. All outputs must have arrived.
 
         The state includes the outputs of the current loop only if `keeps_loop` is True.
         """

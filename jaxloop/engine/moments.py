@@ -23,7 +23,7 @@ from jaxloop.timing import Spent
 @final
 @dataclasses.dataclass
 class Run:
-    """The run that a loop is part of. An `OuterLoop` sets it on each of its loops; a standalone loop has no run.
+    """The run to which a loop belongs. An `OuterLoop` sets it on each of its loops; a standalone loop has no run.
 
     Attributes:
       history: The values measured so far.
@@ -31,17 +31,18 @@ class Run:
       loop_steps: The length of a loop: loops end at the multiples of this number of steps. None if it is unknown.
       elapsed: For an eval loop, the training progress; None for a train loop, which counts its own progress.
       stop: An additional schedule that ends the run.
-      eval_intervals: The intervals of the evaluations, in the same form as those of actions.
-      evaluate: Runs the evaluations that are due, given the state, the progress, and whether a loop ended at this step.
-        Returns whether the run continues.
-      end_data: Called when the data run out, after the last step of the epoch; None if no other loop may follow.
-      snapshot: Returns everything that a checkpoint contains besides the state, as keyword arguments for
-        `CheckpointAction.save`.
-      can_resume: Whether a later call, or another process, may continue a loop that a signal interrupted.
-      keeps_batches: Whether a train loop keeps its most recent batches, so that a failure can be recorded.
-      ends_with_data: Whether the run ends when the data run out.
+      eval_intervals: The intervals of the evaluations, in the same form as `Action.interval`.
+      evaluate: A function that runs the evaluations that are due. Its arguments are the state, the progress, and a flag
+        that is True if a loop ended at this step. It returns True if the run continues.
+      end_data: A function to call when the data ends, after the last step of the epoch; None if no other loop may
+        follow.
+      snapshot: A function that returns everything that a checkpoint contains besides the state, as keyword arguments
+        for `CheckpointAction.save`.
+      can_resume: True if a later call, or another process, may continue a loop that a signal interrupted.
+      keeps_batches: True if a train loop keeps its most recent batches, so that a failure can be recorded.
+      ends_with_data: True if the run ends when the data ends.
       commands: The commands sent to the run; None if the run accepts no commands.
-      detour: Begins a detour; see `WholeRun.detour`. None if the run can't return to a checkpoint.
+      detour: A function that begins a detour; see `WholeRun.detour`. None if the run can't return to a checkpoint.
     """
 
     history: History | None = None
@@ -80,8 +81,8 @@ class Moments:
       agenda: The end actions, and when each one is due.
       begin_actions: The begin actions.
       last_beginning: The progress at which the begin actions were last checked.
-      run: The run that the loop is part of; None for a standalone loop.
-      stop_requested: Whether an action or an evaluation has asked to end the run.
+      run: The run to which the loop belongs; None for a standalone loop.
+      stop_requested: True if an action or an evaluation has requested that the run end.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -105,7 +106,7 @@ class Moments:
         """Removes all actions that were added with `attach`."""
         self.agenda.detach_all()
 
-    # When ----------------------------------------------------------------------------------------------
+    # Due times -----------------------------------------------------------------------------------------
 
     @property
     def elapsed(self) -> Elapsed:
@@ -123,7 +124,7 @@ class Moments:
         """Returns the training progress at this moment. Its `is_last` is True if the run ends here.
 
         Args:
-          ends_loop: Whether a loop ends at this step.
+          ends_loop: True if a loop ends at this step.
         """
         call, run = self._stepper.call, self.run
         now = self.elapsed_now(self._progress.loops + ends_loop)
@@ -152,7 +153,7 @@ class Moments:
         return goal.step, self._progress.secs_at(goal.time) - 1e-9
 
     def execute_commands(self) -> bool:
-        """Executes the commands sent to the run, and returns whether there were any."""
+        """Executes the commands sent to the run. Returns True if there may have been any."""
         commands = None if self.run is None or not self._stepper.call.trains else self.run.commands
         if commands is None or not commands.are_due(self._progress.steps):
             return False
@@ -161,11 +162,11 @@ class Moments:
 
     def due(self, now: Elapsed, *, at_end: bool = False) -> list[Slot]:
         """Returns the actions that are due and have not yet been called at this step."""
-        # The actions of an eval loop count loops of their own.
+        # The actions of an eval loop count that loop's own executions.
         loop = now.loops if self._stepper.call.trains else self._progress.loops + self._progress.is_inside
         return self.agenda.due(now, loop if at_end else None)
 
-    # What ----------------------------------------------------------------------------------------------
+    # Calls ---------------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
         """Prepares for a call to the loop."""
@@ -188,7 +189,7 @@ class Moments:
         self.last_beginning = asked.without_previous()
 
     def run_moment(self, state: Any, *, at_end: bool = False, is_last: bool = False, saves: bool = True) -> bool:
-        """Runs everything that is due while the loop is not running, and returns whether the run continues.
+        """Runs everything that is due while the loop is not running, and returns True if the run continues.
 
         There are three such moments: before the first step; after a step that only later turns out to be the last one;
         and, in a resumed run, at the step where the earlier run was interrupted. Nothing is called twice at the same
@@ -196,8 +197,8 @@ class Moments:
 
         Args:
           state: The state.
-          at_end: Whether a loop ended at this step.
-          is_last: Whether this step was the last one.
+          at_end: True if a loop ended at this step.
+          is_last: True if this step was the last one.
           saves: Whether to also call actions that save.
         """
         now = self.elapsed
@@ -211,7 +212,7 @@ class Moments:
         return not self.stop_requested
 
     def run_moment_in_loop(self, state: Any, now: Elapsed) -> bool:
-        """Runs everything that is due at a moment inside a loop, and returns whether the loop continues."""
+        """Runs everything that is due at a moment inside a loop, and returns True if the loop continues."""
         self._progress.last_elapsed, stepper = now, self._stepper
         due = self.due(now)
         reads = any(slot.reads_outputs for slot in due)
@@ -226,7 +227,7 @@ class Moments:
     def evaluate_and_call_last(
         self, due: Sequence[Slot], state: Any, now: Elapsed, *, at_end: bool = False, newest: Any = None
     ) -> bool:
-        """Runs the evaluations and actions with `runs_last` that are due, and returns whether the run continues."""
+        """Runs the evaluations and actions with `runs_last` that are due, and returns True if the run continues."""
         self._evaluate(state, now, at_end)
         if not self._job.requests.requested:  # Otherwise a checkpoint would contain an interrupted evaluation.
             self.call_due(due, state, now, runs_last=True, newest=newest, ends_run=self.run is not None)
@@ -238,7 +239,7 @@ class Moments:
         self.stop_requested |= not (continues or self._job.requests.requested)
 
     def call_last(self, state: Any) -> bool:
-        """Calls the due actions with `runs_last` at the end of a loop, and returns whether the run continues."""
+        """Calls the due actions with `runs_last` at the end of a loop, and returns True if the run continues."""
         now = self._progress.last_elapsed
         self.call_due(self.due(now, at_end=True), state, now, runs_last=True)
         return not self.stop_requested
@@ -255,8 +256,8 @@ class Moments:
     ) -> None:
         """Calls the actions that are due and have the given value of `runs_last`. Those that save are called last.
 
-        With `ends_run`, if an action has asked to end the run, saves are postponed to the last moment of the run, which
-        follows at the same step. That way, the checkpoint contains the last row and the last evaluation.
+        With `ends_run`, saves are postponed to the last moment of the run if an action has requested its end. That
+        moment follows at the same step, so the checkpoint contains the last row and the last evaluation.
         """
         ledger = self._stepper.ledger
         if not runs_last and any(slot.reads_outputs for slot in due):  # After a read, new sums of `clu.metrics` begin.
@@ -267,7 +268,7 @@ class Moments:
                 self._call_action(slot, state, now, newest)
         if called:
             self.stop_requested = self._job.any_stops(self.stop_requested)
-        # Save last: a checkpoint contains everything else at its step, including the state of early stopping.
+        # Saves come last: a checkpoint contains everything else at its step, including the state of early stopping.
         for slot in called:
             slot.is_requested = slot.saves and ends_run and self.stop_requested
             if slot.saves and not slot.is_requested:
@@ -309,14 +310,14 @@ class Moments:
             raise
 
     def measure(self, state: Any, spent: Spent | None = None) -> dict[str, Any]:
-        """Returns the statistics by name, for the interval whose time is `spent`; None for the whole loop."""
+        """Returns the statistics by name. `spent` is the time report of the interval; None for the whole loop."""
         if self.statistics is None:
             return {}
         stepper = self._stepper
         return {**self.statistics.of(state, spent, updates=stepper.call.updates), **stepper.guard.measure()}
 
     def saves_at(self, now: Elapsed) -> bool:
-        """Returns whether any action saves at this moment inside a loop."""
+        """Returns True if any action saves at this moment inside a loop."""
         return any(slot.saves and slot.is_due(now, None) for slot in self.agenda.slots)
 
     def flush(self, *, raise_errors: bool) -> None:

@@ -1,4 +1,4 @@
-"""Programs, which run the steps of a loop. No other code repeats steps."""
+"""Programs, which run the steps of a loop. No other code loops over steps."""
 
 import dataclasses
 import functools
@@ -41,10 +41,10 @@ class Dispatches:
       clock: A function that returns the time in seconds.
       step_num: The number of updates before the sequence.
       interrupt: The object that ends the sequence when a signal arrives; None to ignore signals.
-      deadline: The time on the clock at which the sequence ends, at most one step late.
-      before: The time on the clock at which the second-to-last batch arrived.
+      deadline: The clock time at which the sequence ends, at most one step late.
+      before: The clock time at which the second-to-last batch arrived.
       secs_in_data: The time spent waiting for batches, in seconds.
-      is_in_step: After an exception: whether a batch was read whose step did not complete.
+      is_in_step: True if an exception occurred after a batch was read and before its step completed.
     """
 
     state: Any
@@ -66,14 +66,14 @@ class Program:
     Args:
       step: A step that needs no work on the host after `run` (see `Step.work_for_each_step`). For any other step, pass
         `custom_step`.
-      evaluates: Whether the steps evaluate. The state is then not donated.
+      evaluates: Whether to run the steps as an evaluation, without donating the state.
       custom_step: A function that runs one step instead: `(state, batch) -> (state, outputs, number of examples)`.
 
     Attributes:
       step: The step.
       custom_step: The argument of that name.
-      observers: Functions to call for each batch: before its step or, if several steps are dispatched
-        together, after the dispatch.
+      observers: Functions to call with each batch: before its step or, if several steps are dispatched together, after
+        the dispatch.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Program:
         self._counts = evaluates or self._begins or self._preprocesses or has_own("num_examples")
         self._places = evaluates or step.places_batches or has_own("place")
         self.observers: Sequence[Callable[[types.Batch], None]] = ()
-        self._has_failed = False  # Whether a dispatch of several steps failed.
+        self._has_failed = False  # True if a dispatch of several steps failed.
 
     def run_steps(self, dispatches: Dispatches, feed: Feed, room: int) -> None:
         """Runs up to `room` steps, one per dispatch. Between the steps, it only reads batches.
@@ -162,7 +162,7 @@ class Program:
         return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Passes a batch through the hooks before `run`; counts its examples, unless `Step.check_batches` will."""
+        """Passes a batch through the hooks before `run`. Counts its examples unless `Step.check_batches` does later."""
         step, num_examples = self.step, None
         if self._counts:
             num_examples = step.count_examples(batch)
@@ -180,10 +180,10 @@ class Program:
     # Several steps in one dispatch ---------------------------------------------------------------------
 
     def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
-        """Runs `size` steps in one dispatch, and returns whether it ran them.
+        """Runs `size` steps in one dispatch, and returns True if it ran them.
 
-        It runs none if fewer batches are left, if they differ in shape, or if an earlier dispatch of several steps
-        failed.
+        It runs no steps if fewer batches are left, if the batches differ in shape, or if an earlier dispatch of several
+        steps failed.
 
         Raises:
           FusingError: The step can't be fused.
@@ -202,9 +202,9 @@ class Program:
             except BaseException as error:
                 is_final = isinstance(error, FusingError) or not checks.is_alive(dispatches.state)
                 if is_final or not isinstance(error, Exception):
-                    feed.put_back(batches[1:])  # The step of the first one did not complete.
+                    feed.put_back(batches[1:])  # The step on the first batch did not complete.
                     raise
-                # Running one by one, the step that fails raises its own error, with a note.
+                # When the steps run one by one, the failing one raises its own error, with a note.
                 self._has_failed = True
                 logging.warning(
                     "%r: %d steps in one dispatch failed, so they run one by one: %r", self.step, size, error
@@ -266,7 +266,7 @@ def _identity(state: Any) -> Any:
 
 
 def _named(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that shows under a name in the profile that is being recorded."""
+    """Returns a function that appears under the given name in the profile being recorded."""
 
     def named() -> Any:
         with jax.profiler.TraceAnnotation(name):
@@ -299,11 +299,11 @@ class StepTimes:
 
 
 def find_steps_per_dispatch(step: Step, state: Any, batches: Sequence[types.Batch], *, evaluates: bool = False) -> int:
-    """Times steps on copies of the state, one by one and in one dispatch, to find the faster number of steps: 1 or 32.
+    """Times steps on copies of the state, and returns the faster number of steps per dispatch: 1 or 32.
 
     Args:
       step: The step that runs each batch. Its `preprocess_batch` and `begin` are called more often than in training.
-      state: A state prepared by the step. It stays usable.
+      state: A state prepared by the step. It is not donated.
       batches: 32 batches to run.
       evaluates: Whether to measure evaluation steps.
     """

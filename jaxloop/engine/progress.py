@@ -19,21 +19,21 @@ class Progress:
 
     Args:
       clock: A function that returns the time in seconds.
-      is_shared: Whether several processes train together.
+      is_shared: True if several processes train together.
 
     Attributes:
       stopwatch: The stopwatch that tracks what the time is spent on.
       steps: The number of completed updates.
       samples: The number of examples in all batches so far.
       loops: The number of loops that have ended.
-      last_elapsed: The progress at the last moment, or as given to `resume`.
-      agreed_secs: In a multi-process job, the training time at the newest batch on the stopwatch of the first process,
-        in seconds. None with a single process.
+      last_elapsed: The progress at the last moment, or as passed to `resume`.
+      agreed_secs: In a multi-process job, the training time at the newest batch, as measured by the first process, in
+        seconds. None with a single process.
       secs_before: The training time at which the second-to-last batch arrived, in seconds.
-      batches_before: The number of batches of the current loop that an earlier call, or run, trained on.
-      began: Whether the hook `begin` returned a different iterator than the one it received; None before it is called.
-      is_inside: Whether a loop has begun, and has neither ended nor been interrupted.
-      is_ending: Whether end actions are being called, so that some may not have been called yet.
+      batches_before: The number of batches of the current loop that an earlier call or run trained on.
+      began: True if the hook `begin` returned a different iterator than it received; None before it is called.
+      is_inside: True if a loop has begun, and has neither ended nor been interrupted.
+      is_ending: True while end actions are being called, when some may not have been called yet.
       loops_run: The number of loops that this process has run.
       longest_loop: The largest number of batches in any of these loops.
     """
@@ -53,12 +53,12 @@ class Progress:
         self.loops_run: int = 0
         self.longest_loop: int = 0
         self._offset = 0.0  # The training time of earlier runs, minus the stopwatch at the resume.
-        self._newest_batch: tuple[int, int] | None = None  # Its numbers of updates and of examples.
+        self._newest_batch: tuple[int, int] | None = None  # Its numbers of updates and examples.
 
     def secs(self) -> float:
         """Returns the training time on the stopwatch, in seconds.
 
-        In a multi-process job, that of the first process counts.
+        In a multi-process job, this is the stopwatch of the first process.
         """
         return self.stopwatch.training_secs() if self.agreed_secs is None else self.agreed_secs
 
@@ -71,7 +71,7 @@ class Progress:
         return time - self._offset
 
     def is_due(self, step: int, secs: float) -> bool:
-        """Returns whether a step, or a time on the stopwatch, has been reached."""
+        """Returns True if a step, or a time on the stopwatch, has been reached."""
         return self.steps >= step or (secs < math.inf and self.secs() >= secs)
 
     def resume(self, elapsed: Elapsed) -> None:
@@ -111,21 +111,21 @@ class Progress:
             self._newest_batch = updates, num_examples[-1]
 
     def count_loop(self, num_batches: int) -> None:
-        """Counts a loop as run in this process, unless it had no batch."""
+        """Counts a loop as run in this process, unless it had no batches."""
         self.loops_run += num_batches > 0
         self.longest_loop = max(self.longest_loop, num_batches)
 
     def elapsed_now(self, loops: int | None = None) -> Elapsed:
-        """Returns the progress now; its `previous` is one batch earlier.
+        """Returns the current progress. Its `previous` is one batch earlier.
 
         Args:
-          loops: The number of loops that have ended; None for the number that was counted.
+          loops: The number of loops that have ended; None to use the number counted so far.
         """
         earlier, loops = self.last_elapsed, self.loops if loops is None else loops
         if self._newest_batch is not None:
             updates, examples = self._newest_batch
             steps, samples = self.steps - updates, self.samples - examples
-            # The time since then, such as that of actions, belongs to this step.
+            # The time since then, such as the time spent in actions, belongs to this step.
             time = earlier.time if earlier.steps == steps else self._offset + self.secs_before
             earlier = Elapsed(steps, samples, time, earlier.loops)
         return Elapsed(self.steps, self.samples, self.time(), loops, previous=earlier.without_previous())

@@ -27,29 +27,29 @@ class Call:
     Args:
       state: The initial state.
       consumed: The number of batches that the source had counted before the call.
-      trains: Whether the steps change the state.
+      trains: True if the steps change the state.
       updates: The number of optimizer updates per batch.
 
     Attributes:
       state: The state as of the last completed step; None after the call.
-      trains: The argument of that name.
-      updates: The argument of that name.
+      trains: See the argument.
+      updates: See the argument.
       consumed: The number of batches counted by the source as of the last completed step.
       program: The program that runs the steps; None before the first step.
       queue: The queue that moves the outputs of the steps to the host; None before the first step.
       num_examples: The number of examples in each step of the loop, as a list.
       counted: The number of steps that have been added to the progress.
       settled: The number of steps that have been added to the ledger.
-      passed: The number of batches, since `run` was called, that belong to loops before the current one.
+      passed: The number of batches since `run` was called that belong to loops before the current one.
       idle_ends: The steps inside the current `run` at which a loop ends but nothing is due.
-      has_passed_end: Whether the last loop ended at one of these steps, so that its `end` was not called.
-      place: The origin of an exception, for the note that is added to it: a step number or a text.
-      was_interrupted: Whether a signal ended the call inside a loop.
-      data_ended: Whether the data ended.
-      made_iterator: Whether this call created the iterator over the data.
-      is_failing: Whether an exception is ending the call.
+      has_passed_end: True if the last loop ended at one of these steps, so that its `end` was not called.
+      place: The origin of an exception, for the note that is added to it: a `Step` or a text.
+      was_interrupted: True if a signal ended the call inside a loop.
+      data_ended: True if the data ended.
+      made_iterator: True if this call created the iterator over the data.
+      is_failing: True if an exception is ending the call.
       failed_step: The step that raised an exception; None if no step did.
-      before_step: The progress of training after the newest step, for the step's own actions.
+      before_step: The training progress after the newest step, for the step's own actions.
       current_examples: The number of examples in the current step, if `_run_one_step` runs it.
     """
 
@@ -73,7 +73,7 @@ class Call:
         self.begin_loop()
 
     def begin_loop(self) -> None:
-        """Begins a loop, with no batch yet."""
+        """Begins a loop that has no batches yet."""
         self.num_examples: list[int] = []
         self.counted: int = 0
         self.settled: int = 0
@@ -86,7 +86,7 @@ class Call:
         self.counted, self.settled, self.passed = self.counted - passed, self.settled - passed, self.passed + passed
 
     def left(self, num_batches: int | None) -> int:
-        """Returns how many of `num_batches` batches have not been run yet."""
+        """Returns the number of batches, out of `num_batches`, that have not been run yet."""
         return NEVER[0] if num_batches is None else num_batches - self.passed - len(self.num_examples)
 
     @property
@@ -109,13 +109,13 @@ class Stepper:
     Attributes:
       call: The current call, or the last one.
       ledger: The outputs of the steps.
-      source: The source that counts the batches that are read.
-      guard: The object that finds NaN and infinity.
-      evaluates: Whether no call changes the state.
+      source: The source of the batches, which counts how many have been read.
+      guard: The object that detects NaN and infinity.
+      evaluates: True if the stepper only evaluates, so that no call changes the state.
       checks_count: Whether to check `state.step` against the number of steps counted here.
       steps_per_dispatch: The number of steps per dispatch; None until "auto" has measured it.
-      readers: A function that returns two flags: whether any action reads the `parts` of the ledger, and whether any
-        reads its `loops`.
+      readers: A function that returns two flags. The first is True if any action reads the ledger's `parts`, the second
+        if any action reads its `loops`.
     """
 
     def __init__(self, loop: Any, step: Step, progress: Progress, job: agreement.Job, max_steps_in_flight: int | None):
@@ -152,7 +152,7 @@ class Stepper:
         return int(metrics.fetch(count))
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything that steps on batches like these will need, as `Loop.compile` describes."""
+        """Compiles everything that steps on batches like this one will need; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         with self._step.watched(self.guard.watch):
             for number in sorted({at_once, 1}, reverse=True):
@@ -188,11 +188,11 @@ class Stepper:
             self._step.begin_evaluation()
 
     def prepare(self, state: Any, observers: Callable[[], list[Callable[[types.Batch], None]]]) -> Any:
-        """Prepares to run steps. Returns the state after the step's own preparation, such as its placement on devices.
+        """Prepares to run steps. Returns the state as prepared by the step, for example placed on its devices.
 
         Args:
           state: The state.
-          observers: A function that returns the functions to call for each batch.
+          observers: A function that returns the functions to call with each batch.
         """
         state = self._step.prepare_state(state)
         if self.call.program is None:
@@ -247,7 +247,7 @@ class Stepper:
         return dispatches.state, self._count()
 
     def _count_before_error(self, error: BaseException, dispatches: Dispatches) -> None:
-        """Counts the steps completed before an exception of the dataset or of a step."""
+        """Counts the steps completed before the dataset or a step raised an exception."""
         call = self.call
         call.state = dispatches.state
         self._count(undone=dispatches.is_in_step)
@@ -256,7 +256,7 @@ class Stepper:
         call.place = self._step
         if isinstance(error, Exception):
             call.failed_step = self._progress.steps + call.updates
-        if isinstance(error, StopIteration):  # A calling iterator would take it for the end of its data.
+        if isinstance(error, StopIteration):  # An iterator that calls this would mistake it for the end of its data.
             raise RuntimeError(
                 "The step raised StopIteration, which next() raises for an empty iterator. Use next(iterator, "
                 "default), or catch it."
@@ -273,7 +273,7 @@ class Stepper:
         """Counts the steps that were added to `num_examples`, and returns their number.
 
         Args:
-          undone: Whether another batch was read whose step did not complete.
+          undone: True if another batch was read but its step did not complete.
         """
         call, progress = self.call, self._progress
         new = call.num_examples[call.counted :]
@@ -308,7 +308,7 @@ class Stepper:
         return state, self._step.evaluate(state, batch, per_loop_step_number)
 
     def _elapsed_after(self, batch: types.Batch) -> Elapsed:
-        """Returns the progress of the training after the step on this batch, for the step's own actions."""
+        """Returns the training progress after the step on this batch, for the step's own actions."""
         call, progress, before = self.call, self._progress, self.call.before_step
         if before is None or (before.steps, before.loops) != (progress.steps, progress.loops):
             before = progress.elapsed_now()
@@ -355,7 +355,7 @@ class Stepper:
     # The data ----------------------------------------------------------------------------------------
 
     def _feed_of(self, dataset: Iterator[types.Batch]) -> Feed:
-        """Returns the feed of an iterator, the same one for each call, so that no batch read ahead is lost."""
+        """Returns the feed of an iterator. The last iterator's feed is reused, so that no batch read ahead is lost."""
         if self._feed.dataset is not dataset:
             read = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
             self._feed = Feed(dataset, read, self._join if self._job.is_shared else None)
@@ -384,11 +384,11 @@ class Stepper:
         )
 
     def has_ended(self) -> bool:
-        """Returns whether the data ended."""
+        """Returns True if the data has ended."""
         return self._feed.has_ended
 
     def has_more(self, before_reading: Callable[[], None]) -> bool:
-        """Calls `before_reading`, reads a batch ahead, and returns whether there is one."""
+        """Calls `before_reading`, reads a batch ahead, and returns True if there is one."""
         self.call.place = "the dataset"
         if not self._feed.ahead:
             before_reading()
@@ -402,7 +402,7 @@ class Stepper:
     def set_source(self, source: Any) -> None:
         """Sets the source that counts the batches of the next call, starting at its current count.
 
-        None for no source.
+        Pass None if there is no source.
         """
         self.source = source
         self.call.consumed = 0 if source is None else source.count - self.batches_ahead(source)
@@ -426,7 +426,7 @@ class Stepper:
         self._check_batches(self.guard.look(state, in_step=self._job.is_shared))
 
     def fetch(self, *, keep_sums: bool = False) -> None:
-        """Waits for the outputs of all steps so far. Their sums are completed, unless `keep_sums` is set."""
+        """Waits for the outputs of all steps so far, and completes their sums unless `keep_sums` is True."""
         if self.call.queue is not None:
             arrived, sums = self.call.queue.drain(keep_sums=keep_sums)
             self._receive(arrived)
@@ -444,7 +444,7 @@ class Stepper:
         return (self.call.queue and self.call.queue.newest_scalars()) or metrics.newest_scalars(self.ledger.loop)
 
     def count_weights(self) -> None:
-        """Counts the newest steps in the ledger, with the numbers of examples behind their values."""
+        """Counts the newest steps in the ledger, weighted by their numbers of examples."""
         call = self.call
         self._check_batches(self.guard.read(call.state))
         if new := self.guard.newly_skipped():
@@ -473,7 +473,7 @@ class Stepper:
         return self._progress.steps - (len(self.call.num_examples) - 1 - index) * self.call.updates
 
     def _check_count(self, state: Any) -> None:
-        """Raises an error if `state.step` differs from the loop's count. Only checks this after the first steps."""
+        """Raises an error if `state.step` differs from the loop's count. This is checked only after the first steps."""
         if not self.checks_count or not self.call.trains or not hasattr(state, "step"):
             return
         step_num, batches = self._progress.steps, len(self.call.num_examples)

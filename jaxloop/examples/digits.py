@@ -140,7 +140,7 @@ def run(
     check: bool = False,
     topology: str | None = None,
 ) -> tuple[jaxloop.TrainState, float]:
-    """Trains until step `train_steps`, from the newest checkpoint if there is one.
+    """Trains until step `train_steps`, starting from the newest checkpoint if there is one.
 
     Returns the state and its test accuracy. Ctrl-C ends the program with exit code 130.
     """

@@ -3,7 +3,7 @@
     python -m jaxloop.examples.transformer --workdir=runs/transformer
     python -m jaxloop.launch --processes 2 --devices 2 -m jaxloop.examples.transformer --workdir=runs/transformer
 
-The first command trains the size "tiny" on a CPU, in a minute or two, and prints a sample of generated text at each
+The first command trains the "tiny" model on a CPU, in a minute or two, and prints a sample of generated text at each
 evaluation. The second one trains in two processes, as on two hosts. Ctrl-C saves the state and exits with code 130. To
 resume an interrupted or killed run, run the same command again.
 
@@ -236,7 +236,7 @@ class WriteAction(jaxloop.Action):
 
 
 def run(options) -> float:
-    """Trains, from the newest checkpoint if there is one, and returns the loss on held-out text.
+    """Trains, starting from the newest checkpoint if there is one, and returns the loss on held-out text.
 
     Ctrl-C ends the program with exit code 130.
     """

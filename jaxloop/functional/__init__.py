@@ -26,7 +26,7 @@ The state may be any pytree. `Elapsed`, schedules, `History`, actions, checkpoin
 the other APIs.
 
 - `loop` calls the callbacks. `elapse` counts steps in a hand-written loop, in which you call the same tools yourself.
-- `logs()` creates the object with the values that a step reports, and `history()` the object with the metrics of a run.
+- `logs()` creates an object for the values that a step reports, and `history()` one for the metrics of a run.
 - `step` and `train_step` compile and shard pure functions as callbacks.
 - `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` return callbacks.
 """

@@ -82,19 +82,19 @@ class CallbackOf(abc.ABC):
             loop_state.state = state
 
     def add_note(self, error: BaseException, loop_state: LoopState) -> None:
-        """Adds a note with the callback and the step to an error."""
+        """Adds a note to an error, with the callback and the step."""
         error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
 
     def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
         """See `Action.begin_run`."""
 
     def program(self) -> Program | None:
-        """Returns the program of its steps if the callback only calls a compiled function that logs, else None."""
+        """Returns the program that runs its steps; None unless it only calls a compiled function that returns logs."""
         return None
 
     @property
     def _reports_alone(self) -> bool:
-        """Whether its report contains nothing but logs."""
+        """True if its reports contain only logs."""
         return self.has_reported and not self._reports_state
 
     def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
@@ -136,7 +136,7 @@ class _FunctionCallback(CallbackOf):
         self._num_arguments = num_arguments(of)
 
     def report(self, loop_state: LoopState) -> tuple[Any, Any, Any]:
-        if self._num_arguments == 2:  # As most.
+        if self._num_arguments == 2:  # The most common case.
             result = self.of(loop_state.state, loop_state.batch)
         else:
             result = self.of(*arguments(loop_state, self._num_arguments))
@@ -163,7 +163,7 @@ class _LoopCallback(CallbackOf):
         state, outputs = self.of(loop_state.state, [loop_state.batch])
         loop_state.stop_iteration |= outputs.asks_to_stop
         outputs.pop(types.STOP_LOOP, None)
-        # The statistics of one batch say nothing.
+        # The statistics of a single batch are meaningless.
         values = {name: value for name, value in metrics.summarize(outputs).items() if not name.startswith("jaxloop/")}
         return *_outputs_and_logs(values), state
 
@@ -192,7 +192,7 @@ class ActionCallback(CallbackOf):
         self._was_measured = self._has_warned = False
         self._newest = NewestReady()
         self._called_at: int | None = None
-        # Up to where it has seen the history: the next row, and what it has seen of that one already.
+        # How far it has read the history: the next row, and the names that it has already read in that row.
         self._next_row, self._names_seen = len(loop_state.history), set[str]()
         self._before = loop_state.elapsed
 
@@ -240,7 +240,7 @@ class ActionCallback(CallbackOf):
     def _call_action(self, loop_state: LoopState) -> None:
         action, now = self._action, loop_state.elapsed
         self._called_at = now.steps
-        if self.saves:  # What was logged up to a checkpoint is part of it.
+        if self.saves:  # A checkpoint includes everything logged before it.
             write(loop_state)
         outputs, history = self._outputs(loop_state), loop_state.history if action.needs_all_outputs else None
         if not self._is_measured(loop_state):
@@ -262,7 +262,7 @@ class ActionCallback(CallbackOf):
         names_seen, self._names_seen, self._next_row = self._names_seen, set(named(coming)), len(history)
         outputs = metrics.LoopOutputs()
         for elapsed, logs in rows:
-            if elapsed.steps != self._before.steps:  # Else it is the rest of a row.
+            if elapsed.steps != self._before.steps:  # Otherwise, it is the rest of a row.
                 outputs.num_examples.append(num_examples(elapsed, self._before))
                 self._before = elapsed.without_previous()
             for name, value in named(logs).items():
@@ -274,7 +274,7 @@ class ActionCallback(CallbackOf):
         return outputs
 
     def _is_measured(self, loop_state: LoopState) -> bool:
-        """Returns whether its monitored value was measured; raises an error if it can't be measured any more."""
+        """Returns True if its monitored value was measured. Raises an error if it can't be measured any more."""
         if self._was_measured or self._monitor is None:
             return True
         paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]
@@ -293,7 +293,7 @@ class ActionCallback(CallbackOf):
 
     def finish(self, loop_state: LoopState) -> None:
         if isinstance(self.of, BarTool) and self._called_at not in (None, loop_state.elapsed.steps):
-            self._call_action(loop_state)  # After Ctrl-C it shall show how far the loop came.
+            self._call_action(loop_state)  # After Ctrl-C, it shows how far the loop got.
         loop_state.state = self._action.finish(loop_state.state)
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class ActionCallback(CallbackOf):
 
 
 def _outputs_and_logs(values: types.Output) -> tuple[dict[str, Any] | None, Logs]:
-    """Splits the outputs of a `Step` or a `Loop` into scalars, as metrics, and other outputs."""
+    """Splits the outputs of a `Step` or a `Loop` into non-scalar outputs and logs with the scalars as metrics."""
     reported, outputs = Logs(), {}
     for name, value in (values or {}).items():
         is_scalar = isinstance(value, types.MetricWithMetadata) and value.type is types.MetricType.SCALAR

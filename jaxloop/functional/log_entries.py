@@ -72,7 +72,7 @@ class Logs(dict[str, Any]):
         """Returns the value with this name in any collection. `entry_value("metrics.loss")` selects a collection.
 
         Raises:
-          KeyError: There is no value with this name, or more than one.
+          KeyError: There is no value with this name, or there is more than one.
         """
         values = dict(entries(self))
         found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]
@@ -182,7 +182,7 @@ class Means:
         self._weighted: set[str] = set()  # The paths of values that were logged with their weights.
 
     def take(self, history: History) -> None:
-        """Adds the rows that are new in a history."""
+        """Adds the new rows of a history."""
         for index in range(self._num_rows, len(history)):
             elapsed, logs = history[index]
             self._add(elapsed, logs)

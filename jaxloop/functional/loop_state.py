@@ -26,9 +26,9 @@ class Moment:
 
 
 on_start: Moment = Moment("on_start")
-"""The key of the callbacks before the first step. Their batch is None."""
+"""The key of the callbacks to call before the first step. Their batch is None."""
 on_end: Moment = Moment("on_end")
-"""The key of the callbacks after the last step, also after Ctrl-C, but not after an exception."""
+"""The key of the callbacks to call after the last step, even after Ctrl-C, but not after an exception."""
 
 
 @final
@@ -46,7 +46,7 @@ class LoopState:
       metadata: A dict for your own use while the loop runs. Checkpoints store it, so its values must be numbers,
         strings, arrays, lists or dicts.
       stop_iteration: Set it to True to end the loop after this step.
-      total_steps: The planned number of steps if `stop` determines it, and otherwise None.
+      total_steps: The planned number of steps if `stop` determines it; otherwise None.
       snapshot: A function that returns what a checkpoint stores besides the state. Set by the loop.
       in_history: The paths of the logs that are already in the history. Set by the loop.
     """
@@ -101,7 +101,7 @@ def commit(loop_state: LoopState, logs: Mapping[str, Any]) -> None:
         if logs:
             loop_state.history.commit(loop_state.elapsed, logs)
     except Exception as error:
-        loop_state.logs = Logs()  # So that the error is raised once.
+        loop_state.logs = Logs()  # So that the error is raised only once.
         error.add_note(f"in the logs of step {loop_state.elapsed.steps}")
         raise
 

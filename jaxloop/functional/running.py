@@ -56,8 +56,8 @@ def loop(
     batch.
 
     With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint. It restores
-    the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores what the tools
-    remember, and any object with `__loop_callback__` that has `state_dict()` and `load_state_dict(state_dict)`.
+    the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores the tools, and any
+    object with `__loop_callback__` that has `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -79,8 +79,8 @@ def loop(
     Raises:
       TypeError: A callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: The state was donated to an earlier call.
-      Exceptions raised by callbacks and by the dataset, with a note that says where and at which step they occurred.
-        Pending checkpoints are committed first.
+      Exception: A callback or the dataset raised it. A note tells where and at which step it occurred. Pending
+        checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:
@@ -117,7 +117,7 @@ def loop(
             due = plan.due(loop_state.elapsed)
             if due.has_actions and not loop_state.elapsed.is_last:
                 if due.saves:
-                    mark()  # Before the next batch is read, because the position must be that of this step.
+                    mark()  # Before the next batch is read, so that the position is that of this step.
                 with stopwatch.counting("data"):
                     is_last = not feed.has_more()
                 if is_last:
@@ -142,7 +142,7 @@ def loop(
 
 
 def _history_for(tasks: Iterable[tuple[Any, Any]]) -> History:
-    """Returns a new history. If the loop can resume from checkpoints, the file of the history lies next to them."""
+    """Returns a new history. If the loop can resume from checkpoints, the history's file is stored next to them."""
     for _, callbacks in tasks:
         for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
             if isinstance(callback, CheckpointTool) and callback.resume:
@@ -280,9 +280,9 @@ class _Entry:
     callbacks: Sequence["CallbackOf"]
 
     def without(self, called: Sequence["_Entry"]) -> "_Entry":
-        """Returns the entry with the callbacks left to call after some entries were called.
+        """Returns the entry with only those callbacks that must still be called after some entries were called.
 
-        If this entry was called, only its actions are left, because they decide themselves whether they are due.
+        If this entry was called, only its actions remain, because they decide themselves whether they are due.
         """
         if self not in called:
             return self
@@ -318,16 +318,16 @@ class _Due:
                 raise
 
     def program(self, loop_state: LoopState) -> Program | None:
-        """Returns the program that runs the steps, if only one compiled function is called at each; None otherwise."""
+        """Returns the program that runs the steps if each step only calls one compiled function; otherwise None."""
         known = self.callbacks[0].program() if len(self.callbacks) == 1 else None
         return None if isinstance(loop_state.state, tuple) else known
 
 
 class _Plan:
-    """Determines which entries are due at a step, without asking schedules that can't fire yet.
+    """Determines which entries are due at a step, without evaluating schedules that can't fire yet.
 
-    If only a single compiled function is called at every step, the plan itself runs the steps up to the next one at
-    which another entry may be due. This matters because a dispatch may take no longer than a few Python calls.
+    If every step only calls a single compiled function, the plan itself runs the steps until another entry may be due.
+    This matters because a dispatch may take no longer than a few Python calls.
     """
 
     def __init__(self, entries: Sequence[_Entry]):
@@ -339,7 +339,7 @@ class _Plan:
         self.newest = _Due(())
 
     def due(self, now: Elapsed) -> _Due:
-        """Returns what is due now, and also stores it in `newest` until the next step."""
+        """Returns the entries that are due now, and also stores them in `newest` until the next step."""
         if now.steps < self._next_step and not now.is_last:
             self.newest = self._each_step
             return self.newest
@@ -376,7 +376,7 @@ class _Plan:
         interruptible: interrupt.Interruptible,
         room: int,
     ) -> bool:
-        """Runs up to `room` steps, and adds their rows to the history. Returns whether the dataset has ended."""
+        """Runs up to `room` steps, and adds their rows to the history. Returns True if the dataset has ended."""
         clock, seen = counting.stopwatch.clock, list[tuple[int, float]]()
 
         def observe(batch: Any) -> None:
@@ -422,7 +422,7 @@ def _report(loop_state: LoopState, elapsed: Sequence[Elapsed], found: Sequence[A
 
 
 def _compile(tasks: Tasks, loop_state: LoopState) -> list[_Entry]:
-    """Checks the tasks, and returns their entries. A callback that appears several times is wrapped once."""
+    """Checks the tasks, and returns their entries. A callback that appears several times is wrapped only once."""
     entries, known, reporters = [], {}, []
     for when, callbacks in _pairs(tasks):
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]

@@ -39,7 +39,7 @@ class Tool(abc.ABC):
         return self._text
 
     def keys(self) -> list[Schedule]:
-        """Returns the only key, a schedule for every step. Together with `__getitem__`, this makes `{**tool}` work."""
+        """Returns its only key, a schedule for every step. Together with `__getitem__`, this makes `{**tool}` work."""
         return [self._key]
 
     def __getitem__(self, key: Schedule) -> list[Self]:
@@ -81,14 +81,14 @@ class CheckpointTool(Tool):
         self.action.flush()
 
     def restore(self, state: Any, step: int | None = None) -> tuple[Any, Elapsed]:
-        """Restores the newest checkpoint, or the one of `step`. Returns its state and its progress.
+        """Restores the newest checkpoint, or the one saved at `step`. Returns its state and its progress.
 
         The returned state is laid out like `state`. Pass it and the progress to `loop(state, ..., elapsed=elapsed)`,
         with a dataset that continues after `elapsed.steps` batches. If there is no checkpoint, the given state is
         returned with `Elapsed()`.
 
         Raises:
-          FileNotFoundError: There is no checkpoint of `step`.
+          FileNotFoundError: There is no checkpoint of step `step`.
           ValueError: The checkpoint was saved from a different state. The error lists the leaves that differ.
         """
         directory = self.action.directory
@@ -111,17 +111,17 @@ def checkpoint(
 ) -> CheckpointTool:
     """Returns a callback that saves checkpoints. In a hand-written loop, call it with `(elapsed, state, logs)`.
 
-    In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The end of the
-    loop waits for pending saves. `checkpoint(directory).restore` reads the state.
+    In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The loop waits
+    for pending saves before it returns. `checkpoint(directory).restore` reads the state.
 
     Args:
       directory: The directory, with one subdirectory per checkpoint. The path may be relative.
       keep: The number of newest checkpoints to keep; None to keep all.
-      monitor: The logged value that decides which checkpoint is the best. The best checkpoint is kept too. The value
-        must be logged at the steps that are saved.
+      monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at the
+        steps that are saved.
       mode: "min" if the smallest value is the best, or "max" if the largest is.
-      resume: Whether a `loop` resumes from the newest checkpoint; see `loop`. If so, and if the loop is given no
-        history, it writes its history to `history.jsonl` in the directory.
+      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If so, and if no history is passed to
+        the loop, it writes its history to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
     return CheckpointTool(f"checkpoint({str(directory)!r})", action, monitor, resume)
@@ -132,7 +132,7 @@ class EarlyStoppingTool(Tool):
     """The callback that `early_stopping` returns."""
 
     def __call__(self, elapsed: Elapsed, state: Any, logs: Mapping[str, Any]) -> bool:
-        """Returns whether to stop. If `restore_best` is True, `finish(state)` then returns the best state."""
+        """Returns True if the loop should stop. With `restore_best=True`, `finish(state)` returns the best state."""
         return self._call_action(elapsed, state, logs).asks_to_stop
 
 
@@ -147,8 +147,8 @@ def early_stopping(
     """Returns a callback that ends the loop when a logged value no longer improves.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
-    devices. The arguments are those of `EarlyStoppingAction`. `patience` is the time to wait for an improvement: a
-    number of calls, counting only those at which the value was logged, or a period such as `after(steps=1000)`.
+    devices. For the arguments, see `EarlyStoppingAction`. `patience` is the time to wait for an improvement: a number
+    of calls, counting only those at which the value was logged, or a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
@@ -260,8 +260,8 @@ def step(
 
     Args:
       fn: The function to compile.
-      partitioner: Decides where the state and the batches live; None to use one device.
-      donate: Whether the state is donated, so that the new state can reuse its memory.
+      partitioner: The partitioner, which decides where the state and the batches live; None to use one device.
+      donate: Whether to donate the state, so that the new state can reuse its memory.
     """
     if fn is None:
         return functools.partial(step, partitioner=partitioner, donate=donate)
@@ -269,10 +269,10 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """Makes a callback like `step` that also updates the state with the gradient of the logged losses.
+    """Makes a callback like `step`, but one that also updates the state with the gradient of the logged losses.
 
-    The gradient is that of the sum of all losses logged with `add_loss`. The state is a `TrainState` and is donated.
-    The rows of a batch must divide evenly across the devices.
+    It differentiates the sum of all losses logged with `add_loss`. The state is a `TrainState` and is donated. The rows
+    of a batch must divide evenly across the devices.
 
     Variables that the forward pass changes are stored in the new state if `fn` returns a state that contains them, or
     if it adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,

@@ -13,7 +13,7 @@ from jaxloop.partition.meshes import create_mesh
 from jaxloop.partition.partitioner import Partitioner
 from jaxloop.partition.single_device import SingleDevicePartitioner
 
-# The share of a device's memory for the state; the steps need the rest.
+# The fraction of a device's memory that the state may use; the steps need the rest.
 _SHARE_FOR_STATE = 0.5
 
 
@@ -69,5 +69,5 @@ def choose(state: Any, rows: int | None) -> Partitioner:
 
 
 def memory_of(device: Any) -> int | None:
-    """Returns the memory of a device in bytes; None if the device doesn't report it."""
+    """Returns the size of a device's memory in bytes; None if the device doesn't report it."""
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

@@ -16,8 +16,8 @@ class ExplicitPartitioner(_LaidOutPartitioner):
 
     The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, and with
     meshes from `jax.make_mesh`. The mesh is set, as by `jax.set_mesh`, while the model is initialized and while `run`
-    is traced. The state keeps the layout that it gets from the initialization: its leaves are replicated unless the
-    model splits them. The leading axis of the batch is split over `data_axis`.
+    is traced. The state keeps the layout in which it was initialized: its leaves are replicated unless the model splits
+    them. The leading axis of the batch is split over `data_axis`.
 
     JAX raises a `ShardingTypeError` if it can't determine how a result is split. A product that sums over the split
     axis, such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:

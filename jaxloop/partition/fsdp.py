@@ -14,7 +14,7 @@ from jaxloop.partition.partitioner import SMALL
 class FSDPPartitioner(_LeafPartitioner):
     """Splits parameters and optimizer state over `data_axis`, like the batch (FSDP, or ZeRO-3).
 
-    During a step, the devices gather the parameters that they need from each other. On n devices, each device holds 1/n
+    During a step, each device gathers the parameters that it needs from the others. On n devices, each device holds 1/n
     of the state, except for small leaves and leaves that can't be divided evenly, which `report` lists.
 
     >>> from jaxloop.partition import create_mesh
@@ -24,7 +24,7 @@ class FSDPPartitioner(_LeafPartitioner):
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`. The state is replicated over the other axes.
-      min_size: The minimum number of elements of a leaf that is split. Smaller leaves are replicated.
+      min_size: The minimum number of elements that a leaf must have to be split. Smaller leaves are replicated.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str = "data", min_size: int = SMALL):

@@ -13,7 +13,7 @@ from jaxloop.partition.mesh_partitioner import MeshPartitioner
 
 
 class _LaidOutPartitioner(MeshPartitioner):
-    """Holds the layout of one state: a pytree of shardings, which is known once a state has been initialized."""
+    """Stores the layout of a state: a pytree of shardings, which is known once a state has been initialized."""
 
     def __init__(self, mesh: Mesh, data_axis: str):
         super().__init__(mesh, data_axis)
@@ -47,7 +47,7 @@ class _LaidOutPartitioner(MeshPartitioner):
 
     def _hold(self, sharding: Any) -> None:
         by_path = checks.leaves_by_path
-        # Repeating a notebook's cell makes the same model and optimizer again, with the same layout.
+        # Rerunning a notebook cell creates the same model and optimizer again, with the same layout.
         if self._sharding is not None and by_path(sharding) != by_path(self._sharding):
             raise ValueError(
                 f"This {type(self).__name__} already holds the layout of another state. Initialize one model with one "
@@ -61,7 +61,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
-        """Returns the spec of a leaf."""
+        """Returns the `PartitionSpec` of a leaf."""
 
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         init_unboxed = unboxing(init_fn)
@@ -99,6 +99,6 @@ def boxes_of(tree: Any) -> list[Any]:
 
 
 def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to remove Linen's annotations from its result, because their names may need rules."""
+    """Wraps a function to remove Linen's annotations, whose names may need rules, from its result."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

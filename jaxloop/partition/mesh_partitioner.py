@@ -1,4 +1,4 @@
-"""The base of the partitioners over a mesh."""
+"""The base class of the partitioners over a mesh."""
 
 import contextlib
 import copy
@@ -27,8 +27,8 @@ class MeshPartitioner(Partitioner):
       shard_batch, place_state, partition: See `Partitioner`.
 
     Args:
-      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, which is
-        logged, so that `Step.run` can be written as for one device. `ExplicitPartitioner` keeps them explicit.
+      mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, with a
+        log message, so that `Step.run` can be written as for one device. `ExplicitPartitioner` keeps them explicit.
       data_axis: The name of the mesh axis over which batches are split. They are replicated over the other axes.
     """
 
@@ -55,9 +55,9 @@ class MeshPartitioner(Partitioner):
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy for a mesh of other devices. Only the size of its data axis may differ.
+        """Returns a copy whose mesh consists of the given devices. Its data axis is the only one whose size may differ.
 
-        The copy treats all devices as those of this process.
+        The copy treats all of these devices as local to this process.
         """
         moved = copy.copy(self)
         sizes = {**self._mesh.shape, self._data_axis: -1}
@@ -79,14 +79,14 @@ class MeshPartitioner(Partitioner):
 
     @property
     def output_sharding(self) -> Sharding | None:
-        return self._replicated if self._mesh.is_multi_process else None  # A process can't read the parts of others.
+        return self._replicated if self._mesh.is_multi_process else None  # A process can't read other processes' parts.
 
     @property
     def places_batches(self) -> bool:
         return self._mesh.size > 1 or type(self).shard_batch is not MeshPartitioner.shard_batch
 
     def shard_batch(self, batch: types.Batch) -> types.Batch:
-        """Splits a batch on its leading axis over `data_axis`; scalars are replicated.
+        """Splits a batch along its leading axis over `data_axis`; scalars are replicated.
 
         Raises:
           ValueError: The rows of a leaf can't be divided evenly among the devices of the axis.
@@ -113,7 +113,7 @@ class MeshPartitioner(Partitioner):
         return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == self._mesh
 
     def _put(self, batch: Any, shardings: Any) -> Any:
-        """Places this process's part of a batch, or of its shapes."""
+        """Places this process's part of a batch. For shapes, returns the global shapes instead."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
             return jax.tree.map(self._placed_shape, batch, shardings)
         if not self._mesh.is_multi_process:
@@ -187,14 +187,14 @@ class _OtherResult(Exception):
 
 @final
 class _OfAnyResult:
-    """A compiled function of `(state, batch)`. If it returns a new state, that has the layout of the old one.
+    """A compiled function of `(state, batch)`. If it returns a new state, the new state has the old one's layout.
 
-    It is first compiled for a result `(new state, outputs)`. If tracing shows a different result, it is compiled for
-    that.
+    The function is first compiled for a result `(new state, outputs)`. If tracing shows a different result, it is
+    compiled for that result instead.
 
     Args:
       fn: The function.
-      pair_shardings: Returns the shardings of a new state and of outputs.
+      pair_shardings: A function that returns the shardings of a new state and of outputs.
       jit_kwargs: Arguments of `jax.jit`.
     """
 
@@ -205,7 +205,7 @@ class _OfAnyResult:
         self._other: Any = None
 
     @functools.cached_property
-    def _compiled(self) -> Any:  # At the first call, when every partitioner knows its layout.
+    def _compiled(self) -> Any:  # Computed at the first call, when the layout is known.
         return self._compile(is_pair=True)
 
     def _compile(self, *, is_pair: bool) -> Any:

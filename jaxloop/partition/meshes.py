@@ -46,7 +46,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context in which a `PartitionSpec` refers to the axes of a mesh. It has no cost after tracing."""
+    """Returns a context in which a `PartitionSpec` refers to the axes of a mesh. It costs nothing after tracing."""
     with contextlib.ExitStack() as contexts:
         if mesh is not None:
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
@@ -71,7 +71,7 @@ def _hide_mesh_from_dense_general(
 
 
 def is_cpu_mesh(mesh: Mesh | None) -> bool:
-    """Returns whether the mesh has several devices that share one CPU."""
+    """Returns True if the mesh has several devices that share one CPU."""
     return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 

@@ -12,7 +12,7 @@ from jaxloop import checks, types
 from jaxloop.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
-"""Pairs of a name, or a pattern of names, and the spec or mesh axes for it."""
+"""Pairs. Each consists of a name or name pattern, and the spec or mesh axes that it maps to."""
 
 SMALL = 2**12
 """The number of elements below which a leaf is not worth splitting or reporting."""
@@ -66,17 +66,17 @@ class Partitioner(abc.ABC):
 
     @property
     def places_batches(self) -> bool:
-        """Whether `shard_batch` does anything. False if the jitted call takes host arrays directly."""
+        """True if `shard_batch` places batches on the devices; False if the jitted call takes host arrays directly."""
         return True
 
     @property
     def takes_any_tree(self) -> bool:
-        """Whether the result of `partition` depends only on the leaves of the state, and not on its tree structure."""
+        """True if the result of `partition` depends only on the leaves of the state, not on its tree structure."""
         return False
 
     @abc.abstractmethod
     def shard_init_fn(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiles `init_fn`, so that each leaf of its result is created where it belongs."""
+        """Compiles `init_fn` so that each leaf of its result is created on the devices where it belongs."""
 
     @abc.abstractmethod
     def shard_batch(self, batch: types.Batch) -> types.Batch:
@@ -87,7 +87,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places batches that were stacked on a new leading axis, for several steps in one dispatch."""
+        """Places batches that were stacked along a new leading axis, for several steps in one dispatch."""
         raise NotImplementedError(
             f"{type(self).__name__} can't place several batches at once, which steps_per_dispatch needs. Define "
             "shard_stacked_batches(batches), or leave steps_per_dispatch at 1."
@@ -103,7 +103,7 @@ class Partitioner(abc.ABC):
         return state
 
     def report(self, state: Any) -> Layout:
-        """Returns the layout of a state: the place and the size of each leaf. `str` formats it as a table.
+        """Returns the layout of a state: the placement and the size of each leaf. `str` formats it as a table.
 
         >>> from jaxloop import examples
         >>> step, state, _ = examples.tiny_regression()
@@ -127,7 +127,7 @@ class Partitioner(abc.ABC):
         return LeafLayout(path, tuple(np.shape(leaf)), dtype_of(leaf), sharding, reason)
 
     def _holds(self, leaf: Any) -> bool:
-        """Returns whether a leaf is an array that is already placed."""
+        """Returns True if a leaf is an array that is already placed."""
         return isinstance(leaf, jax.Array)
 
     def _sharding_of_leaf(self, path: str, leaf: Any) -> Any:
@@ -135,14 +135,14 @@ class Partitioner(abc.ABC):
         return self.sharding
 
     def _reason_not_split(self, path: str, leaf: Any) -> str:
-        """Returns the reason that a large leaf is replicated; "" with one device."""
+        """Returns the reason why a large leaf is replicated; "" on a single device."""
         return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
         """Returns a partitioner that places everything in the same way on other devices, such as those of a topology.
 
         Raises:
-          ValueError: The mesh can't be made of these devices.
+          ValueError: The mesh can't be built from these devices.
         """
         raise NotImplementedError(
             f"{type(self).__name__} can't be moved to other devices, which check(topology=...) needs. Define "
@@ -150,18 +150,18 @@ class Partitioner(abc.ABC):
         )
 
     def layout_of(self, state: Any) -> Any:
-        """Returns the shapes of a state with the shardings of this partitioner, whoever created the state."""
+        """Returns the shapes of a state with this partitioner's shardings, no matter where the state was created."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))
 
     @abc.abstractmethod
     def partition(self, fn: Callable[..., Any], **jit_kwargs: Any) -> Callable[..., Any]:
-        """Compiles `fn(state, batch)`, which donates the state.
+        """Compiles `fn(state, batch)` with the state as a donated argument.
 
         Args:
           fn: A pure function, which may return anything. If it returns a pair whose first item has the structure of the
             state, that item gets the layout of the state. JAX warns if no result can use the donated memory; in that
-            case pass `donate_argnums=()`.
+            case, pass `donate_argnums=()`.
           **jit_kwargs: Arguments of `jax.jit`, which must override the partitioner's own, as in
             `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. An evaluation passes `donate_argnums=()`.
         """

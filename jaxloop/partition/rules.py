@@ -26,8 +26,8 @@ class RulesPartitioner(_LeafPartitioner):
     >>> mesh = create_mesh(data=-1, model=1)
     >>> partitioner = RulesPartitioner(mesh, "data", rules=[(r"Dense_\d+/kernel", PartitionSpec(None, "model"))])
 
-    Leaves without a matching rule are replicated. Warnings list the large ones among them, and the rules that match
-    nothing.
+    Leaves without a matching rule are replicated. Warnings list the large leaves without a rule, and the rules without
+    a matching leaf.
 
     Args:
       mesh: See `MeshPartitioner`.
@@ -36,7 +36,7 @@ class RulesPartitioner(_LeafPartitioner):
 
     Raises:
       ValueError: A rule names an axis that the mesh doesn't have. Once there is a state, the error is also raised if a
-        rule shards an axis of a parameter that doesn't exist, or whose size can't be divided evenly across the mesh.
+        rule shards a parameter along an axis that doesn't exist or whose size can't be divided evenly across the mesh.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):

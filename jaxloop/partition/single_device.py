@@ -29,7 +29,7 @@ class SingleDevicePartitioner(Partitioner):
         self._device: Any = None  # None for JAX's default device.
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a partitioner for the first one of some other devices."""
+        """Returns a partitioner for the first of the given devices."""
         moved = copy.copy(self)
         moved._device = devices[0]
         return moved

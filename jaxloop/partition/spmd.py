@@ -45,7 +45,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):
         super().__init__(mesh, data_axis)
         self._rules = tuple((name, axes) for name, axes in logical_axis_rules)
-        self._unsharded: set[str] = set()  # Logical names of the model without a rule.
+        self._unsharded: set[str] = set()  # The model's logical names that have no rule.
         for logical_name, axes in self._rules:
             self._check_axes(axes, f"The logical axis rule ({logical_name!r}, {axes!r}) has")
 
@@ -61,11 +61,11 @@ class SPMDPartitioner(_LaidOutPartitioner):
         init_unboxed = unboxing(init_fn)
 
         def sharded_init(*args, **kwargs):
-            # NNX makes annotated variables only if it sees a mesh.
+            # NNX creates annotated variables only if a mesh is set.
             with self._naming_explicit_partitioner(), mesh_for_tracing(self._mesh), self._with_rules():
                 try:
                     annotated = jax.eval_shape(init_fn, *args, **kwargs)
-                except ValueError as error:  # NNX checks the names when it makes a variable.
+                except ValueError as error:  # NNX checks the names when it creates a variable.
                     if unknown := re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error)):
                         raise self._unknown_axis(unknown[1]) from error
                     raise
@@ -88,7 +88,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _find_unsharded(self, annotated: Any) -> None:
-        """Finds and logs the logical names of a model without a rule, if there are rules."""
+        """Finds and logs the model's logical names that have no rule, if any rules were passed."""
         boxes = [box for box in boxes_of(annotated) if isinstance(box, nn.LogicallyPartitioned)]
         names = {name for box in boxes for entry in box.names for name in names_of(entry)}
         known = {*self._mesh.axis_names, *(name for name, _ in self._rules)}
@@ -98,7 +98,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
             logging.info("There is no logical axis rule for %s, so these axes are not split.", shown)
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes for a name: those of its first rule whose axes are unused."""
+        """Returns the mesh axes for a name, from its first rule whose axes are unused."""
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if name in self._unsharded:
             return ()

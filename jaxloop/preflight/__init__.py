@@ -5,7 +5,7 @@
 - `step`: the state, the hooks (called with a batch), a trace of `run`, and the memory use of the compiled train step.
 - `data`: the first batch of each dataset, the number of batches, and the length of the run.
 - `checkpoints`: the checkpoint from which the run would resume, and those that it would save.
-- `actions`: when actions are called, and what they remember, monitor, and write.
+- `actions`: the calls of actions, and the values that they remember, monitor, and write.
 
 The modules check an `Experiment` and collect problems in `report.Findings`. `check` returns them as a `Report`. The
 class `Course` in `jaxloop.forecast` predicts when actions and evaluations are due.
@@ -35,7 +35,7 @@ __all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
 
 
 def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
-    """Checks an experiment that starts from a state. `errors` are the errors found in its arguments."""
+    """Checks an experiment that starts from a state. `errors` are those already detected in its arguments."""
     began, found = time.perf_counter(), Findings()
     for error in errors:
         found.at("the arguments").error(str(error))
@@ -93,7 +93,7 @@ def _check_evaluation(
 
 
 def _calls_of_evaluation(spec: EvalSpec, experiment: Experiment, course: Course) -> Calls:
-    """Predicts when an evaluation is called."""
+    """Predicts the calls of an evaluation."""
     if experiment.train_loop is not None:
         return dataclasses.replace(course.calls(spec.when_due), at_most=spec.should_eval_fn is not None)
     if experiment.checkpoint_spec is None:

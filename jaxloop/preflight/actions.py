@@ -1,4 +1,4 @@
-"""Checks of the actions: when they are called, and what they remember, monitor, and write."""
+"""Checks of the actions: their calls, and the values that they remember, monitor, and write."""
 
 import dataclasses
 import inspect
@@ -59,7 +59,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops. Actions of a step that several loops share are yielded once."""
+    """Yields the actions of all loops. If several loops share a step, its actions are yielded only once."""
     told = set()
     for part in parts:
         for each, at in zip(part.loop.action_lists, ("begin", "end", "step", "step"), strict=True):
@@ -118,7 +118,7 @@ def _check_contract(action: Action, here: Findings) -> None:
         )
 
 
-# What they monitor ------------------------------------------------------------------------------------------
+# Monitored metrics ------------------------------------------------------------------------------------------
 
 
 def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part]) -> None:
@@ -148,7 +148,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns whether a metric could come from a loop whose metrics are unknown."""
+    """Returns True if a metric could come from a loop whose metrics are unknown."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None
@@ -162,7 +162,7 @@ def _history_of(known: Mapping[str, Mapping[str, float] | None]) -> History:
     return history
 
 
-# What they write --------------------------------------------------------------------------------------------
+# Written summaries ------------------------------------------------------------------------------------------
 
 
 def _check_curves(all_called: Sequence[CalledAction]) -> None:

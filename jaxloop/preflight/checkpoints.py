@@ -1,4 +1,4 @@
-"""Checks of the checkpoint that a run would resume from, and of those that it would save."""
+"""Checks of the checkpoint that a run would resume from, and of the checkpoints that it would save."""
 
 import dataclasses
 import shutil
@@ -22,7 +22,7 @@ from jaxloop.training import step_num_of
 
 
 def check_checkpoints(experiment: Experiment, state: State, data: TrainData, found: Findings) -> Begin:
-    """Checks the directories and the checkpoint that the run would resume from. Returns where the run begins."""
+    """Checks the directories and the checkpoint to resume from. Returns the point at which the run begins."""
     spec, train_loop, here = experiment.checkpoint_spec, experiment.train_loop, found.at("the checkpoint")
     _check_directories(experiment, found)
     begin = _begin_with(state.values, experiment)
@@ -55,7 +55,7 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
 
 
 def _begin_with(given: Any, experiment: Experiment) -> Begin:
-    """Returns where a run with the given state begins, unless it resumes from a checkpoint.
+    """Returns the point at which a run with the given state begins, unless it resumes from a checkpoint.
 
     If the state is at the step at which the last call of the train loop ended, the run continues from there.
     """
@@ -76,7 +76,7 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
 def _check_checkpoint(
     spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, data: TrainData, here: Findings
 ) -> Begin:
-    """Checks that a checkpoint belongs to this run. Returns where a run that resumes from it begins."""
+    """Checks that a checkpoint belongs to this run. Returns the point at which a run resumed from it begins."""
     directory = spec.checkpoint_dir
     opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
@@ -104,7 +104,7 @@ def _check_checkpoint(
 
 
 def check_saving(experiment: Experiment, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly."""
+    """Checks the checkpoints that a run would save, and whether a killed run could resume exactly where it was."""
     spec, loop = experiment.checkpoint_spec, experiment.train_loop
     savers = [] if loop is None else whole_run.checkpoint_actions(loop)
     directories = [action.directory for action in savers]
@@ -132,7 +132,7 @@ def _check_saver(name: str, action: CheckpointAction, course: Course, size: int,
     here.plan[name] = f"{calls}; {readable(size)} each, {keeps} kept in {action.directory}"
     try:
         free = shutil.disk_usage(action.directory).free
-    except (OSError, ValueError):  # The directory is, for example, in a bucket.
+    except (OSError, ValueError):  # For example, the directory is in a bucket.
         return
     needed = size * (max(kept + has_best, 1) + 1)
     if free < needed:

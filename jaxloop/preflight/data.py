@@ -21,7 +21,7 @@ from jaxloop.specs import EvalSpec, RunSpec
 # The limits for reading an eval dataset of unknown length to its end.
 _LOOK_SECS, _LOOK_BATCHES = 0.5, 10_000
 
-# Of the training --------------------------------------------------------------------------------------------
+# Training data ----------------------------------------------------------------------------------------------
 
 
 @final
@@ -30,9 +30,9 @@ class TrainData:
     """The opened training dataset.
 
     Attributes:
-      source: The iterator over the dataset; None if it can't be opened, or if nothing is trained.
+      source: The iterator over the dataset; None if it can't be opened, or if the run doesn't train.
       first: A list with the first batch; empty if there is none. In a run without data, the batch is None.
-      num_batches: The number of batches in an epoch or, for an iterator, the number that are left. None if unknown.
+      num_batches: The number of batches in an epoch or, for an iterator, the number left in it. None if unknown.
     """
 
     source: PositionedIterator | None = None
@@ -41,7 +41,7 @@ class TrainData:
 
 
 def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
-    """Opens the training dataset and reads its first batch, with which the run will begin."""
+    """Opens the training dataset and reads its first batch, which the run will use first."""
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
         return opened
@@ -100,11 +100,11 @@ def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData,
         )
 
 
-# Of an evaluation -------------------------------------------------------------------------------------------
+# Evaluation data --------------------------------------------------------------------------------------------
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, experiment: Experiment) -> tuple[Sequence[types.Batch], str]:
-    """Returns a list with the first batch of an evaluation, and a phrase that says how many batches there are.
+    """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
 
     The list is empty if the batch can't be read without consuming it.
     """
@@ -146,7 +146,7 @@ def _check_iterator(part: Part, spec: EvalSpec, there: int | None) -> None:
 
 
 def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str:
-    """Checks and describes the number of batches that an evaluation reads. The first one was already read."""
+    """Checks and describes the number of batches that an evaluation reads. The first batch was already read."""
     known = num_batches(spec.dataset)
     if spec.num_steps is not None:
         if known is not None and known < spec.num_steps:
@@ -168,7 +168,7 @@ def _check_number(here: Findings, spec: EvalSpec, batches: Iterator[Any]) -> str
 
 
 def _count(batches: Iterator[Any]) -> tuple[int, bool]:
-    """Reads further batches for a moment. Returns the number of batches found, and whether these are all."""
+    """Reads more batches for a short time. Returns the number of batches so far, and whether the data ended."""
     count, began = 1, time.perf_counter()
     while time.perf_counter() - began < _LOOK_SECS and count < _LOOK_BATCHES:
         if next(batches, None) is None:

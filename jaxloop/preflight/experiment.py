@@ -24,7 +24,7 @@ class Experiment:
       spec: The arguments of the call.
       train_loop: The train loop; None to evaluate only.
       eval_loops: One loop for each `EvalSpec`.
-      checkpoint_spec: See `OuterLoop`, also for `workdir` and `log_interval`.
+      checkpoint_spec, workdir, log_interval: See `OuterLoop`.
       source_of: A function that opens a dataset as the run would.
       passes: The number of completed epochs, if the run continues the last call.
       topology: The TPUs to compile the train step for; None for the devices of its partitioner.
@@ -45,7 +45,7 @@ class Experiment:
         """The name, loop and spec of each evaluation."""
         specs = [each for each in self.spec.eval_specs if isinstance(each, EvalSpec)]
         names = [each.name for each in specs]
-        # Duplicate names are errors of the arguments.
+        # Duplicate names are reported as errors in the arguments.
         names = [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, start=1)]
         return list(zip(names, self.eval_loops, specs, strict=False))
 
@@ -53,11 +53,11 @@ class Experiment:
 @final
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state that was given.
+    """The state that was passed to the check.
 
     Attributes:
       shapes: The shapes of the state; None if the run can't begin with it.
-      values: The state itself; None if only shapes were given.
+      values: The state itself; None if only shapes were passed.
     """
 
     shapes: Any = None
@@ -67,7 +67,7 @@ class State:
 @final
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A loop of the experiment, with what the check predicts about it.
+    """A loop of the experiment, with the predictions of the check.
 
     Attributes:
       here: The findings for the loop.
@@ -75,8 +75,8 @@ class Part:
       loop: The loop.
       calls: The training steps at which the loop ends.
       outputs: Outputs like those that the loop will return. None if they are unknown, because of an error or because a
-        method of the user may add some.
-      is_open: Whether the arguments of `run` can be determined only by running the loop.
+        user-defined method may add some.
+      is_open: True if the arguments of `run` can be determined only by running the loop.
     """
 
     here: Findings
@@ -88,5 +88,5 @@ class Part:
 
     @property
     def trains(self) -> bool:
-        """Whether this is the train loop."""
+        """True if this is the train loop."""
         return self.name == "train"

@@ -19,7 +19,7 @@ from jaxloop.forecast import Calls
 from jaxloop.text import printable
 
 CHECK_FILE = "check.json"
-"""The name of the newest report in a work directory."""
+"""The file name of the newest report in a work directory."""
 _WIDTH = 110
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -32,7 +32,7 @@ class Problem:
     Attributes:
       where: The part of the run that has the problem, such as "train step" or "eval 'test'".
       text: What was expected, what was found, and how to fix it.
-      is_error: Whether the run would fail. If False, it would do something that is probably not intended.
+      is_error: True if the run would fail; False if it would do something that is probably not intended.
     """
 
     where: str
@@ -86,19 +86,19 @@ class Report:
         return not self.problems
 
     def save(self, workdir: epath.PathLike) -> None:
-        """Writes the plan and the problems to `check.json` in a work directory, unless that is remote."""
+        """Writes the plan and the problems to `check.json` in a work directory, unless the directory is remote."""
         if files.is_remote(workdir):
             return
         saved = {"plan": dict(self.plan), "problems": [dataclasses.asdict(problem) for problem in self.problems]}
         path = files.absolute(workdir) / CHECK_FILE
-        with contextlib.suppress(OSError):  # If the directory can't be written, that is one of the problems.
+        with contextlib.suppress(OSError):  # If the directory isn't writable, that is one of the problems.
             with files.open_file(f"{path}.new", "w") as file:
                 json.dump(saved, file)
             os.replace(f"{path}.new", path)
 
     @classmethod
     def load(cls, workdir: epath.PathLike) -> "Report | None":
-        """Returns the newest report that was saved in a work directory; None if there is none, or it is malformed."""
+        """Returns the newest report that was saved in a work directory; None if it is missing or malformed."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             saved = files.parse_json(files.read_bytes(files.absolute(workdir) / CHECK_FILE))
             plan = {str(name): str(text) for name, text in saved["plan"].items()}
@@ -125,7 +125,7 @@ class Report:
                 lines += _wrapped(line, "    ", "      " if line.startswith(" ") else "    ")
         return "\n".join(lines)
 
-    __repr__ = __str__  # For the last line of a notebook's cell.
+    __repr__ = __str__  # For the last line of a notebook cell.
 
 
 def _wrapped(text: str, first: str, later: str) -> list[str]:
@@ -160,7 +160,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns findings for another part of the run. They share the problems and the plan with these findings."""
+        """Returns findings for another part of the run, which share the problems and the plan with this object."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:

@@ -18,7 +18,7 @@ from jaxloop.preflight.experiment import Part, State
 from jaxloop.preflight.report import Findings
 from jaxloop.step import NO_OPTIMIZER, Step, Traced
 
-# The largest size of outputs to keep until the end of a loop without a warning.
+# The largest size of outputs that may be kept until the end of a loop without a warning.
 _MOST_OUTPUT_BYTES = 2**30
 
 # The state --------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state for a step's `begin`, with values if the user defined `begin`."""
+    """Returns the state to pass to a step's `begin`, with values if `begin` is user-defined."""
     return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 
@@ -57,7 +57,7 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 
     Args:
       part: The loop.
-      state: The state that was given.
+      state: The state that was passed to the check.
       first: A list with the first batch; empty if there is none.
       longest_loop: The number of batches in the longest loop, to estimate the memory of the outputs; None if unknown.
     """
@@ -93,10 +93,10 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 
 
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
-    """Returns a tuple with a batch after the hooks before `run`; None if only a run can determine it.
+    """Returns a tuple with the batch that `run` would receive from the hooks; None if only a run can determine it.
 
-    That is the case if the user overrides other methods on the way to `run`, or if `begin` needs values of a state that
-    is given in shapes, or returns another state.
+    The latter is the case if other methods that are called before `run` are overridden, if `begin` needs values but
+    only the state's shapes are known, or if `begin` returns a different state.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
@@ -115,7 +115,7 @@ def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.
 
 
 def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.Batch) -> bool:
-    """Checks a batch that is ready for `run`, and returns whether it can be traced."""
+    """Checks a batch that is ready for `run`, and returns True if it can be traced."""
     problems = list(checks.problems_of_batch(ready))
     for problem in problems:
         here.error(problem)
@@ -133,7 +133,7 @@ def _can_be_traced(here: Findings, step: Step, batch: types.Batch, ready: types.
 
 
 def _check_new_state(here: Findings, step: Step, state: Any, traced: Traced) -> None:
-    """Checks that a training step counts its updates, and that its new state doesn't make it compile again."""
+    """Checks that a training step counts its updates, and that its new state doesn't cause a recompilation."""
     kind = type(step).__name__
     if hasattr(state, "step") and traced.updates not in (None, step.updates_per_step):
         adds = f"adds {traced.updates} to state.step" if traced.updates else "returns state.step unchanged"
@@ -176,7 +176,7 @@ def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) ->
         )
 
 
-# Its optimizer and its model --------------------------------------------------------------------------------
+# The optimizer and the model --------------------------------------------------------------------------------
 
 
 def check_optimizer(part: Part, state: Any) -> None:
@@ -191,7 +191,7 @@ def check_optimizer(part: Part, state: Any) -> None:
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Warns about an evaluation step whose model is not the one that the state belongs to."""
+    """Warns about an evaluation step whose model is not the one to which the state belongs."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
@@ -243,7 +243,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
 
 
 def _parts_of(layout: Layout) -> dict[str, int]:
-    """Returns the size of the parts of a state, in bytes per device."""
+    """Returns the sizes of the parts of a state, in bytes per device."""
     sizes = {"parameters": 0, "optimizer": 0, "other state": 0}
     for leaf in layout.leaves:
         field = leaf.path.split("/")[0]
