@@ -312,7 +312,7 @@ class JointReader:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns the number of examples in all processes and the training time in seconds, for each of these batches."""
+        """Returns the number of examples in all processes and the training seconds, for each of the next batches."""
         return [self._returned.popleft() for _ in range(number)]
 
     def _send(self) -> None:
