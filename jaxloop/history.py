@@ -360,7 +360,7 @@ class History:
             logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, num_kept, dropped, steps)
 
     def _replace_damaged_file(self, steps: int, num_rows: int | None, reader: "_Reader | None") -> None:
-        """Writes the readable rows of a damaged file to a new file, keeps the damaged file, and warns about lost rows."""
+        """Writes the readable rows of a damaged file to a new file, keeps the old one, and warns about the loss."""
         assert self._path is not None and reader is not None
         lost = 0 if num_rows is None else num_rows - len(self)
         what = "It is missing. " if not self._path.exists() else ""

@@ -20,8 +20,8 @@ from absl import logging
 
 # If Ctrl-C comes this soon after one that ended an earlier run, it is meant for the program that repeats the run.
 _SECOND_WITHIN_SECS = 2.0
-# If a second SIGTERM comes this soon after the first, it counts as the same one: systemd sends SIGTERM to a launcher and
-# to its child, and the launcher forwards it to the child.
+# If a second SIGTERM comes this soon after the first, it counts as the same one: systemd sends it to a launcher and to
+# its child, and the launcher forwards it to the child.
 _SAME_WITHIN_SECS = 0.1
 # Python's default handlers. jaxloop handles a signal only if the program has not replaced its default handler.
 _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
