@@ -49,7 +49,7 @@ class Goodput:
       data: Seconds spent waiting for the next batch.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds for which saving checkpoints blocked the loop.
+      checkpoints: Seconds during which saving checkpoints blocked the loop.
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.

@@ -230,9 +230,9 @@ class Job:
 class JointReader:
     """Reads the same number of batches in all processes, and adds up the size of each batch over all processes.
 
-    Each message covers the next few batches, about 50 ms of training. These are read ahead from the dataset, and `held`
-    counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM, all
-    processes learn about it at the same batch.
+    Each message covers the next few batches, about 50 ms of training. These batches are read ahead from the dataset,
+    and `held` counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM,
+    all processes learn about this at the same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.

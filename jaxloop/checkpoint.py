@@ -174,11 +174,11 @@ def restore(
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint; 0 is a valid step.
-      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. It
-        is not donated.
+      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
+        state is not donated.
       transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
       any_optimizer: Whether the state may have a different optimizer, or none. Everything but its `opt_state` is then
-        restored, and a warning says so.
+        restored, and a message is logged.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -967,7 +967,7 @@ class CheckpointWriter:
       clock: A function that returns the time in seconds.
 
     Attributes:
-      last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
+      last_stall_secs: Seconds during which the last save blocked its caller; None before the first save.
       last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
 

@@ -86,7 +86,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """A dataset that can be iterated over several times. Each iteration is one epoch, which `batches` reads.
+    """A dataset that can be iterated over several times. Each iteration reads one epoch with `batches`.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]

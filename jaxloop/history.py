@@ -246,8 +246,8 @@ class History:
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
         """Appends several rows; see `commit`.
 
-        If `commit` raises an error, a note on it gives the progress of the run at that row. The rows before the failing
-        one are in the history; those after it are not.
+        If `commit` raises an error, a note on the error contains the progress of the run at that row. The rows before
+        the failing one are in the history; those after it are not.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])

@@ -299,7 +299,7 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns whether a schedule is known to fire at each step: `always()` and `every(1)`."""
+    """Returns whether a schedule is known to fire at each step, like `always()` and `every(1)`."""
     return isinstance(schedule, _Always) or (
         isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
     )

@@ -33,7 +33,7 @@ class Spent:
       dispatch: Seconds spent in the step's hooks and in dispatching it to the devices.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds for which saves blocked the loop.
+      checkpoints: Seconds during which saves blocked the loop.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.
       samples: The number of examples in these steps.

@@ -270,7 +270,7 @@ class WholeRun:
         """Restores the positions of evaluations, and returns the position in the training data.
 
         Also returns whether these positions belong to this process. If the number of processes has changed, they are
-        those of the first process instead.
+        from the first process instead.
         """
         place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
         is_own = len(positions) == count
