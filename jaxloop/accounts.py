@@ -49,7 +49,7 @@ class Goodput:
       data: Seconds spent waiting for the next batch.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds for which saving checkpoints blocked the loop.
+      checkpoints: Seconds during which saving checkpoints blocked the loop.
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
@@ -111,7 +111,7 @@ class Goodput:
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Breaks down the wall time of runs by what it was spent on, even while a run is still in progress.
+    """Breaks down the wall time of runs by what it was spent on. A run may still be in progress.
 
     The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory writes to it
     when a run starts, at log points, and when the run ends.
@@ -132,7 +132,7 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
 
 
 def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
-    """Returns the starts of a run, in order.
+    """Returns all starts of a run, in chronological order.
 
     Raises:
       FileNotFoundError: The directory has no run log.
@@ -146,7 +146,7 @@ def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Breaks down the wall time of a run, given its starts in order."""
+    """Breaks down the wall time of a run, given its starts in chronological order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:
@@ -165,7 +165,7 @@ def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
             if spent is not None:
                 seconds = {kind: spent[kind] - before.get(kind, 0.0) for kind in spent}
                 before, pace = spent, {kind: seconds[kind] for kind in _OF_STEPS} if count else pace
-            elif count:  # Steps after a killed process's last line. Assume that their time was spent like before.
+            elif count:  # Steps after a killed process's last line. Assume that their time was spent as before.
                 known = sum(pace.values())
                 seconds = (
                     {kind: (now - when) * pace[kind] / known for kind in pace} if known else {"dispatch": now - when}

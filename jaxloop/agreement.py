@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxloop import checks, distributed, interrupt, types
 from jaxloop.distributed import ProcessError
 
-# The status of a process: its data continue, they ended, it failed, or its data ended without any batch.
+# The status of a process: it has more data, its data ended, it failed, or its data ended before the first batch.
 _OK, _ENDED, _FAILED, _EMPTY = 0, 1, 2, 3
 # The maximum number of batches in one message, and the seconds of training that they should take.
 _MAX_BATCHES = 16
@@ -36,7 +36,7 @@ _SIZE = _HEAD + 2 * _MAX_BATCHES
 
 
 def is_known_to_all_processes(error: BaseException) -> bool:
-    """Returns whether all processes know about an error, and stopped at the same step."""
+    """Returns whether all processes know about an error and have stopped at the same step."""
     return getattr(error, "_jaxloop_is_known_everywhere", False)
 
 
@@ -52,13 +52,13 @@ def is_shared(mesh: Mesh | None) -> bool:
 
 
 class _Messages:
-    """The messages of all processes at one point, which are read when they are needed."""
+    """The messages that all processes sent at one point. They are read only when they are needed."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
 
     def read(self) -> np.ndarray:
-        """Returns one row per process, without the topic of the message."""
+        """Returns the messages, one row per process, without the checksum of their topic."""
         rows = np.asarray(self._sent.addressable_data(0))
         others = np.flatnonzero(rows[:, 0] != _checksum(self._about))
         if others.size:
@@ -89,7 +89,7 @@ def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
 
 
 def _send_message(about: str, *numbers: int) -> _Messages:
-    """Sends a message. Does not wait for the others."""
+    """Sends a message without waiting for the other processes."""
     row = np.zeros([1, _SIZE], np.int32)
     row[0, : 1 + len(numbers)] = _checksum(about), *numbers
     split, gather = _exchange()
@@ -108,7 +108,7 @@ _VOTES = "asks whether the run continues"
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the other processes, in their next `any_stops`, that this process failed."""
+    """Tells the other processes, at their next call of `any_stops`, that this process failed."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
         _send_message(_VOTES, _FAILED).read()
         known_to_all_processes(error)
@@ -123,7 +123,7 @@ def wait_for_all(where: str) -> None:
 def gather_texts(text: str) -> list[str]:
     """Returns the texts of all processes, in order.
 
-    All processes must call it at the same point, each with its own text.
+    All processes must call this at the same point, each with its own text.
     """
     if jax.process_count() == 1:
         return [text]
@@ -167,11 +167,11 @@ class Job:
 
     Args:
       is_shared: Whether there are several processes.
-      requests: The signals that this process has received, an `Interruptible`. It is told when all processes know about
-        one. None for a new object.
+      requests: An `Interruptible` with the signals that this process has received. Its `confirm` is called when all
+        processes know about a signal. None to create a new one.
 
     Attributes:
-      is_shared: The argument of that name.
+      is_shared: True if there are several processes.
       requests: The signals received by this process.
 
     >>> job = Job(False)
@@ -185,7 +185,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """True in the process that writes the files that only one process writes."""
+        """True in the one process that writes the files of the job."""
         return not self.is_shared or distributed.is_first_process()
 
     def any_stops(self, stops: bool = False) -> bool:
@@ -194,7 +194,7 @@ class Job:
         The processes also tell each other which signals they have received.
 
         Raises:
-          ProcessError: Another process failed here.
+          ProcessError: Another process failed at this point.
         """
         if not self.is_shared:
             return stops
@@ -206,11 +206,11 @@ class Job:
         return bool(messages[:, 1].any())
 
     def from_first_process(self, value: bool) -> bool:
-        """Returns the value in the first process."""
+        """Returns the value that the first process passed."""
         return bool(_send_message("asks the first process", int(value)).read()[0, 0]) if self.is_shared else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes, in order. For example, what each of them sees in a directory.
+        """Returns the values of all processes, in order, such as each process's listing of a directory.
 
         The values must be representable in JSON.
         """
@@ -230,22 +230,22 @@ class Job:
 class JointReader:
     """Reads the same number of batches in all processes, and adds up the size of each batch over all processes.
 
-    Each message covers the next few batches, about 50 ms of training. These are read ahead from the dataset, and `held`
-    counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM, all
-    processes learn about it at the same batch.
+    Each message covers the next few batches, about 50 ms of training. These batches are read ahead from the dataset,
+    and `held` counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM,
+    all processes learn about this at the same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.
       read: A function that reads the next batch of this process.
       before_reading: A function that is called before batches are read from the dataset.
       count: A function that returns the number of examples in a batch.
-      requests: The signals received by this process. It is told when all processes know of one.
-      secs: A function that returns the training time in this process, in seconds. The time of the first process counts
-        for all.
+      requests: The signals received by this process. Its `confirm` is called when all processes know about a signal.
+      secs: A function that returns the training time in this process, in seconds. All processes use the time of the
+        first one.
       fill_to: A function that is called with the largest number of rows if the batches of the processes differ in size.
         None if all batches must have the same size.
       until_all_processes_end: Whether to continue until the datasets of all processes have ended. A process whose
-        dataset has ended then reads batches without rows. If False, reading ends with the first dataset that ends.
+        dataset has ended then reads batches without rows. If False, reading stops when the first dataset ends.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class JointReader:
         self._who, self._before_reading = who, before_reading
         self._read, self._count, self._requests, self._secs, self._fill_to = read, count, requests, secs, fill_to
         self._until_all_processes_end = until_all_processes_end
-        self._own: deque[types.Batch] = deque()  # Read, but in no message yet.
+        self._own: deque[types.Batch] = deque()  # Read, but not in a message yet.
         self._sent: deque[tuple[_Messages, list[types.Batch], int]] = deque()
         self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
         # For each returned batch that was not counted yet: the examples in all processes, and the time.
@@ -292,7 +292,7 @@ class JointReader:
 
     @property
     def next_examples(self) -> int:
-        """The number of examples, in all processes, in the first batch that was returned but not counted yet."""
+        """The number of examples, across all processes, in the first batch that was returned but not counted yet."""
         return self._returned[0][0]
 
     def __call__(self) -> types.Batch:
@@ -312,7 +312,7 @@ class JointReader:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns the number of examples in all processes, and the training time in seconds, for the next batches."""
+        """Returns the number of examples in all processes and the training seconds, for each of the next batches."""
         return [self._returned.popleft() for _ in range(number)]
 
     def _send(self) -> None:
@@ -382,7 +382,7 @@ class JointReader:
                 self._error = None
 
     def _end_of_all_processes(self, failed: np.ndarray) -> Exception | SystemExit:
-        """Returns the error of the failed processes; if none failed, the end of the data."""
+        """Returns the error of the failed processes; if none failed, a `StopIteration`."""
         if not failed.any():
             return StopIteration()
         own = self._error if failed[jax.process_index()] else None

@@ -41,7 +41,7 @@ from jaxloop.schedules import Elapsed
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 _ITEM = "default"
-# The fields of an `EMAState` in it.
+# The fields of an `EMAState` in that item.
 _AVERAGE, _COUNT = "/params_ema", "/count"
 # The other items.
 _RUN_ITEM = "run"
@@ -51,7 +51,7 @@ _METRICS_ITEM = "metrics"
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # In the custom metadata, the metric that decides which checkpoint is best: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
-# The keys that only this module reads. This one means that there must be a seal:
+# Only this module reads the following keys. This one means that the checkpoint must have a seal.
 _SEALED_KEY = "jaxloop/sealed"
 # A fingerprint of the leaves of the state. Asking Orbax for them takes half as long as reading them.
 _LEAVES_KEY = "jaxloop/leaves"
@@ -60,9 +60,9 @@ _FORMAT_KEY, _VERSION_KEY = "jaxloop/format", "jaxloop/version"
 # The id of the run that saved the checkpoint.
 _RUN_ID_KEY = "jaxloop/run"
 _OWN_PREFIX = "jaxloop/"
-# Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or the other way around.
+# Increased when an earlier version of jaxloop can't resume from checkpoints of this one, or vice versa.
 _FORMAT = 3
-# In the directory of each item. It identifies a partial copy of a checkpoint.
+# A file in the directory of each item. It identifies a partial copy of a checkpoint.
 _MARKER_FILE = "SAVED_BY_JAXLOOP"
 # In a directory of checkpoints, the file with the id of the run that saves there.
 _RUN_ID_FILE, _RUN_ID = ".run_id", re.compile(r"[0-9a-f]{32}")
@@ -174,11 +174,11 @@ def restore(
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint; 0 is a valid step.
-      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. It
-        is not donated.
+      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
+        state is not donated.
       transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
       any_optimizer: Whether the state may have a different optimizer, or none. Everything but its `opt_state` is then
-        restored, and a warning says so.
+        restored, and a message is logged.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -202,8 +202,8 @@ def restore_newest(
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
-    After that, it moves any newer checkpoints, which are all damaged, to `<directory>/damaged/<step>`, so that these
-    steps can be saved again. It logs a warning for each of them.
+    Then moves any newer checkpoints, which are all damaged, to `<directory>/damaged/<step>`, so that these steps can be
+    saved again. A warning is logged for each of them.
 
     Args:
       directory: The directory with one subdirectory per step.
@@ -235,7 +235,7 @@ def open_newest(
 ) -> "tuple[Checkpoint, Any] | None":
     """Restores the newest undamaged checkpoint, like `restore_newest`. Returns the open checkpoint and the state.
 
-    `steps` are the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
+    `steps` lists the steps of the checkpoints to consider, in ascending order. If it is None, all checkpoints in the
     directory are considered.
     """
     restore = lambda opened: opened.restore(state, transforms=transforms, any_optimizer=any_optimizer)
@@ -264,7 +264,7 @@ def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointErr
 def quarantine_damaged(directory: epath.PathLike) -> None:
     """Moves the damaged checkpoints that are newer than the newest undamaged one, as `restore_newest` does.
 
-    In a multi-process job, only the first process calls this, before all processes restore. If all checkpoints are
+    In a multi-process job, only the first process may call this, before all processes restore. If all checkpoints are
     damaged, none of them is moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
@@ -307,7 +307,7 @@ def _quarantine(error: CheckpointError, consequence: str) -> None:
 def abandon(directory: epath.PathLike, first_step: int) -> None:
     """Moves the checkpoints from `first_step` on to the subdirectory `abandoned`, so that no run resumes from them.
 
-    In a multi-process job, only the first process calls this.
+    In a multi-process job, only the first process may call this.
     """
     for step in all_steps(directory):
         if step >= first_step:
@@ -356,9 +356,9 @@ def load_params(
       step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
         as `state.params`. It is not donated. None for nested dicts of arrays on JAX's default device.
-      paths: Patterns of paths in the checkpoint, and the paths in `into` to load them into, as in
-        `{"encoder/**": "backbone/**"}`; see `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are
-        returned unchanged. None to load every leaf of `into` from the same path.
+      paths: Maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**": "backbone/**"}`; see
+        `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned unchanged. None to load
+        every leaf of `into` from the same path.
       ema: Whether to load the average of the parameters that `LossStep(ema=...)` keeps, instead of the parameters.
 
     Returns:
@@ -382,8 +382,8 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
     Args:
       directory: See `load_params`.
       step: See `load_params`.
-      into: A dict of the same form, such as `state.variables`, which gives the structure, shapes, dtypes and shardings
-        of the result. None for nested dicts of arrays on JAX's default device.
+      into: A dict of the same form, such as `state.variables`, which determines the structure, shapes, dtypes and
+        shardings of the result. None for nested dicts of arrays on JAX's default device.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -445,7 +445,7 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
-      templates: Templates for the trees to restore, by name. They have the structures, shapes and dtypes that were
+      templates: Templates for the trees to restore, by name. They must have the structures, shapes and dtypes that were
         saved. A JAX array in a template is restored as a JAX array with the same sharding. A NumPy array is restored as
         a NumPy array.
 
@@ -465,8 +465,8 @@ class Checkpoint:
 
     Attributes:
       path: The directory of the checkpoint, whose name is the step.
-      is_sealed: True if the checkpoint has a seal, which its files match. Checkpoints saved by an Orbax manager have no
-        seal.
+      is_sealed: True if the checkpoint has a seal and its files match the seal. Checkpoints saved by an Orbax manager
+        have no seal.
       custom_metadata: The metadata that the caller and this module saved.
     """
 
@@ -494,7 +494,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
-        """Opens the checkpoint whose directory is `path`, like `at`. The directory must exist."""
+        """Opens a checkpoint like `at`, but takes the checkpoint's own directory, `path`, which must exist."""
         is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
         custom_metadata = {} if problems else _read_custom_metadata(path)
@@ -560,7 +560,7 @@ class Checkpoint:
                     leaf = values[f"params{name.removeprefix(_AVERAGE)}"]
                     values[path] = jnp.array(leaf, ours[path].dtype, copy=True)  # Both are donated.
             logging.log(
-                logging.WARNING if len(kept) < len(ours) else logging.INFO,  # Without an optimizer, nothing is odd.
+                logging.WARNING if len(kept) < len(ours) else logging.INFO,  # Without an optimizer, all is restored.
                 "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer "
                 "starts with the given opt_state. Leaves that differ (checkpoint -> state):\n%s",
                 self.path,
@@ -580,7 +580,7 @@ class Checkpoint:
 
     @property
     def has_nnx_model(self) -> bool:
-        """Whether the parameters are those of an NNX model, whose paths end in `/value`."""
+        """True if the parameters were saved from an NNX model, in which case their paths end in `/value`."""
         return all(path.endswith("/value") for path in self.leaves if path.startswith("params/"))
 
     def path_of_ema(self) -> str:
@@ -622,7 +622,7 @@ class Checkpoint:
 
         Args:
           saved: The path of each leaf in the checkpoint, by name.
-          ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings, by name.
+          ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to load, by name.
 
         Raises:
           ValueError: The names, shapes or dtypes differ. The error lists the leaves.
@@ -738,8 +738,8 @@ def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
 def _is_jaxloop_checkpoint(path: epath.Path, custom_metadata: Mapping[str, Any]) -> bool:
     """Returns whether a checkpoint was saved by a `CheckpointWriter` that was given a directory.
 
-    Any part of the checkpoint is enough to tell. Checkpoints saved by an Orbax manager are not marked, even if a
-    `CheckpointWriter` uses the manager.
+    Any part of the checkpoint is enough to determine this. Checkpoints saved by an Orbax manager are not marked, even
+    if a `CheckpointWriter` uses the manager.
     """
     return _SEALED_KEY in custom_metadata or any((each / _MARKER_FILE).exists() for each in path.iterdir())
 
@@ -770,7 +770,7 @@ def _run_id_of(directory: epath.Path) -> str:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint is gone. If its files are still being deleted, waits until they are gone."""
+    """Returns whether a checkpoint was deleted. If its files are still being deleted, waits until they are gone."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -878,7 +878,7 @@ def _place_of_ema(leaves: Mapping[str, Any]) -> str | None:
 def _renamed(
     saved: Mapping[str, str], ours: Mapping[str, Any], paths: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns the leaves that `load_params(paths=)` chooses: their saved paths, and our leaves, both by our paths."""
+    """Returns the saved paths and our leaves that `load_params(paths=)` selects, as two dicts keyed by our paths."""
     bare = lambda names: {name.removesuffix("/value"): name for name in names}  # The names of NNX variables.
     saved_names, our_names = bare(saved), bare(ours)
     new_names = path_patterns.renamed(saved_names, paths)
@@ -892,7 +892,7 @@ def _renamed(
 
 
 def _groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the leaves in groups of at most `_MAX_READ_BYTES`, or a single leaf."""
+    """Yields the leaves in groups of at most `_MAX_READ_BYTES`. A larger leaf forms its own group."""
     group: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:
@@ -908,13 +908,13 @@ def _on_default_device(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _with_values(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a tree with these values at their paths, and its own leaves elsewhere."""
+    """Returns a copy of a tree in which the leaves at the given paths are replaced by these values."""
     new = lambda path, leaf: _with_key_type(leaf, values.get(checks.path_name(path), leaf))
     return jax.tree_util.tree_map_with_path(new, tree)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts with values at paths. The last name of NNX variables, `value`, is left out.
+    """Returns nested dicts with the values at their paths. The final `value` in the paths of NNX variables is dropped.
 
     >>> _nested({"Dense_0/kernel": 1, "Dense_0/bias": 2})
     {'Dense_0': {'kernel': 1, 'bias': 2}}
@@ -931,7 +931,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template for restoring a state like this one: its shapes, without keeping its arrays alive."""
+    """Returns a template for restoring a state like this one. It has the same shapes, but doesn't keep arrays alive."""
     return jax.tree.map(lambda leaf: leaf if _is_typed_key(leaf) else checks.shape_of(leaf), state)
 
 
@@ -967,7 +967,7 @@ class CheckpointWriter:
       clock: A function that returns the time in seconds.
 
     Attributes:
-      last_stall_secs: The number of seconds for which the last save blocked its caller; None before the first save.
+      last_stall_secs: Seconds during which the last save blocked its caller; None before the first save.
       last_wait_secs: The part of `last_stall_secs` spent waiting for the previous save to be committed.
     """
 
@@ -984,7 +984,7 @@ class CheckpointWriter:
         self.last_wait_secs: float | None = None
         self._manager: ocp.CheckpointManager | None = None
         self._owns_manager = isinstance(manager_or_directory, str | os.PathLike)
-        self._closed = False  # Only for a manager that was given. For a directory, a new one is created.
+        self._closed = False  # Only for a manager that was passed in. For a directory, a new one is created.
         self._step: int | None = None  # The step of the current or last save.
         self._committed_step: int | None = None  # The step of the last commit since `close`.
         self._custom_metadata: dict[str, Any] = {}  # The metadata of the current or last save.
@@ -1124,7 +1124,7 @@ class CheckpointWriter:
             raise agreement.known_to_all_processes(RuntimeError(problem))
 
     def _check_not_lost(self) -> None:
-        """Raises if the directory is no longer the one that the run has locked, or if the last checkpoint is gone."""
+        """Raises if the run's locked directory was moved or replaced, or if the last checkpoint is gone."""
         self._lock.check()
         step = self._committed_step
         if not self._owns_manager or step is None or (self._directory / str(step)).exists():
@@ -1204,7 +1204,7 @@ class CheckpointWriter:
         """Converts errors raised by a save to a `CheckpointError`. For a directory, also removes the save's files."""
         try:
             yield
-        except CheckpointError:  # It already has a step: that of an earlier save.
+        except CheckpointError:  # It already contains the step of an earlier save.
             raise
         except Exception as error:
             if self._owns_manager:
@@ -1231,7 +1231,7 @@ class CheckpointWriter:
             with contextlib.suppress(Exception):  # The error of the save is the one to report.
                 manager.close()
         with contextlib.suppress(OSError, lock.DirectoryLostError):  # The next manager tries again.
-            self._lock.check()  # In a directory of another run, these files are not ours.
+            self._lock.check()  # If another run owns the directory, these files are not ours.
             clear_leftovers(self._directory)
             path = self._directory / str(step)
             # Orbax may have renamed the directory before it failed to write its metadata.
@@ -1250,7 +1250,7 @@ class CheckpointWriter:
             self._committed_step = self._step
 
     def close(self) -> None:
-        """Waits for the last save, and closes the manager. A manager that was passed in can't save any more after that.
+        """Waits for the last save, and closes the manager. A manager that was passed in can't save after that.
 
         Raises:
           CheckpointError: The last save failed, or is no longer on disk. This is raised only once.
@@ -1280,7 +1280,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
         text = json.dumps(value, default=lambda mapping: {**mapping})
     found: list[tuple[str, Any]] = [(name, value)]
-    for path, each in found:  # The list grows by the values one level deeper.
+    for path, each in found:  # The loop appends the values one level deeper to the list.
         if isinstance(each, Mapping):
             for key in each:
                 if not isinstance(key, str):
@@ -1299,7 +1299,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees that have leaves. The leaves are JAX or NumPy arrays; Orbax copies both.
+    """Returns the trees that have leaves. All leaves must be JAX or NumPy arrays; Orbax copies both.
 
     Raises:
       TypeError: A leaf is not an array of numbers.

@@ -1,4 +1,4 @@
-"""Checks of states, batches and the results of steps. All errors say what was expected, what came, and what to do."""
+"""Checks states, batches and the results of steps. All errors say what was expected, what was found, and what to do."""
 
 import importlib.util
 import operator
@@ -47,7 +47,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins names with commas. If there are many, gives the first ones and the number of others.
+    """Joins names with commas. If there are many, lists the first ones and the number of the rest.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -57,7 +57,7 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns the first twelve lines, and a line with the number of others if there are more."""
+    """Returns the first twelve lines. If there are more, adds a line with the number of the rest."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
@@ -81,7 +81,7 @@ def is_overridden(thing: Any, name: str, base: type) -> bool:
 
 
 def check_positive(name: str, value: Any, *, optional: bool = False, instead: str = "") -> None:
-    """Raises an error unless `value` is a positive int, or None if that is allowed.
+    """Raises an error unless `value` is a positive int, or None if `optional` is set.
 
     `instead` names an alternative for the error message.
     """
@@ -104,12 +104,12 @@ def _deleted_leaves(state: Any) -> list[str]:
 
 
 def is_alive(state: Any) -> bool:
-    """Returns whether no leaf of the state was donated."""
+    """Returns True if no leaf of the state was donated."""
     return not _deleted_leaves(state)
 
 
 def mark_donated(state: Any, by: str) -> None:
-    """Records the call to which a state was donated, for the error that its second use raises.
+    """Records the call that a state was donated to, for the error that is raised if the state is used again.
 
     The name is stored on a donated array, so that it survives `state.replace(...)`.
     """
@@ -119,9 +119,9 @@ def mark_donated(state: Any, by: str) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the first array of a state that a step donates: the first one other than `state.step`.
+    """Returns the first array of a state that a step donates, which is the first one other than `state.step`.
 
-    None if there is none.
+    Returns None if there is no such array.
     """
     step = getattr(state, "step", None)
     leaves = jax.tree.leaves(state)
@@ -140,7 +140,7 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
 
 
 def counting_hint(step: Any) -> str:
-    """Returns a sentence that says how to make a training step count its updates."""
+    """Returns a sentence that explains how to make a training step count its updates."""
     if step.updates_per_step > 1:
         return (
             f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: "
@@ -172,7 +172,7 @@ def whole_number(value: Any) -> int | None:
 def check_alive(state: Any, caller: str) -> None:
     """Raises an error if the state was donated.
 
-    Without this check, using it on several CPU devices would crash the process.
+    Without this check, using a donated state on several CPU devices would crash the process.
     """
     deleted = _deleted_leaves(state)
     if not deleted:
@@ -198,11 +198,11 @@ def adopt(state: Any) -> Any:
 
 
 def check_counter(step: Any, *, is_scalar: bool = True) -> None:
-    """Raises a `TypeError` if `state.step`, or its shape, exists and is not an integer.
+    """Raises a `TypeError` if `state.step` exists and is not an integer scalar.
 
     Args:
-      step: The leaf `state.step`; None if the state has none.
-      is_scalar: Whether the leaf is a scalar. If not, the error is raised too.
+      step: The leaf `state.step`, or its shape and dtype; None if the state has none.
+      is_scalar: Whether the leaf is a scalar.
     """
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
     is_int = isinstance(step, int) and not isinstance(step, bool)
@@ -217,7 +217,7 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
 def _as_array(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
-    # With an explicit dtype, because a weak type would compile the step again.
+    # The dtype is explicit, because a weak type would make the step compile again.
     return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
 
 
@@ -291,7 +291,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
     """Returns a warning about dtypes that JAX would silently convert, or None if there are none.
 
     Raises:
-      ValueError: A 64-bit integer does not fit into 32 bits, to which JAX would truncate it.
+      ValueError: A 64-bit integer does not fit into 32 bits, so JAX would truncate it.
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
@@ -321,7 +321,7 @@ _form = operator.attrgetter("shape", "dtype", "__class__")
 
 @final
 class BatchWatch:
-    """Checks the batches of a step for changes and dtypes that JAX would accept silently.
+    """Checks the batches of a step for changes, and for dtypes that JAX would silently convert.
 
     Attributes:
       num_rows: The number of rows of the last batch; None if its leaves differ in the length of their leading axis.
@@ -351,8 +351,8 @@ class BatchWatch:
           The number of rows of the batch, or None if its leaves differ in the length of their leading axis.
 
         Raises:
-          ValueError: A 64-bit integer does not fit into 32 bits, to which JAX would truncate it; or there are too many
-            shapes.
+          ValueError: A 64-bit integer does not fit into 32 bits, so JAX would truncate it; or there are too many
+            different shapes.
         """
         batch = batches[0]
         try:
@@ -431,7 +431,7 @@ class BatchWatch:
         return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
 
     def _is_short(self, by_path: dict[str, Any]) -> bool:
-        """Returns whether a batch is like the first one, with fewer rows."""
+        """Returns whether a batch differs from the first one only in that it has fewer rows."""
         now = self._shapes_by_path(by_path)
         if now.keys() != self._arrays.keys() or now == self._arrays:
             return False
@@ -464,7 +464,7 @@ def _check_range(batch: Any, wide: list[str]) -> None:
 def num_examples(batch: Any) -> int | None:
     """Returns the common length of the leading axes of all array leaves, or None if they differ.
 
-    1 for a batch that is None.
+    Returns 1 if the batch is None.
 
     >>> num_examples({"image": np.zeros([32, 28, 28, 1]), "label": np.zeros([32])})
     32
@@ -500,14 +500,14 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Returns what a hook returned, and raises an error unless it is a pair."""
+    """Returns the result of a hook. Raises an error unless the result is a pair."""
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
 
 
 def check_result(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Returns what a hook returned, and raises an error unless it is a pair `(state, outputs)`."""
+    """Returns the result of a hook. Raises an error unless the result is a pair `(state, outputs)`."""
     state, outputs = check_pair(result, hook, "(state, outputs)")
     check_outputs(outputs, hook)
     return state, outputs
@@ -528,7 +528,7 @@ def check_outputs(outputs: Any, hook: str) -> None:
 
 
 def check_run(result: Any, hook: str) -> tuple[Any, types.Output]:
-    """Checks the result of a compiled hook, like `check_result`. For a string, the error is clearer than JAX's."""
+    """Checks the result of a compiled hook, like `check_result`. Also raises an error if an output is a string."""
     state, outputs = check_result(result, hook)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if isinstance(leaf, str | bytes):

@@ -23,10 +23,10 @@ from jaxloop.schedules import Elapsed, Schedule, at, every, last
 from jaxloop.text import printable
 
 DIRECTORY = "commands"
-"""The directory of pending commands in a work directory."""
+"""The name of the subdirectory of a work directory that contains the pending commands."""
 
 ANSWERS = "commands.jsonl"
-"""The name of the file with the executed and rejected commands in a work directory."""
+"""The name of the file in a work directory that records the executed and rejected commands."""
 
 _POLL_SECS = 1.0
 _FILE = re.compile(r"[0-9]{1,20}-[0-9a-f]{16}\.json")
@@ -42,7 +42,7 @@ class Answer:
 
     Attributes:
       id: The name of the command's file, without its suffix.
-      command: The command: "save".
+      command: The command, such as "save".
       step: The number of completed updates when the command was executed or rejected.
       error: The reason why the command was rejected; None if it was executed.
     """
@@ -84,7 +84,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       wait_secs: Seconds to wait for the answer.
 
     Returns:
-      The answer; None if there was none in time. The run then executes the command later.
+      The answer; None if it did not arrive in time. The run then executes the command later.
 
     Raises:
       FileNotFoundError: The directory has no run log.
@@ -126,7 +126,7 @@ def answers(workdir: epath.PathLike) -> list[Answer]:
 
 
 def parse(command: str) -> tuple[str, Any]:
-    """Returns the name and the value of a command; None as the value if there is none.
+    """Splits a command into its name and its value, which is None if there is none.
 
     >>> parse("early_stopping.patience=5"), parse("save")
     (('early_stopping.patience', 5), ('save', None))
@@ -153,18 +153,18 @@ class Commands:
 
     A thread of the first process looks for files in `<workdir>/commands` once per second, and so does `poll`, at log
     points. If there are any, the run pauses after the current dispatch, in all processes at the same step. The first
-    process reads the files, and all processes execute the commands in the order of the names of the files. Each command
-    is first appended to `<workdir>/commands.jsonl` with its step, so that a run that is killed and resumed before the
-    command executes it again at the same step.
+    process reads the files, and all processes execute the commands in the order of their file names. Each executed
+    command is appended to `<workdir>/commands.jsonl` with its step. If the run is killed and resumes from an earlier
+    checkpoint, it executes the command again at the same step.
 
-    A command changes nothing if its file is malformed, too large or not a regular file.
+    A command has no effect if its file is malformed, too large or not a regular file.
 
     Args:
-      workdir: The work directory; None, or a remote one, for no commands.
+      workdir: The work directory. If it is None or remote, the run accepts no commands.
       job: The processes that train together.
       agenda: The `Agenda` of the train loop. (The engine imports this module, so its class can't be named here.)
       actions: The actions of all loops, whose settings may be changed.
-      recorder: The action that adds the rows of the training to the history.
+      recorder: The action that adds the training rows to the history.
       history: The history, to which each command is added.
     """
 
@@ -182,7 +182,7 @@ class Commands:
         self._job, self._agenda, self._recorder, self._history = job, agenda, recorder, history
         self._actions = _named(actions)
         self._executed: list[Answer] = []
-        self._replayed: list[Answer] = []  # Those after the checkpoint from which the run resumed.
+        self._replayed: list[Answer] = []  # Later than the checkpoint from which the run resumed.
         self._profiles: list[ProfileAction] = []
         self._unusable: set[str] = set()  # Files that can't be removed.
         self._has_ended = threading.Event()
@@ -207,7 +207,7 @@ class Commands:
                 each.close()
 
     def poll(self) -> None:
-        """Makes the run pause if there are commands."""
+        """Makes the run pause if commands are pending."""
         if self._workdir is not None and self._job.is_first and self._pending():
             self._requests.request_pause()
 
@@ -223,7 +223,7 @@ class Commands:
 
     @property
     def replay(self) -> Schedule | None:
-        """The step at which a command is executed again; None if there is none."""
+        """A schedule that fires at the next step at which a command is executed again; None if there is none."""
         return at(self._replayed[0].step) if self._replayed else None
 
     def are_due(self, step: int) -> bool:
@@ -231,7 +231,7 @@ class Commands:
         return self._requests.pauses or bool(self._replayed and self._replayed[0].step <= step)
 
     def execute(self, now: Elapsed) -> None:
-        """Executes the commands after a step. All processes call it after the same step."""
+        """Executes the commands that are due after a step. All processes must call this after the same step."""
         while self._replayed and self._replayed[0].step <= now.steps:
             with _warning_of_error():  # The program may have other actions now.
                 self._execute(self._replayed.pop(0), now)
@@ -288,7 +288,7 @@ class Commands:
         return self._actions[action].settings if action in self._actions else ()
 
     def _slots(self) -> dict[str, Any]:
-        """Returns the end actions of the train loop by name; "history" is the one that adds rows to it."""
+        """Returns the end actions of the train loop by name. "history" is the action that adds rows to the history."""
         slots = {id(slot.action): slot for slot in self._agenda.slots}
         named = {"history": self._recorder, **self._actions}
         return {name: slots[id(action)] for name, action in named.items() if id(action) in slots}
@@ -328,7 +328,7 @@ class Commands:
             elif setting in self._settings(action):
                 with _warning_of_error():
                     self._actions[action].change(setting, value)
-            elif name == "profile":  # Even if it is over, because the checkpoint has the state of its action.
+            elif name == "profile":  # Even if it is complete, because the checkpoint has the state of its action.
                 self._attach_profile(answer)
         lines = answers(self._workdir) if self._workdir is not None and self._job.is_first else []
         lines = self._job.gather([dataclasses.asdict(each) for each in lines])[0]
@@ -403,7 +403,7 @@ def _named(actions: Sequence[Action]) -> dict[str, Action]:
 
 
 def _target(command: str) -> tuple[str, Any]:
-    """Returns the name and the value of a command, with `log_every` as the interval of the history."""
+    """Returns the name and the value of a command. The name `log_every` becomes `history.interval`."""
     name, value = parse(command)
     return ("history.interval" if name == "log_every" else name), value
 

@@ -27,13 +27,13 @@ class Comparison:
 
     Attributes:
       by: The path of the metric.
-      mode: "max" or "min": which values are better.
+      mode: "max" if larger values are better, or "min" if smaller values are better.
       runs: A dict for each run with `workdir`, `best`, `step` (at which the best value was reached), `secs` (the wall
-        time in seconds), `productive` (the fraction of it spent on new steps) and `notes`. `best` and `step` are None
-        if the run has no finite value.
-      groups: A dict for each group of runs whose notes are equal except for `seed`: `notes`, `runs` (their number),
-        `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty if no group has
-        more than one run.
+        time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and `step` are
+        None if the run has no finite value.
+      groups: A dict for each group of runs whose notes are equal except for `seed`, with `notes`, `runs` (the number of
+        runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty if no
+        group has more than one run.
     """
 
     by: str
@@ -77,12 +77,12 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
 
     Args:
       workdirs: The work directories.
-      by: The path of the metric in the history: "test.accuracy".
+      by: The path of the metric in the history, such as "test.accuracy".
       mode: "max", "min", or "auto" to decide by the name, as `EarlyStoppingAction` does.
 
     Raises:
       FileNotFoundError: A directory has no run log.
-      ValueError: No run has such a metric.
+      ValueError: No run has a finite value of this metric.
     """
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]
@@ -124,7 +124,7 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
         return None, None
     sign = -1.0 if monitor.mode == "max" else 1.0
     numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
-    # Values of other paths with the same last name are among these, so the lines of the best ones are parsed.
+    # These include values of other paths with the same last name, so the lines with the best ones are parsed.
     for number in sorted(numbers, key=lambda number: (sign * float(number), number)):
         for match in re.finditer(name + re.escape(number) + rb"(?![0-9.eE])", content):
             line = content[

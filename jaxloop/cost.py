@@ -37,7 +37,7 @@ class Cost:
     Attributes:
       flops: The number of floating-point operations in the whole step, on all devices together; None if XLA doesn't
         count them. XLA counts them before optimization or, for a topology, after it. The body of a loop counts once.
-      argument_bytes: The memory for the state and the batch, in bytes per device, like all of the following.
+      argument_bytes: The memory for the state and the batch. This and all sizes below are in bytes per device.
       output_bytes: The memory for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses donated arguments.
       temp_bytes: The memory for temporaries, such as activations and gradients.
@@ -71,7 +71,7 @@ class Cost:
 
 
 class DeviceMemoryError(MemoryError):
-    """The error of a program that needs more memory than its devices have.
+    """Raised if a program needs more memory than its devices have.
 
     Attributes:
       needed_bytes: The memory that the program and its arguments need, in bytes per device.
@@ -87,7 +87,7 @@ class DeviceMemoryError(MemoryError):
         self.available_bytes: int = available_bytes
 
 
-# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and what older versions say.
+# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and older forms of it.
 _TOO_LARGE = re.compile(
     r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)|"
     r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
@@ -98,8 +98,7 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program.
 
     Raises:
-      DeviceMemoryError: The compiler found that the program needs too much memory. Only the compiler for TPUs does
-        that.
+      DeviceMemoryError: The program needs too much memory. Only the compiler for TPUs detects this.
     """
     try:
         return lowered.compile()
@@ -112,7 +111,7 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_devices: int) -> Cost:
-    """Returns the cost of a program."""
+    """Returns the cost of a compiled program."""
     memory: Any = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     sizes = [int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names]
@@ -121,17 +120,17 @@ def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_d
         collectives_of(compiled.as_text() or "") if num_devices > 1 else ()
     )  # The text is long, so it is read only if needed.
     flops = flops_of(lowered)
-    if flops is None:  # For devices that exist only on paper, XLA counts the optimized program of one device.
+    if flops is None:  # For devices of a topology, XLA counts the optimized program of one device.
         flops = _flops_in(compiled.cost_analysis())
         flops = None if flops is None else flops * num_devices
     return Cost(flops, argument, output, alias, temp, code, collectives)
 
 
 def flops_of(lowered: jax.stages.Lowered) -> float | None:
-    """Returns the total floating-point operations of a program on all devices, or None if XLA doesn't count them."""
+    """Returns the total FLOPs of a program on all devices, or None if XLA doesn't count them."""
     try:
         return _flops_in(lowered.cost_analysis())
-    except jax.errors.JaxRuntimeError:  # The devices exist only on paper.
+    except jax.errors.JaxRuntimeError:  # The devices belong to a topology.
         return None
 
 
@@ -193,7 +192,7 @@ def collectives_of(program: str) -> Sequence[Collective]:
 
 
 def _bytes_of(kind_of_value: str) -> int:
-    """Returns the bytes of an array or a tuple of arrays, given its type."""
+    """Returns the size in bytes of an array or a tuple of arrays, given its type."""
     arrays = _ARRAY.findall(kind_of_value)
     width = lambda name: 1 if name == "pred" else max(int(re.sub(r"\D", "", name)), 8) // 8
     return sum(width(name) * math.prod(int(size) for size in shape.split(",") if size) for name, shape in arrays)

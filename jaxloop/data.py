@@ -1,4 +1,4 @@
-"""Conversion of datasets of any kind to iterators over NumPy batches that know their position."""
+"""Converts datasets of any kind to iterators over NumPy batches. The iterators track their position."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
@@ -48,7 +48,7 @@ def _numpy_leaf(leaf: Any) -> Any:
             return leaf.numpy()
         case "torch":
             leaf = leaf.detach().cpu()
-            if str(leaf.dtype) == "torch.bfloat16":  # NumPy has no bfloat16, and torch doesn't know JAX's.
+            if str(leaf.dtype) == "torch.bfloat16":  # NumPy has no bfloat16, and torch doesn't support JAX's.
                 return leaf.float().numpy().astype(jax.numpy.bfloat16)
             return leaf.numpy()
     return leaf
@@ -59,11 +59,11 @@ def batches(data: Any) -> PositionedIterator:
 
     Args:
       data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
-        dataset or `DataLoader`, or any other iterable of batches. Or a function without arguments that returns one of
+        dataset or `DataLoader`, or any other iterable of batches; or a function without arguments that returns one of
         these. A batch is a pytree of arrays or tensors.
 
     Returns:
-      An iterator that knows its position in the dataset, so that a checkpoint can store it.
+      An iterator that tracks its position in the dataset, so that a checkpoint can store the position.
 
     >>> [int(batch["x"].sum()) for batch in batches(lambda: ({"x": np.ones(n)} for n in (1, 2)))]
     [1, 2]
@@ -86,7 +86,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """A dataset that can be iterated over several times. Each iteration is one epoch, which `batches` reads.
+    """A dataset that can be iterated over several times. Each iteration reads one epoch with `batches`.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
@@ -158,10 +158,10 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    This helps if a batch takes long to make because of files, the network, or NumPy or other code that releases the
-    GIL. It costs a few microseconds per batch. Batches are made while the device computes even without it, because
-    steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s don't need it either, because they
-    prefetch themselves.
+    This helps if making a batch takes long because it reads files, uses the network, or runs NumPy or other code that
+    releases the GIL. It costs a few microseconds per batch. Even without prefetching, batches are made while the device
+    computes, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s prefetch by
+    themselves, so they don't need this function.
 
     If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
     the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
@@ -176,7 +176,7 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
       size: The number of batches to read ahead. If 0, no thread is started.
 
     Returns:
-      An iterator if `data` is an iterator, and otherwise an iterable.
+      An iterator if `data` is an iterator; otherwise an iterable.
     """
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"prefetch takes a number of batches as its size (0 for none), got {size!r}.")
@@ -230,7 +230,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
       process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: The dataset is of a different kind. The message says what to do.
+      TypeError: The dataset is of a different kind. The message explains what to do.
       ValueError: A dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
         processes.
     """

@@ -1,4 +1,4 @@
-"""Batches that a run leaves out, and returns to earlier checkpoints."""
+"""The batches that a run leaves out, and detours, which are returns to earlier checkpoints."""
 
 import bisect
 import dataclasses
@@ -35,7 +35,7 @@ class Detour:
 
 @final
 class LeftOut:
-    """The batches that a run leaves out, by their numbers in the training data over all epochs, starting at 1.
+    """The batches that a run leaves out. They are numbered from 1 across all epochs of the training data.
 
     >>> left_out = LeftOut([3])
     >>> epoch = PositionedIterator(["a", "b", "c", "d"])
@@ -52,7 +52,7 @@ class LeftOut:
       numbers: The numbers of all batches to leave out, in ascending order.
       detours: The detours so far.
       requested: The detour that an action has requested; None if there is none.
-      at_most: The maximum number of detours. One more ends the run with an error. None for no limit.
+      at_most: The maximum number of detours; None for no limit. A further detour ends the run with an error.
       epoch_start: The number of batches in the completed epochs.
     """
 
@@ -71,16 +71,16 @@ class LeftOut:
             source.leave_out(number - self.epoch_start for number in self.numbers if number > self.epoch_start)
 
     def end_epoch(self, source: PositionedIterator | None) -> None:
-        """Adds the batches of an epoch that has ended to `epoch_start`."""
+        """Adds the number of batches in the epoch that has ended to `epoch_start`."""
         self.epoch_start += 0 if source is None else source.num_read
 
     def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
-        """Returns the number of an earlier batch, given how many batches before another one it was used.
+        """Returns the number of the batch that was used `before` batches earlier than a given one.
 
         Args:
-          count: How many batches the current epoch had returned when that other batch was used, including it.
+          count: The number of batches that the current epoch had returned, up to and including the given one.
           source: The iterator over the current epoch, or None between two epochs.
-          before: How many batches before.
+          before: The number of batches to go back.
         """
         earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)
@@ -117,7 +117,7 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], now: Elapsed, record: Callable[[Detour], None]) -> None:
         """Restores the state saved in a checkpoint.
 
-        Keeps the batches to be left out after the checkpoint, and newer detours.
+        Batches to leave out after the checkpoint, and newer detours, are kept.
 
         Args:
           state_dict: The result of `state_dict`.

@@ -1,4 +1,4 @@
-"""Multi-process jobs: joining the processes, and ending them."""
+"""Functions that connect the processes of a multi-process job, and end them."""
 
 import atexit
 import os
@@ -32,29 +32,28 @@ def initialize(
     heartbeat_secs: int = 10,
     shutdown_secs: int = 15,
 ) -> None:
-    """Connects this process to the other processes of its job. Call it first, before JAX is used.
+    """Connects this process to the other processes of its job. Call this first, before JAX is used.
 
-    Without arguments, it detects a job started by `python -m jaxloop.launch`. Like `jax.distributed.initialize`, it
-    also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it finds no job, the program
-    continues as a single process.
+    Without arguments, this function detects a job started by `python -m jaxloop.launch`. Like
+    `jax.distributed.initialize`, it also detects jobs under SLURM and Open MPI, and on Cloud TPUs and Kubernetes. If it
+    finds no job, the program continues as a single process.
 
-    Afterwards, `jax.devices()` lists the devices of all processes. If an exception is not caught, it is printed with
-    the number of the process, and that process ends at once. The other processes notice this within `heartbeat_secs`
-    and end too.
+    Afterwards, `jax.devices()` lists the devices of all processes. An uncaught exception is printed with the index of
+    its process, and that process ends at once. The other processes notice this within `heartbeat_secs` and end too.
 
     >>> initialize()  # doctest: +SKIP
 
     Args:
       coordinator_address: The `host:port` of process 0.
       num_processes: The number of processes.
-      process_id: The number of this process, counted from 0.
+      process_id: The zero-based index of this process.
       local_device_ids: The GPUs that this process uses; None for all GPUs of the machine.
       start_secs: Seconds to wait for the other processes to join.
       heartbeat_secs: Seconds without a heartbeat after which a process counts as failed.
       shutdown_secs: Seconds for which a process that has ended normally waits for the others.
 
     Raises:
-      ValueError: Some but not all of the first three arguments are given.
+      ValueError: Only some of the first three arguments are given.
       RuntimeError: JAX has already started, or the other processes did not join in time.
     """
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
@@ -121,12 +120,12 @@ def _has_started() -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Returns a pair: the number of this process, counted from 0, and the total number of processes."""
+    """Returns the zero-based index of this process and the total number of processes."""
     return jax.process_index(), jax.process_count()
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-    """Prints an exception and ends the process at once. Otherwise the process would wait for the others."""
+    """Prints an exception and ends the process at once, because a normal exit would wait for the other processes."""
     lines = "".join(traceback.format_exception(kind, error, trace))
     sys.stdout.flush()
     sys.stderr.write(f"Process {place()[0]} of {place()[1]} ends with an exception.\n{lines}")

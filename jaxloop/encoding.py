@@ -12,14 +12,14 @@ import numpy as np
 def encode(value: Any) -> Any:
     """Converts a value to JSON types so that `decode` can restore it bit for bit.
 
-    Accepts None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers, and lists, tuples and dicts
-    with string keys of these. `decode` returns JAX arrays as NumPy arrays.
+    Accepts None, bools, ints, floats, strings, bytes, NumPy scalars, arrays of numbers, and lists, tuples and
+    string-keyed dicts of these. `decode` returns JAX arrays as NumPy arrays.
 
     >>> decode(encode({"loss": [np.float32(0.1), np.float32(0.2)], "sizes": (32, 16)}))
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
     Raises:
-      TypeError: The value contains an unsupported type. The message gives its path.
+      TypeError: The value contains an unsupported type. The message contains its path.
     """
     return _encode(value, "value")
 
@@ -40,7 +40,7 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return _encode_array(value, path)
     if isinstance(value, list):
-        # Lists such as the losses of an epoch have thousands of scalars, which are smaller as one array.
+        # Some lists, such as the losses of an epoch, have thousands of scalars, which take less space as one array.
         if len(value) > 1 and isinstance(value[0], np.generic) and all(type(each) is type(value[0]) for each in value):
             return {"scalars": _encode_array(np.array(value, value[0].dtype), path)}
         return [_encode(each, f"{path}[{index}]") for index, each in enumerate(value)]
@@ -63,7 +63,7 @@ def _encode_array(value: Any, path: str) -> dict[str, Any]:
 
 
 def decode(encoded: Any) -> Any:
-    """Returns the value that `encode` converted.
+    """Restores the value that `encode` converted.
 
     Raises:
       ValueError: The argument was not produced by `encode`.

@@ -46,13 +46,13 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset; None for `next(dataset)`.
-      join: In a multi-process job, turns the reader of this process into a reader that all processes share.
+      join: A function that turns the reader of this process into one that all processes share, in a multi-process job.
 
     Attributes:
       dataset: The iterator.
-      joint: The reader that all processes share; None with one process.
+      joint: The reader that all processes share; None if there is only one process.
       ahead: The batches that were read but not used yet.
-      has_ended: Whether the dataset has ended, and all of its batches were used.
+      has_ended: True if the dataset has ended and all of its batches were used.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Feed(Iterator[types.Batch]):
         return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """Returns the next batches, or fewer if the dataset ends. Raises an error of the dataset when none are left."""
+        """Returns the next batches, or fewer if the dataset ends. If none are left, raises any error of the dataset."""
         batches = self.ahead[:number]
         del self.ahead[:number]
         if self._error is None:

@@ -14,7 +14,7 @@ from typing import IO, Any
 from etils import epath
 
 MAX_BYTES = 1 << 28
-"""Size of the largest file that `read_bytes` reads by default, in bytes."""
+"""The size, in bytes, of the largest file that `read_bytes` reads by default."""
 
 _KIND_NAMES = {
     stat.S_IFLNK: "a symbolic link",
@@ -43,7 +43,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
             raise _not_regular(path, found_mode)
     descriptor = os.open(path, flags & ~os.O_TRUNC | _SAFE_FLAGS, mode)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # It was replaced since the first check.
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # The file was replaced after the first check.
             raise _not_regular(path, os.fstat(descriptor).st_mode)
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
@@ -107,7 +107,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     """Creates a directory if it is missing, and checks that it is writable.
 
     Raises:
-      OSError: The directory can't be created or written to. The error gives the reason.
+      OSError: The directory can't be created or written to. The error states the reason.
     """
     path = absolute(directory)
     probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
@@ -127,7 +127,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
 def unwritable(directory: epath.PathLike, error: OSError) -> OSError:
     """Returns the error for a directory that can't be created or written to.
 
-    Its message gives the reason and says what to do.
+    The message states the reason and explains what to do.
     """
     reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     remedy = "free space and inodes" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make this one writable"
@@ -140,7 +140,7 @@ def make_directory(path: epath.PathLike) -> None:
     """Creates a directory and its parents if they are missing.
 
     Raises:
-      OSError: The path is not a directory (a symbolic link to one is refused too), or the directory can't be created.
+      OSError: The path is a symbolic link or not a directory, or the directory can't be created.
     """
     if not is_remote(path) and os.path.islink(path):
         raise OSError(errno.EINVAL, "Expected a directory and found a symbolic link. Remove it", os.fspath(path))

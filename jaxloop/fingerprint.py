@@ -1,4 +1,4 @@
-"""Fingerprints of datasets, so that a saved position is only used with the dataset that it was saved from.
+"""Fingerprints of datasets, which ensure that a saved position is used only with the dataset it was saved from.
 
 A fingerprint is the same in every process.
 """
@@ -20,7 +20,7 @@ _PARAMETERS = """
 batch_size drop_remainder drop_last seed seed2 seed_rng_seed reshuffle_each_epoch reshuffle_each_iteration window_size
 buffer_size num_epochs cycle_length num_records num_batches shuffle shard_index shard_count num_workers
 """.split()
-# These count only in parts from the libraries below. In other classes, `step` may be a counter.
+# These are used only for parts from the libraries below. In other classes, `step` may be a counter.
 _PARAMETERS_OF_LIBRARIES = "start stop step".split()
 _LIBRARIES = ("grain", "tensorflow")
 _PARTS = """
@@ -75,7 +75,7 @@ def _describe_part(part: Any) -> str:
 
 
 def _attributes(part: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Returns those of the named attributes that a part of a third-party pipeline has."""
+    """Returns the attributes with these names that exist on a part of a third-party pipeline."""
     found = {}
     for name in names:
         with contextlib.suppress(Exception):

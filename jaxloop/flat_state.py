@@ -14,9 +14,9 @@ from jaxloop import structures
 class FlatState:
     """A state as a list of leaves and a structure. `state.step` is passed separately and is not donated.
 
-    Flattening a `TrainState` and rebuilding the new one takes a sixth of the time in which jit dispatches a small step.
-    No one reads the states between two steps of a loop, so their leaves are passed directly from one call to the next.
-    The leaves keep their names in the compiled function and in errors.
+    Flattening a `TrainState` and rebuilding the new one takes a sixth of the time that jit needs to dispatch a small
+    step. Nothing reads the state between two steps of a loop, so its leaves are passed directly from one call to the
+    next. The leaves keep their names in the compiled function and in errors.
 
     >>> flat, step = FlatState.of({"kernel": 1.0, "bias": 2.0})
     >>> flat.leaves, flat.whole(step)

@@ -79,7 +79,7 @@ class _Form:
 
     Raises:
       TypeError: A value is not a scalar, or a key is not a string.
-      ValueError: Two values have the same path, or one has the name of a field of `elapsed`.
+      ValueError: Two values have the same path, or a path is the name of a field of `elapsed`.
     """
 
     def __init__(self, logs: Mapping[str, Any]):
@@ -127,7 +127,7 @@ class _Form:
         return {path: values[place] for path, place in self._from_devices}
 
     def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Returns the logs with these values."""
+        """Returns logs of this form with these values."""
         return _filled(self._keys, iter(values))
 
 
@@ -160,8 +160,8 @@ def _key_and_values(logs: Any) -> tuple[Any, list[Any]]:
 class History:
     """The metrics of a run, as rows `(elapsed, logs)`.
 
-    Refer to a value by its path (`train.loss` for `{"train": {"loss": 0.5}}`) or by an unambiguous end of it (`loss`).
-    A slash means the same as a dot, in names and in the keys of logs: `train/loss`.
+    Refer to a value by its path (`train.loss` for `{"train": {"loss": 0.5}}`) or by an unambiguous suffix (`loss`). In
+    names and in the keys of logs, a slash is equivalent to a dot: `train/loss`.
 
     >>> history = History()
     >>> for step in (100, 200):
@@ -177,18 +177,18 @@ class History:
     Traceback (most recent call last):
     ValueError: 'loss' is ambiguous; it may be any of train.loss, eval.loss. Give one of these names.
 
-    A commit does not wait for the devices: device values are copied in chunks, and reading a row waits for its values.
+    A commit does not wait for the devices. Device values are copied in chunks, and reading a row waits for its values.
 
     With a path, rows are also appended to that file, one JSON object per line: `{"elapsed": {...}, "logs": {...}}`.
-    Rows of host values are in the file when `commit` returns; rows of device values when these have arrived, and at the
-    latest after `flush` or `close`. A row that arrives before earlier ones contains its number, `"row": 7`. The file is
-    strict JSON: NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and a string of the logs
-    that equals one of these is written with a leading `'`.
+    Rows of host values are in the file when `commit` returns. Rows of device values are written when their values
+    arrive, and at the latest by `flush` or `close`. A row that is written before earlier ones contains its number,
+    `"row": 7`. The file is strict JSON: NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and
+    a logged string that equals one of these is written with a leading `'`.
 
     Args:
-      path: A file to write the rows to, whose directory is created if necessary; None to keep them in memory only. If
-        it already has rows, call `resume` before the first commit.
-      writes: False to read the file but never write it, as all processes of a job except the first do.
+      path: A file to write the rows to, whose directory is created if necessary; None to keep the rows in memory only.
+        If the file already has rows, call `resume` before the first commit.
+      writes: False to read the file but never write it, as in all processes of a job except the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
@@ -225,14 +225,14 @@ class History:
 
         Args:
           elapsed: The progress of the run.
-          logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and arrays without axes, also on devices.
-            A device value must not be donated to a step before it has arrived, so copy values that are part of the
-            state.
+          logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
+            device arrays. A device value must not be donated to a step before it has arrived, so copy values that are
+            part of the state.
 
         Raises:
           TypeError: A value is not a scalar, or a key is not a string.
-          ValueError: Two values have the same path; a path is steps, samples, time or loops, which come from `elapsed`;
-            a device value was donated; or the file has rows of an earlier run and `resume` was not called.
+          ValueError: Two values have the same path; a path is steps, samples, time or loops, which are fields of
+            `elapsed`; a device value was donated; or the file has rows of an earlier run and `resume` was not called.
         """
         _check_elapsed("commit", elapsed)
         form, values = self._read(logs)
@@ -246,6 +246,9 @@ class History:
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
         """Appends several rows; see `commit`.
 
+        If `commit` raises an error, a note on the error contains the progress of the run at that row. The rows before
+        the failing one are in the history; those after it are not.
+
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
         >>> history.collect("steps", "loss")
@@ -256,8 +259,8 @@ class History:
           logs: The metrics of each row.
 
         Raises:
-          ValueError: The lengths differ. The errors of `commit`, with a note that gives the progress of the run. The
-          rows before the failing one are in the history; those after it are not.
+          TypeError: `commit` raised it.
+          ValueError: `elapsed` and `logs` differ in length, or `commit` raised it.
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
@@ -279,7 +282,7 @@ class History:
     def flush(self) -> None:
         """Waits for all pending values, and writes all rows to the file if there is one.
 
-        Called before each checkpoint is saved, because a checkpoint covers the rows up to its step.
+        A run calls this before each checkpoint is saved, because a checkpoint covers the rows up to its step.
         """
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
@@ -287,7 +290,7 @@ class History:
             self._queue = OutputQueue(_MAX_PENDING_ROWS)
 
     def close(self) -> None:
-        """Flushes. No file stays open between writes, so the history can still be used afterwards."""
+        """Calls `flush`. No file stays open between writes, so the history can still be used afterwards."""
         self.flush()
 
     def checksum(self) -> dict[str, Any] | None:
@@ -357,7 +360,7 @@ class History:
             logging.info("Resuming %s: %d rows kept, %d dropped after step %d.", place, num_kept, dropped, steps)
 
     def _replace_damaged_file(self, steps: int, num_rows: int | None, reader: "_Reader | None") -> None:
-        """Writes the readable rows of a damaged file to a new one, keeps the damaged one, and warns of the loss."""
+        """Writes the readable rows of a damaged file to a new file, keeps the old one, and warns about the loss."""
         assert self._path is not None and reader is not None
         lost = 0 if num_rows is None else num_rows - len(self)
         what = "It is missing. " if not self._path.exists() else ""
@@ -405,9 +408,9 @@ class History:
         return list(self._columns)
 
     def find(self, name: str) -> str:
-        """Returns the full path of a value, given its path or an unambiguous end of it.
+        """Returns the full path of a value, given its path or an unambiguous suffix of the path.
 
-        A complete path takes precedence.
+        An exact match takes precedence.
 
         Raises:
           ValueError: No value has this name, or several do.
@@ -449,7 +452,8 @@ class History:
         """Returns the values with these names as lists, from the rows that contain all of them.
 
         Args:
-          *names: `steps`, `samples`, `time` and `loops` are those of `elapsed`. Other names are looked up as in `find`.
+          *names: `steps`, `samples`, `time` and `loops` refer to fields of `elapsed`. Other names are looked up as in
+            `find`.
 
         Returns:
           A tuple with one list per name, or just the list if there is only one name. The lists are empty if the history
@@ -503,7 +507,7 @@ class History:
 
     @classmethod
     def load(cls, path: epath.PathLike) -> "History":
-        """Loads a file that was written by `save` or by a history with a path. The result is in memory only.
+        """Loads a file that was written by `save` or by a history with a path. The loaded history has no path.
 
         An incomplete last line, left by a process that was killed while writing, is dropped with a warning.
 
@@ -519,9 +523,9 @@ class History:
     def plot(self, *names: str, x: str = "steps") -> "Figure":
         """Returns a figure with learning curves: one plot per name, one line per value whose path ends in that name.
 
-        So `plot("loss")` shows `train.loss` and `eval.loss` together, under the labels `train` and `eval`. At the end
-        of a notebook cell, the figure is displayed; `figure.savefig("loss.png")` writes it to a file. It requires
-        matplotlib, and doesn't change its backend or settings.
+        For example, `plot("loss")` shows `train.loss` and `eval.loss` together, labeled `train` and `eval`. At the end
+        of a notebook cell, the figure is displayed; `figure.savefig("loss.png")` writes it to a file. This method
+        requires matplotlib, and doesn't change matplotlib's backend or settings.
 
         Args:
           *names: The values to plot. Without names, all numbers are plotted except the statistics of loops
@@ -529,7 +533,7 @@ class History:
           x: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
-          ValueError: There is nothing to plot, or no number has this name.
+          ValueError: There is nothing to plot, or a name matches no numbers.
           ImportError: matplotlib is not installed.
         """
         if x not in _UNITS:
@@ -632,7 +636,7 @@ class History:
         self._queue = queue
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores values that have arrived in the oldest rows that wait for them, and writes these rows to the file."""
+        """Stores arrived values in the oldest rows that are waiting for values, and writes these rows to the file."""
         numbers = self._waiting[: len(rows)]
         for number, values in zip(numbers, rows, strict=True):
             for path, value in values.items():
@@ -798,7 +802,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # A string of the logs that equals one of these words, with any number of leading quotes.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 _LONGEST_LINE, _CHUNK = 1 << 24, 1 << 20  # Bytes.
-# The errors of reading a line that no history wrote.
+# The errors raised when reading a line that no history wrote.
 _OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -819,7 +823,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _to_line(row: Row, number: int | None = None) -> str:
-    """Returns a row as a line of the file, with its number if that differs from the line's."""
+    """Returns a row as a line of the file, with the row number if it differs from the line number."""
     line = {"elapsed": {unit: _plain(value, unit) for unit, value in row.elapsed.to_dict().items()}, "logs": row.logs}
     return json.dumps(_encoded(line if number is None else {"row": number, **line}), allow_nan=False) + "\n"
 
@@ -832,7 +836,7 @@ class _Checksum:
 
     @classmethod
     def of(cls, path: epath.Path, size: int | None = None) -> "_Checksum":
-        """Reads a file, or its first `size` bytes; nothing if there is no file."""
+        """Returns the checksum of a file, or of its first `size` bytes. A missing file counts as empty."""
         checksum = cls()
         if path.exists() or os.path.lexists(path):
             with files.open_file(path, "rb") as file:
@@ -855,8 +859,8 @@ class _Reader:
     """Reads the rows of a file, one line at a time.
 
     Attributes:
-      is_in_order: Whether the lines read so far are exactly the rows, complete and in order.
-      broken_lines: If broken lines are skipped, their line numbers.
+      is_in_order: True if the lines read so far are exactly the rows, complete and in order.
+      broken_lines: The numbers of the broken lines that were skipped.
     """
 
     def __init__(
@@ -954,7 +958,7 @@ def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
 
 
 def _keep_damaged_file(path: epath.Path, suffix: str) -> epath.Path | None:
-    """Moves a file to `<path>.<suffix>`, which it returns; None if there is no file, or a longer one exists there."""
+    """Moves a file to `<path>.<suffix>`, and returns that path; None if there is no file or a longer one is there."""
     aside = epath.Path(f"{path}.{suffix}")
     if not path.exists() or (aside.exists() and aside.stat().length > path.stat().length):
         return None

@@ -119,7 +119,7 @@ def _described(attempt: run_log.Attempt) -> Iterable[tuple[str, object]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table; each row alternates tags and texts."""
+    """Returns an HTML table. Each row is a sequence that alternates tags and texts."""
     lines = [
         "".join(f"<{tag}>{_text(text)}</{tag}>" for tag, text in zip(row[::2], row[1::2], strict=True)) for row in rows
     ]

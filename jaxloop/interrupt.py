@@ -1,6 +1,6 @@
 """Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately.
 
-Other threads can also ask it to pause a run between two steps, or to end the run.
+Other threads can also pause a run between two steps, or end it.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from absl import logging
 
 # If Ctrl-C comes this soon after one that ended an earlier run, it is meant for the program that repeats the run.
 _SECOND_WITHIN_SECS = 2.0
-# If SIGTERM comes this soon after SIGTERM, it is the same one: systemd sends it to a launcher and to its child, and the
-# launcher forwards it to the child.
+# If a second SIGTERM comes this soon after the first, it counts as the same one: systemd sends it to a launcher and to
+# its child, and the launcher forwards it to the child.
 _SAME_WITHIN_SECS = 0.1
 # Python's default handlers. jaxloop handles a signal only if the program has not replaced its default handler.
 _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
@@ -32,9 +32,9 @@ _EXIT_CODE = 128 + signal.SIGTERM
 # Requests that are not signals. Their numbers are smaller, because in a job the largest number is confirmed.
 _PAUSE = 1
 STOP = -1
-"""The number with which `Interruptible.confirm` ends a run as Ctrl-C does."""
+"""The number to pass to `Interruptible.confirm` to end a run, as Ctrl-C does."""
 DETOUR = -2
-"""The number with which `Interruptible.confirm` interrupts a run that returns to an earlier checkpoint."""
+"""The number to pass to `Interruptible.confirm` to interrupt a run that returns to an earlier checkpoint."""
 _NO_SIGNALS = (None, STOP, DETOUR)
 # The time for cleanup after the second signal, and the time in which a job must agree on the first one.
 _CLEANUP_SECS = 5.0
@@ -46,16 +46,16 @@ _CLOSED = 0  # Sent to the watching thread. No signal has this number.
 class Interruptible:
     """A context in which Ctrl-C and SIGTERM (preemption) set `requested` instead of interrupting a step.
 
-    First signal: after SIGTERM, the process exits with code 143 when the outermost context closes, so whatever must be
-    saved or closed belongs inside the context. After Ctrl-C, the program continues. Exceptions propagate; after
-    SIGTERM, a note is added to them.
+    First signal: after SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
+    everything inside the context. After Ctrl-C, the program continues. Exceptions propagate; after SIGTERM, a note is
+    added to them.
 
     Second signal: Ctrl-C raises `KeyboardInterrupt`, even if the first Ctrl-C ended an earlier run a moment ago. If one
     of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` runs, and the
     child processes of `multiprocessing` are killed. But Python handles signals only between two of its instructions,
-    and a program may swallow `KeyboardInterrupt`. So a thread watches too: 5 s after the second signal, or at the
-    third, it exits the process with 128 + the signal's number. In an interactive session, only `KeyboardInterrupt` is
-    raised.
+    and a program may swallow `KeyboardInterrupt`. A thread therefore watches for signals, too: 5 s after the second
+    signal, or at the third, it exits the process with code 128 + the signal's number. In an interactive session, only
+    `KeyboardInterrupt` is raised.
 
     If the processes of a job have not agreed on a first signal after 15 s, because one of them hangs, the process exits
     in the same way. Saved checkpoints stay intact in all cases.
@@ -81,7 +81,7 @@ class Interruptible:
         self.signum: int | None = None  # The first signal.
         self.unconfirmed: int | None = None  # A signal that has no effect yet.
         self._confirmed_elsewhere: int | None = None  # A confirmed signal that this process has not received.
-        self.pauses: bool = False  # Whether the run pauses after the current dispatch.
+        self.pauses: bool = False  # True if the run pauses after the current dispatch.
         self._pause_is_unconfirmed = False
         self._times: dict[int, float] = {}  # The last time of each signal, also in an earlier run.
         self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
@@ -89,12 +89,12 @@ class Interruptible:
 
     @property
     def awaits_agreement(self) -> bool:
-        """True if signals must be confirmed and none has been yet."""
+        """True if signals must be confirmed and none has been confirmed yet."""
         return self._defers and self.signum in _NO_SIGNALS
 
     @property
     def requested(self) -> bool:
-        """True if a signal came since the outermost context was opened."""
+        """True if a signal has arrived since the outermost context was opened."""
         return self.signum is not None if self._outer is None else self._outer.requested
 
     @property
@@ -107,7 +107,7 @@ class Interruptible:
 
     @property
     def signal_name(self) -> str | None:
-        """The first signal, "Ctrl-C" or "SIGTERM"; "a command" for `STOP`; None if no signal came."""
+        """The first signal, "Ctrl-C" or "SIGTERM"; "a command" for `STOP`; None if no signal has arrived."""
         if self._outer is not None:
             return self._outer.signal_name
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command", DETOUR: "a detour"}
@@ -137,8 +137,8 @@ class Interruptible:
     def confirm(self, signum: int) -> None:
         """Makes a request effective, no matter which process of the job received it.
 
-        The hosts of a cluster don't receive a signal at the same time. If it reaches this process later, it counts as
-        the same signal.
+        The hosts of a cluster don't receive a signal at the same time. If the signal reaches this process later, it
+        counts as the same one.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
@@ -243,7 +243,7 @@ class _Watch:
     def begin(cls, interruptible: Interruptible) -> "_Watch | None":
         """Starts the thread. Returns None if the program already uses the wakeup file descriptor, as asyncio does."""
         watch = cls(interruptible)
-        # Python writes the number of each signal to the pipe when it comes, before any handler runs.
+        # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -305,7 +305,7 @@ def _kill_workers() -> None:
 
 
 def _forget_watch() -> None:
-    """Called in a forked process, so that its signals don't reach the watching thread of its parent."""
+    """Detaches a forked process from its parent's watching thread, which would otherwise receive its signals."""
     open_ = _find_open()
     if open_ is not None and open_._watch is not None:
         signal.set_wakeup_fd(-1)
@@ -316,7 +316,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _find_open() -> Interruptible | None:
-    """Returns the open outermost context, which has a handler installed; None if there is none."""
+    """Returns the outermost open context, whose handlers are installed; None if there is none."""
     for signum, _ in _DEFAULTS:
         owner = getattr(signal.getsignal(signum), "__self__", None)
         if isinstance(owner, Interruptible) and owner._before:
@@ -331,7 +331,7 @@ def _end_at_once(signum: int) -> None:
     os._exit(128 + signum)  # The default action doesn't end the first process of a container.
 
 
-# Native code may install a handler, as `jax.distributed.initialize` does for SIGTERM. Python doesn't report it.
+# Native code may install a handler that Python doesn't report, as `jax.distributed.initialize` does for SIGTERM.
 
 
 def _sigaction() -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxloop import distributed
 
-# Seconds for the others to end by themselves after one has failed.
+# After a process has failed, the others have this many seconds to end by themselves.
 _GRACE_SECS = 3.0
 _POLL_SECS = 0.05
 # Ends the processes if the launcher is killed. It reads the numbers of their process groups, one per line.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     address = f"127.0.0.1:{_free_port()}"
     job = _Job(options.signal_secs)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signum != signal.SIGHUP or signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` has it ignored.
+        if signum != signal.SIGHUP or signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` ignores SIGHUP.
             signal.signal(signum, job.on_signal)
     for place in range(options.processes):
         job.start(command, _environment(address, options.processes, place, options.devices), place)
@@ -98,7 +98,7 @@ class _Job:
         process = _Process(command, environment, place)
         self._processes.append(process)
         self._tell_guard(str(process.group))
-        if self._signum is not None:  # The signal came while this one was being started.
+        if self._signum is not None:  # The signal came while this process was starting.
             process.send(self._signum)
 
     def _tell_guard(self, line: str) -> None:
@@ -124,7 +124,7 @@ class _Job:
         code = _report(processes, killed, self._signum, self._signal_secs)
         if code or self._signum is not None:
             for each in processes:
-                each.kill()  # Kills what it started and left behind.
+                each.kill()  # Kills everything that it started and left behind.
         for each in processes:
             each.finish()
         self._tell_guard("done")
@@ -143,7 +143,7 @@ class _Process:
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-        self.code: int | None = None  # Negative for a signal; None while it runs.
+        self.code: int | None = None  # Negative if a signal ended it; None while it runs.
         self.ended_at: float | None = None
         self._printer = threading.Thread(target=self._print_lines, daemon=True)
         self._printer.start()
@@ -167,7 +167,7 @@ class _Process:
 
     @property
     def group(self) -> int:
-        """The ID of its process group, which contains everything it starts."""
+        """The ID of the process group, which contains everything that the process starts."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -183,7 +183,7 @@ class _Process:
                 sys.stdout.flush()
 
     def finish(self) -> None:
-        """Waits until all output of the process has been printed, but not for processes that it left behind."""
+        """Waits until all output of the process has been printed. Doesn't wait for processes that it left behind."""
         self._printer.join(timeout=_POLL_SECS * 20)
 
 
@@ -211,10 +211,10 @@ def _report(
 
 
 def _rank(process: _Process) -> tuple[object, ...]:
-    """Returns a sort key: the lower, the more likely the process caused the failure of the job."""
+    """Returns a sort key. A process with a lower key is more likely to have caused the failure of the job."""
     code = process.code or 0
     is_follower = code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
-    # If two ended between two polls, one by a signal and one with an error, the error may be the loss of the other.
+    # If two ended between two polls, one by a signal and one with an error, the error may report the loss of the other.
     is_signal = code < 0 or code == 128 + signal.SIGTERM
     return is_follower, process.ended_at, not is_signal
 

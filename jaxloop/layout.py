@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxloop import checks
 from jaxloop.text import printable
 
-# The largest number of pictures, one for each kind of layout.
+# The maximum number of pictures, one for each kind of layout.
 _MOST_PICTURES = 8
 
 
@@ -23,11 +23,11 @@ class LeafLayout:
     """The layout of one leaf of a state.
 
     Attributes:
-      path: Its path in the state, such as `params/Dense_0/kernel`.
+      path: The path of the leaf in the state, such as `params/Dense_0/kernel`.
       shape: The shape of the whole leaf.
-      dtype: Its dtype.
-      sharding: Its sharding.
-      reason: If the leaf is large but replicated, the reason for that.
+      dtype: The dtype.
+      sharding: The sharding.
+      reason: The reason why the leaf is replicated, if it is large but replicated.
     """
 
     path: str
@@ -49,7 +49,7 @@ class LeafLayout:
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes on one device."""
+        """The number of bytes on one device."""
         return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
 
 
@@ -71,14 +71,14 @@ class Layout:
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes on one device."""
+        """The number of bytes on one device."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def plot(self, pattern: str = "") -> None:
         """Prints pictures of the split leaves with JAX's visualizer, one for each group of equal layouts.
 
         Args:
-          pattern: A regular expression that is searched in the paths of the leaves.
+          pattern: A regular expression that is searched for in the paths of the leaves.
 
         Raises:
           ImportError: rich, which draws the pictures, is not installed.
@@ -118,7 +118,7 @@ class Layout:
         return "\n".join(form.format(*row).rstrip() for row in (head, *rows, total))
 
     def summary(self) -> str:
-        """Returns a table of the parameters by module. Without `params`, all leaves count as parameters.
+        """Returns a table of the parameters by module. If the state has no `params`, all leaves count as parameters.
 
         Equal parameters of modules whose names differ only in a number share a row, as in `12 x blocks/*/mlp`.
 

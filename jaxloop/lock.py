@@ -48,7 +48,7 @@ class Holder:
     Attributes:
       pid: The process ID.
       host: The name of its host.
-      since: The time at which the process acquired the lock, in ISO 8601 format.
+      since: The time when the process acquired the lock, in ISO 8601 format.
       command: The command line of the process, shortened to about 200 characters.
     """
 
@@ -194,7 +194,7 @@ class DirectoryLock:
                 os.close(lock.descriptor)
 
     def check(self) -> None:
-        """Checks that the directory is still the one that this process has locked. Does nothing if it holds no lock.
+        """Checks that the directory is still the one that this process has locked. Does nothing if it is not locked.
 
         Raises:
           DirectoryLostError: The directory or its lock file was moved, deleted, or replaced.
@@ -239,7 +239,7 @@ class DirectoryLock:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    # If both processes started together, the other may not have written its name yet.
+                    # If both processes started together, the other may not have described itself yet.
                     time.sleep(_WRITE_HOLDER_SECS)
                     raise DirectoryInUseError(self._directory, _read_holder(descriptor)) from None
                 except OSError as error:

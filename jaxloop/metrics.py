@@ -24,7 +24,7 @@ _CLU_MODULE = "clu.metrics"
 def fetch(tree: Any) -> Any:
     """Blocks until a pytree has been computed, and copies it to the host. Scalars become NumPy scalars."""
     leaves, structure = jax.tree.flatten(tree)
-    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # Otherwise, JAX need not be initialized.
+    has_arrays = any(isinstance(leaf, jax.Array) for leaf in leaves)  # If not, JAX need not be initialized.
     if has_arrays and jax.default_backend() != "cpu":
         leaves = jax.device_get(leaves)  # This starts all copies before it waits for the first one.
     return jax.tree.unflatten(structure, _viewed(leaves))
@@ -65,7 +65,7 @@ def wait(tree: Any) -> Any:
 def is_ready(array: Any) -> bool:
     """Returns whether a value has been computed. Anything that is not a device array counts as computed.
 
-    A donated array counts as not computed. So does a typed PRNG key, because JAX can't tell.
+    A donated array counts as not computed. So does a typed PRNG key, because JAX can't check it.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -75,7 +75,7 @@ def is_ready(array: Any) -> bool:
 
 def _read(array: jax.Array) -> Any:
     view = np.asarray(array)
-    # `view[()]` is fastest for scalars. For other arrays, this view would keep more than the buffer alive.
+    # `view[()]` is the fastest way for scalars. For other arrays, this view would keep more than the buffer alive.
     return array.__array__() if view.ndim else view[()]
 
 
@@ -157,7 +157,7 @@ class LoopOutputs(dict[str, Any]):
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> "LoopOutputs":
-        """Returns the outputs from the form that `encode` returned, without the values that it left out."""
+        """Restores outputs from the result of `encode`, without the values that `encode` left out."""
         values = {name: _not_plain(encoding.decode(value)) for name, value in encoded["values"].items()}
         return cls(values, encoded["num_examples"])
 
@@ -220,7 +220,7 @@ def _fields(value: Any) -> Any:
 
 
 def _name_of_class(metric: Any) -> str | None:
-    """Returns the import path of a metric's class, or of its base class if clu derived it, as in `from_output`."""
+    """Returns the import path of a metric's class, or of its base class if clu created it, as `from_output` does."""
     for cls in type(metric).__mro__:
         name = f"{cls.__module__}:{cls.__qualname__}"
         if _class_of_name(name) is not None:
@@ -282,7 +282,7 @@ def _scalar_values(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def is_metric_class(kind: type) -> bool:
-    """Returns whether the instances of a class are metrics, like those of `clu.metrics`: with `merge` and `compute`."""
+    """Returns whether the instances of a class have the methods `merge` and `compute`, like those of `clu.metrics`."""
     has_both = all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
     return has_both or issubclass(kind, _KeptMetric)
 
@@ -293,7 +293,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether merging can't be compiled, because a state grows with each merge: it collects values."""
+    """Returns whether merging can't be compiled because the state collects values, so it grows with each merge."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 
@@ -303,7 +303,7 @@ def _grows(structure: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> b
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
     try:
         merged = jax.eval_shape(lambda one, other: one.merge(other), state, state)
-    except Exception:  # It can't be traced at all. If its merge is broken, the host raises the error.
+    except Exception:  # The merge can't be traced at all. If it is broken, the host raises the error.
         return True
     sizes = [leaf.shape for leaf in jax.tree.leaves(merged)]
     return jax.tree.structure(merged) != structure or sizes != [shape for shape, _ in shapes]
@@ -387,7 +387,7 @@ def media(outputs: types.Output) -> dict[str, types.MetricWithMetadata]:
     """Returns the values in a loop's outputs that are not scalars, each with its type.
 
     An array `[N, H, W, C]` without metadata counts as images if C is 1, 3, or 4. Any other array without metadata
-    becomes a histogram. Histograms contain the values of all steps. Images, videos, audio, and text are those of the
+    becomes a histogram. Histograms contain the values of all steps. Images, videos, audio, and text are taken from the
     last step only.
     """
     return _media(_reduced(outputs))

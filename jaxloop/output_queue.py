@@ -19,11 +19,11 @@ from jaxloop import metrics, timing, types
 from jaxloop.structures import PerStructure
 
 CHUNK_SIZE = 32
-"""The number of steps whose scalars leave an accelerator as one array. Fewer aren't worth the time to compile it."""
+"""The number of steps whose scalars leave an accelerator as one array. For fewer, compiling isn't worth its time."""
 
 
 def chunk_size(max_steps_in_flight: int) -> int:
-    """Returns how many steps a loop dispatches before it handles their outputs. At most half of those in flight."""
+    """Returns the number of steps that a loop dispatches before it handles their outputs: at most half in flight."""
     return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
 
 
@@ -84,9 +84,9 @@ def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """The outputs of several steps that were dispatched together, on the devices.
+    """The outputs, on the devices, of several steps that were dispatched together.
 
-    Their leading axis counts the steps.
+    The leading axis of each array is the axis of the steps.
     """
 
     outputs: types.Output
@@ -100,7 +100,7 @@ class Block:
         return {name: value[-1] for name, value in metrics.fetch(arrays).items()}
 
     def arrive(self, fetched: types.Output, arrived: Arrived) -> None:
-        """Appends its outputs to `arrived`. `fetched` contains the outputs on the host."""
+        """Appends the outputs to `arrived`. `fetched` contains the outputs on the host."""
         columns = fetched and {name: _unstacked(value, self.num_steps) for name, value in fetched.items()}
         arrived.add(columns, self.num_steps)
 
@@ -115,10 +115,10 @@ def _unstacked(value: Any, number: int) -> Sequence[Any]:
 
 
 class _Chunk:
-    """The outputs of some steps on their way to the host.
+    """The outputs of some steps, which are being moved to the host.
 
     Args:
-      outputs: The outputs of each step, on the devices, or those of several steps as a `Block`.
+      outputs: The outputs of each step on the devices. Steps that were dispatched together share a `Block`.
       num_steps: The number of steps.
     """
 
@@ -203,7 +203,7 @@ def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[
         return None
     try:
         columns = {name: [row[name] for row in rows] for name in rows[0]}  # pyright: ignore
-        # Each has all names of the first. If their total number is the same, none has others.
+        # Each row has all names of the first. If the total number of names matches, no row has other names.
         return columns if sum(map(len, rows)) == len(columns) * len(rows) else None  # pyright: ignore
     except (KeyError, TypeError):
         return None
@@ -215,7 +215,7 @@ def _kind(outputs: "types.Output | Block") -> Any:
 
 
 def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
-    """Returns, for each name under which all steps report a scalar of the same dtype, its values on the devices."""
+    """Returns the on-device values of each name under which all steps report a scalar of the same dtype."""
     columns = {}
     for name, first in (chunk[0] or {}).items():
         values = [outputs.get(name) if outputs else None for outputs in chunk]
@@ -239,23 +239,23 @@ class OutputQueue:
 
     The host reads values from a device only in `drain`, or when the devices hold the outputs of more than
     `max_steps_kept` steps. That bounds the memory used on the devices. If the devices share the host's memory, nothing
-    needs to be copied, and the queue takes the values as soon as some steps are computed, while they are still in the
-    CPU caches. The host waits only if it is more than `max_steps_in_flight` steps ahead. That bounds the number of
+    needs to be copied, and the queue reads the values as soon as some steps are computed, while the values are still in
+    the CPU caches. The host waits only if it is more than `max_steps_in_flight` steps ahead. That bounds the number of
     pending steps.
 
-    States of `clu.metrics` are merged one at a time, from the first to the last. The merged bits therefore don't depend
-    on where one chunk or queue ends and the next one begins.
+    States of `clu.metrics` are merged one at a time, from the first to the last. The merged states are therefore the
+    same, bit for bit, wherever one chunk or queue ends and the next one begins.
 
     Args:
       max_steps_in_flight: The maximum number of pending steps on the devices.
       max_steps_kept: The maximum number of steps whose outputs stay on the devices if they are scalars. Larger outputs
-        are read as soon as their step is computed. None for the value of `max_steps_in_flight`.
-      stopwatch: The stopwatch that counts the time spent waiting.
-      sums: The merged `clu.metrics` states of an earlier queue, by name, with which merging continues.
+        are read as soon as their step is computed. None to use `max_steps_in_flight`.
+      stopwatch: The stopwatch that measures the time spent waiting.
+      sums: The merged `clu.metrics` states of an earlier queue, by name, from which merging continues.
       is_on_host: Whether the devices share the host's memory, so that nothing is copied. None to detect it.
 
     Attributes:
-      max_steps_in_flight: The argument of that name. It may be changed when `steps_per_dispatch` is known.
+      max_steps_in_flight: See above. It may be changed once `steps_per_dispatch` is known.
       newest: The outputs of the newest steps. Append to it before `push`.
     """
 
@@ -276,11 +276,11 @@ class OutputQueue:
         self.newest: list[types.Output | Block] = []
         self._steps = 0  # The number of steps in `newest`.
         self._chunks: list[_Chunk] = []  # The steps before `newest`.
-        self._held = 0  # Their number of steps.
-        self._num_outputs = 0  # Their number of dispatches.
+        self._held = 0  # The number of steps in `_chunks`.
+        self._num_outputs = 0  # The number of dispatches in `_chunks`.
         self._merged: dict[str, Any] = {}
         self._are_plain = True  # Describes all steps before `newest`.
-        # An array of each dispatch, to wait for, and the number of its steps; oldest first.
+        # For each dispatch, an array to wait for and the number of steps; oldest first.
         self._in_flight: collections.deque[tuple[jax.Array | None, int]] = collections.deque()
         self._num_in_flight = 0
 
@@ -293,7 +293,7 @@ class OutputQueue:
         """Processes the outputs that were appended to `newest`, and returns those that have arrived on the host.
 
         Args:
-          num_steps: The number of steps that were appended: at most `room`, or those of one dispatch.
+          num_steps: The number of steps that were appended: at most `room`, or the steps of one dispatch.
           state: The state that the last of these steps returned. The queue waits for it if there are no outputs.
         """
         self._steps += num_steps
@@ -330,7 +330,7 @@ class OutputQueue:
                 metrics.wait(state if marker is None else marker)
             finally:
                 self._stopwatch.switch(before)
-            if marker is None:  # The state after that step was donated since, so this waited for the newest one.
+            if marker is None:  # That step's state has been donated since, so this waited for the newest one.
                 self._in_flight.clear()
                 self._num_in_flight = 0
 
@@ -346,9 +346,7 @@ class OutputQueue:
         return others
 
     def drain(self, *, keep_sums: bool = False) -> tuple[Arrived, dict[str, Any]]:
-        """Waits for all outputs.
-
-        Returns the outputs, and the `clu.metrics` states merged since the last `drain`, by name.
+        """Waits for all outputs. Returns them and the `clu.metrics` states merged since the last `drain`, by name.
 
         With `keep_sums`, merging continues from these states, so the next `drain` includes them.
         """
@@ -426,7 +424,7 @@ class OutputQueue:
             self._merged[name] = metrics.merge(metrics.fetch(states))
         elif len(states) >= self._chunk_size:
             self._merged[name] = _merge_jitted(states)
-        else:  # One by one, because compiling for each length of a last chunk would take longer.
+        else:  # Merge one by one, because compiling for each length of the last chunk would take longer.
             self._merged[name] = functools.reduce(lambda a, b: _merge_jitted([a, b]), states)
 
     def _merge_block(self, name: str, stacked: Any) -> None:

@@ -1,4 +1,4 @@
-"""Iterators that know their position in a dataset and can return to a saved position."""
+"""Iterators that track their position in a dataset and can return to a saved position."""
 
 import bisect
 import contextlib
@@ -52,7 +52,7 @@ class DatasetPosition:
 
         - "state": `get_state` and `set_state`.
         - "state_dict": `state_dict` and `load_state_dict`.
-        - "tf.data": The checkpoint of the iterator.
+        - "tf.data": A checkpoint of the iterator.
         - "torch": The state of PyTorch's random number generators at the start of the epoch.
         - "sequence" and "index": The index of the next batch.
         - "skip": No state. The order is the same each time, so the consumed batches are read again and skipped.
@@ -81,14 +81,14 @@ class DatasetPosition:
         """Returns the position as a JSON-serializable dict. Byte strings are encoded in base64.
 
         Args:
-          arrays: A dict that receives byte strings longer than 1 KiB as named uint8 arrays, so that they aren't in the
+          arrays: A dict that receives byte strings longer than 1 KiB as named uint8 arrays, to keep them out of the
             JSON. For example, the checkpoint files of a tf.data iterator with a shuffle buffer take megabytes.
         """
         return {**dataclasses.asdict(self), "state": _extract_arrays(self.state, arrays)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None) -> "DatasetPosition":
-        """Returns the position from the result of `to_dict` and the arrays that `to_dict` extracted."""
+        """Restores a position from the result of `to_dict` and the arrays that `to_dict` extracted."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, Mapping) or not {"kind", "count"} <= set(values) <= names:
             got = sorted(values) if isinstance(values, Mapping) else checks.describe(values)
@@ -117,7 +117,7 @@ def _extract_arrays(state: Any, arrays: dict[str, np.ndarray] | None) -> Any:
 
 
 def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns the state after putting back the byte strings that `_extract_arrays` moved to `arrays`."""
+    """Returns the state, with the byte strings that `_extract_arrays` moved to `arrays` put back."""
     is_reference = lambda node: isinstance(node, dict) and _ARRAY_KEY in node
     insert = lambda node: np.asarray(arrays[node[_ARRAY_KEY]], np.uint8).tobytes() if is_reference(node) else node
     try:
@@ -130,7 +130,7 @@ def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
 
 @final
 class PositionedIterator(Iterator[types.Batch]):
-    """An iterator over batches that knows the position after the last batch it returned, however far it reads ahead.
+    """An iterator over batches that tracks the position after the last returned batch, however far it reads ahead.
 
     >>> batches = [{"x": number} for number in range(5)]
     >>> iterator = PositionedIterator(batches)
@@ -142,9 +142,9 @@ class PositionedIterator(Iterator[types.Batch]):
     >>> next(again)
     {'x': 3}
 
-    A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later asks for
-    `position(count)`. Grain datasets, sequences, and index functions can return to a position directly; tf.data does so
-    by restoring a checkpoint of its iterator. The batches between the newest mark and the position are then read and
+    A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
+    `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. tf.data
+    restores a checkpoint of its iterator. The batches between the newest mark and the position are then read and
     skipped.
 
     Args:
@@ -196,10 +196,10 @@ class PositionedIterator(Iterator[types.Batch]):
         return self
 
     def _start_reading(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
-        """Starts reading from an iterator after `count` batches, where its source has this state (None if unknown)."""
+        """Starts reading from an iterator after `count` batches. Its source has this state there (None if unknown)."""
         self.close()
         self._iterator, self._count = iterator, count
-        self._has_begun = False  # Whether a batch has been read since then.
+        self._has_begun = False  # True once a batch has been read since then.
         self._peeked: list[types.Batch] = []  # At most one batch.
         self._seek_target: DatasetPosition | None = None  # Set until the first batch after it is checked.
         self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
@@ -250,7 +250,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def num_read(self) -> int:
-        """The number of batches in the epoch up to the last one returned, including those left out."""
+        """The number of batches read so far in this epoch, up to the last one returned and including those left out."""
         return self._count
 
     @property
@@ -287,17 +287,17 @@ class PositionedIterator(Iterator[types.Batch]):
 
     @property
     def problem(self) -> str | None:
-        """A message that says why a position can't be restored and how to fix it; None if no reason is known.
+        """A message that explains why a position can't be restored and how to fix it; None if no reason is known.
 
-        For a tf.data pipeline whose state can't be saved, the reason is known only after the first `mark`.
+        If the state of a tf.data pipeline can't be saved, the reason is known only after the first `mark`.
         """
         return (self._source.problem or unknown_reason(self._dataset)) if self.kind == "unknown" else None
 
     def resume_warning(self, *, several_passes: bool = False) -> str | None:
-        """Returns a message that says why a resumed run will not be exact and how to fix it; None if it will be exact.
+        """Returns a message that explains why a resumed run won't be exact and how to fix it; None if it will be exact.
 
-        Call this method before the first batch is read, because it may peek at that batch, and may try to save the
-        state of the source.
+        Call this method before the first batch is read, because the method may peek at that batch, and may try to save
+        the state of the source.
 
         Args:
           several_passes: True if the run trains for more than one epoch.
@@ -313,7 +313,7 @@ class PositionedIterator(Iterator[types.Batch]):
     # Batches -----------------------------------------------------------------------------------------
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
-        """Makes the iterator apply a function to each batch before it returns the batch. Returns this iterator."""
+        """Makes the iterator apply a function to each batch before returning the batch. Returns this iterator."""
         if self._convert is not convert:
             self._convert = convert
             self._peeked = [convert(batch) for batch in self._peeked]
@@ -332,7 +332,7 @@ class PositionedIterator(Iterator[types.Batch]):
         return self._peeked[0]
 
     def skip(self, num_batches: int) -> None:
-        """Reads and discards `num_batches` batches. Logs their number and the time it took.
+        """Reads and discards `num_batches` batches. Logs the number of batches and the time this took.
 
         Raises:
           ValueError: The dataset ends before that many batches were read.
@@ -364,8 +364,8 @@ class PositionedIterator(Iterator[types.Batch]):
         if self._count == 0:
             self._fingerprint["batch"] = describe_batch(batch)
         if self._seek_target is not None:
-            # If the first batch is read again, it must be the same. After a saved state, another batch follows, and its
-            # size may differ.
+            # If the first batch is read again, it must be the same. After a saved state, the next batch is a different
+            # one, and its size may differ.
             is_reread = self._count == 0 and self._seek_target.count > 0
             check_same(self._seek_target.fingerprint.get("batch"), describe_batch(batch), sizes=is_reread)
             self._seek_target = None
@@ -375,10 +375,10 @@ class PositionedIterator(Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the state of the source, for positions from here on. Call this when all batches read have been used.
+        """Stores the state of the source, on which later positions are based. Call this when all read batches are used.
 
         A mark takes microseconds for Grain, milliseconds for tf.data, and no time for sources whose position is a
-        number. With a thread that reads ahead, the mark is placed after the next batch that the thread reads.
+        number. If a thread reads ahead, the mark is placed after the next batch that the thread reads.
 
         Args:
           if_cheap: If True, the state is stored only if that takes no more than microseconds.
@@ -394,10 +394,10 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after the first `count` batches returned in this epoch; None for all returned so far.
+        """Returns the position after the first `count` batches returned in this epoch, or after all if that is None.
 
         Raises:
-          ValueError: `count` is larger than the number of batches returned, or lies before the oldest stored mark.
+          ValueError: `count` is larger than the number of batches returned, or is before the oldest stored mark.
         """
         count = self._count if count is None else number_of(count, self._left_out)
         if count == self._count:
@@ -418,7 +418,7 @@ class PositionedIterator(Iterator[types.Batch]):
     def seek(self, saved: DatasetPosition) -> None:
         """Goes to a position that an iterator over the same dataset returned, in this process or another.
 
-        If batches must be skipped, their number and the time it took are logged.
+        If batches must be skipped, the number of batches and the time this took are logged.
 
         Raises:
           PositionUnknownError: The source can't return to the position.
@@ -464,7 +464,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if saved.kind not in ("skip", "unknown"):
             check_same([*(before or now), f"kind {saved.kind!r}"], [*now, f"kind {kind!r}"])
         elif before and before[0].split()[0] == now[0].split()[0]:
-            check_same(before, now)  # Otherwise, for example, a list replaced a generator: skip as many batches.
+            check_same(before, now)  # Otherwise, if a list replaced a generator, say, skip as many batches.
 
     def _fresh_iterator(self) -> Iterator[types.Batch]:
         start = random_state(self._dataset)

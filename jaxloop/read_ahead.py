@@ -35,15 +35,15 @@ class ReadAhead:
     >>> [ahead.take().batch for _ in range(2)], type(ahead.take().error).__name__
     ([1, 2], 'StopIteration')
 
-    Once the thread has started, nothing else uses the source. The thread ends when the source ends or raises an
-    error, when `close` is called, and when this object is garbage-collected.
+    Once the thread has started, nothing else may use the source. The thread ends when the source ends or raises an
+    error, when `close` is called, or when this object is garbage-collected.
 
     Args:
       iterator: The source.
-      size: The largest number of batches in the buffer, including the one that is being read.
+      size: The maximum number of batches in the buffer, including the one that is being read.
       read_state: A function that reads the state of the source.
-      always_reads_state: If True, the state is read after each batch, which must be cheap. Otherwise it is read only
-        after a call to `request_state`.
+      always_reads_state: True if reading the state is so cheap that it can be read after each batch. Otherwise it is
+        read only after a call to `request_state`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReadAhead:
         return self._thread.ident is not None
 
     def take(self) -> ReadBatch:
-        """Waits for the next read and returns it. After an error or `close`, its error is always a `StopIteration`."""
+        """Waits for the next read and returns it. After an error or `close`, every read contains a `StopIteration`."""
         buffer = self._buffer
         if not self.has_begun and not buffer.is_closed:
             self._thread.start()
@@ -112,7 +112,7 @@ class _Buffer:
                 self.changed.notify_all()
             if batch.error is not None:
                 return
-            del batch  # So that the consumer has the only reference while the thread waits.
+            del batch  # While the thread waits, only the consumer should have a reference.
 
     def _read(self, number: int) -> ReadBatch:
         try:

@@ -35,7 +35,7 @@ _MAX_LINE_BYTES = 100_000
 _PULSE = struct.Struct("<qd")  # The number of updates that were begun, and the time of the newest one.
 _ID = re.compile(r"[0-9a-f]{16}")
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
-_has_claimed_start = False  # Whether a run has counted the time since this process started.
+_has_claimed_start = False  # True once a run has counted the time since this process started.
 
 
 @final
@@ -50,9 +50,9 @@ class RunLog:
     The log never stops a run: if it can't be written, one warning is logged, and nothing more is written.
 
     Args:
-      workdir: The directory; None, or a remote one, for no log.
-      spent: Returns the time report of the call so far.
-      clock: Returns the time in seconds since the epoch.
+      workdir: The directory. If it is None or remote, no log is written.
+      spent: A function that returns the time report of the call so far.
+      clock: A function that returns the time in seconds since the epoch.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RunLog:
             self._write("start", now, **process, **described, notes=notes, environment=_environment())
 
     def begin(self, step: int) -> None:
-        """Writes the line that records at which step the run begins or resumes."""
+        """Writes the line that records the step at which the run begins or resumes."""
         self._line("begin", step)
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class RunLog:
         if self._descriptor is None:
             yield
             return
-        with contextlib.suppress(OSError, ValueError):  # Without a pulse, the lines tell how far the run was.
+        with contextlib.suppress(OSError, ValueError):  # Without a pulse, the lines show how far the run got.
             self._pulse = _new_pulse(self._run, step, self._clock())
         pulse, clock, pack_into = self._pulse, self._clock, _PULSE.pack_into
 
@@ -174,14 +174,14 @@ class Attempt:
     """One start of a run, as recorded in the log.
 
     Attributes:
-      run: The number of the start, in hexadecimal.
-      started: When the call of the `OuterLoop` started, in seconds since the epoch.
-      since: When the process started; `started` for later calls in one process, and in notebooks.
-      described: The rest of the line of the start: `pid`, `host`, `total_steps`, `notes`.
-      points: The later lines, each a `(time, step, seconds by kind)`. The first is that of its first step.
-      reason: How it ended: `"finished"`, `"stopped"` by an output or an action, `"SIGTERM"` or another signal,
-        `"error: ..."`; None if it was killed, or still runs.
-      killed: The time and the step of the last sign of life of a run that was killed; None if that is not known.
+      run: A random ID, in hexadecimal.
+      started: The time when the call of the `OuterLoop` started, in seconds since the epoch.
+      since: The time when the process started; `started` for later calls in the same process, and in notebooks.
+      described: The other values of the log line for the start: `pid`, `host`, `total_steps`, `notes`.
+      points: The later lines, each as `(time, step, seconds by kind)`. The first line records the first step.
+      reason: How the run ended: `"finished"`, `"stopped"` by an output or an action, `"SIGTERM"` or another signal,
+        `"error: ..."`; None if it was killed or is still running.
+      killed: The time and the step of the last sign of life of a run that was killed; None if unknown.
     """
 
     run: str
@@ -211,7 +211,7 @@ class Attempt:
         except OSError:  # It belongs to another user.
             pass
         began = _began_at(pid)
-        return began is None or began <= self.started + 1.0  # Otherwise, another process has the same number now.
+        return began is None or began <= self.started + 1.0  # Otherwise, another process has this PID now.
 
     @property
     def last(self) -> tuple[float, int]:
@@ -240,7 +240,7 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
-    """Adds a line of the log to the attempts. Raises any error if the line is broken."""
+    """Adds a line of the log to the attempts. May raise any exception if the line is broken."""
     event, when, run = line["event"], _seconds(line["time"]), line["run"]
     if event == "start":
         if _ID.fullmatch(run) and run not in attempts:
@@ -265,7 +265,7 @@ def _seconds(value: Any) -> float:
 
 
 def _end_torn_line(descriptor: int) -> None:
-    """Ends an incomplete last line, which a killed process has left."""
+    """Terminates an incomplete last line that a killed process left behind."""
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         os.write(descriptor, b"\n")
@@ -284,8 +284,8 @@ def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the notes of a run as JSON types.
 
     Raises:
-      TypeError: They are not strings, numbers and booleans by name.
-      ValueError: They are too long, or a number is not finite.
+      TypeError: The notes are not a dict of strings, numbers and booleans.
+      ValueError: The notes are too long, or a number is not finite.
     """
     checked = {}
     for name, value in (notes or {}).items():

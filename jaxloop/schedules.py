@@ -1,7 +1,7 @@
 """The progress of a run, and schedules, which decide at which steps of a run something happens.
 
-A schedule is an immutable value without memory. It answers two questions: did it fire between `before` and `now`, and
-what is the next step, time or loop end at which it can fire? Until then, a run doesn't need to ask again.
+A schedule is immutable and stateless. It answers two questions: did it fire between `before` and `now`, and what is the
+next step, time or loop end at which it can fire? Until then, a run doesn't need to call it again.
 
 >>> schedule = every(100) | at(250)
 >>> [step for step in range(1, 401) if schedule(Elapsed(step))]
@@ -30,14 +30,14 @@ NEVER = (sys.maxsize, math.inf)  # A step and a time that no run reaches.
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Elapsed:
-    """The progress of a run. A pytree whose leaves are the attributes, so that jitted functions can take it.
+    """The progress of a run. It is a pytree whose leaves are the attributes, so it can be passed to jitted functions.
 
     Attributes:
       steps: The number of completed updates. It is 1 in the callbacks of the first batch.
       samples: The number of examples in all batches so far.
       time: The training time in seconds, including the time before a resume, but without evaluations and checkpoints.
       loops: The number of train loops that have ended.
-      is_last: Whether this is known to be the last step of the run.
+      is_last: True if this is known to be the last step of the run.
       previous: The progress one batch earlier; None if it was not kept.
 
     >>> elapsed = Elapsed(steps=10_000, samples=320_000, time=12.5)
@@ -63,7 +63,7 @@ class Elapsed:
         is_last: bool = False,
         previous: "Elapsed | None" = None,
     ):
-        own = vars(self)  # Less than half the time of a frozen class; there may be one object per step.
+        own = vars(self)  # Takes less than half the time of a frozen class; there may be one object per step.
         own["steps"], own["samples"], own["time"], own["loops"] = steps, samples, time, loops
         own["is_last"], own["previous"] = is_last, previous
 
@@ -78,8 +78,8 @@ class Elapsed:
 
         Args:
           samples: The number of examples in that batch.
-          time: The training time at its end, in seconds since the start of the run.
-          steps: The number of updates made with it, as in `Step.updates_per_step`.
+          time: The training time at the end of that batch, in seconds since the start of the run.
+          steps: The number of updates made with that batch, as in `Step.updates_per_step`.
         """
         return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
@@ -87,7 +87,7 @@ class Elapsed:
         """Returns a copy without `previous`. Keeping the copy doesn't keep other objects alive."""
         if self.previous is None:
             return self
-        known = self.__dict__.get("_without_previous")  # It is asked for several times per step.
+        known = self.__dict__.get("_without_previous")  # This method is called several times per step.
         if known is None:
             known = Elapsed(self.steps, self.samples, self.time, self.loops, self.is_last)
             self.__dict__["_without_previous"] = known
@@ -103,7 +103,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """Returns a count that JAX accepts. A count of more than 32 bits becomes a float, which is exact on the host."""
+    """Converts a count to a type that JAX accepts. Above 32 bits, it becomes a float, which is exact on the host."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -124,9 +124,9 @@ jax.tree_util.register_pytree_with_keys(
 class Schedule(abc.ABC):
     """A rule that decides when something happens.
 
-    Created by `every`, `at`, `after`, ..., and combined with `|`, `&`, `~`.
+    Schedules are created by `every`, `at`, `after`, ..., and combined with `|`, `&`, `~`.
 
-    Schedules are hashed by identity: two equal schedules are two keys of a dictionary.
+    Schedules are hashed by identity, so two equal schedules are different keys of a dictionary.
 
     Hooks:
       fires: Called after each step at which the schedule can fire. Must be pure.
@@ -147,19 +147,19 @@ class Schedule(abc.ABC):
 
         A loop calls this at every step at which the schedule can fire, with `before` one step earlier. A run that
         begins at step 0 calls it once before its first update, with both arguments equal to `Elapsed()`. Over several
-        steps, `a & b` fires if each of the two fired at one of them, and `~a` fires if `a` fired at none.
+        steps, `a & b` fires if `a` and `b` each fired at one of these steps, and `~a` fires if `a` fired at none.
         """
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
         """Returns the next step of this loop at which the schedule can fire before `next_time`, or None.
 
-        A schedule that counts samples can fire at each step. Schedules that count loops, and `last()`, are asked again
+        A schedule that counts samples can fire at each step. Schedules that count loops, and `last()`, are called again
         at the end of each loop.
         """
 
     def next_time(self, now: Elapsed) -> float | None:
-        """Returns the training time, in seconds, from which on the schedule can fire at any step, or None."""
+        """Returns the training time, in seconds, from which the schedule can fire at any step, or None."""
         return None
 
     def next_loop(self, now: Elapsed) -> int | None:
@@ -176,13 +176,12 @@ class Schedule(abc.ABC):
     def as_stop(self) -> "Schedule":
         """Returns the equivalent schedule for use as a `stop`.
 
-        `at(...)` becomes `after(...)`, so that a run past that point stops too.
-
+        `at(...)` becomes `after(...)`, so that a run that is already past that point stops too.
         """
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Returns whether a run is at or past this point, for `elapsed >= at(...)`.
+        """Returns whether a run is at or past this point. Implements `elapsed >= at(...)`.
 
         Raises:
           TypeError: The schedule is not a point in a run.
@@ -217,7 +216,7 @@ def every(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> Schedule:
-    """Returns a schedule that fires whenever a count passes a multiple. Takes exactly one argument.
+    """Returns a schedule that fires whenever a count reaches or passes a multiple. Takes exactly one argument.
 
     >>> every(100), every(time=datetime.timedelta(minutes=10))
     (every(steps=100), every(time=600.0))
@@ -261,7 +260,7 @@ def after(
 ) -> "After":
     """Returns a schedule that fires at each step from a point on. Takes exactly one argument, like `every`.
 
-    `after(p).then(schedule)` fires like `schedule`, with its counts in the unit of `p` starting at `p`.
+    `after(p).then(schedule)` fires like `schedule`, but counts in the unit of `p` start at `p`.
 
     >>> [step for step in range(1, 6) if after(3)(Elapsed(step))]
     [3, 4, 5]
@@ -300,7 +299,7 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns whether a schedule is known to fire at each step: `always()` and `every(1)`."""
+    """Returns whether a schedule is known to fire at each step, like `always()` and `every(1)`."""
     return isinstance(schedule, _Always) or (
         isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
     )
@@ -318,7 +317,7 @@ class Goal(NamedTuple):
     Attributes:
       step: The next step inside a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop at whose end something may be due for reasons other than a step or a time.
+      loop: The next loop, by number, at whose end something may be due for reasons other than a step or a time.
     """
 
     step: int
@@ -594,7 +593,7 @@ class _And(_Pair):
     def next_step(self, now: Elapsed) -> int | None:
         one, other = self.one.next_step(now), self.other.next_step(now)
         both = None if one is None or other is None else max(one, other)
-        # One by its step, the other by its time.
+        # One schedule may fire by its step while the other fires by its time.
         return earliest(
             [
                 both,

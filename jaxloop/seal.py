@@ -1,4 +1,4 @@
-"""Seals, which detect damaged files in a directory before the files are used.
+"""Seals: files with checksums, which detect damaged files in a directory before the files are used.
 
 A seal contains the sizes and checksums of the files. It detects storage errors and accidental changes, not forgery.
 This module depends on neither Orbax nor JAX.

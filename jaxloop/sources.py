@@ -1,4 +1,4 @@
-"""Support for positions in each kind of dataset: Grain, tf.data, sequences, PyTorch, and other iterators."""
+"""Saves and restores positions in each kind of dataset: Grain, tf.data, sequences, PyTorch, and other iterators."""
 
 import contextlib
 import dataclasses
@@ -92,7 +92,7 @@ class IndexedBatches(Iterable[types.Batch]):
 
 
 NO_DATA = IndexedBatches(lambda index: None, None)
-"""The dataset of a run with `train_dataset=None`: endless batches of None. The position is their number."""
+"""The dataset of a run with `train_dataset=None`: endless batches of None. The position is the number of batches."""
 
 
 class Source:
@@ -106,8 +106,8 @@ class Source:
     Attributes:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
       start: The number of the first batch, if the position is described by a number; otherwise None.
-      is_cheap: Whether reading the state is cheap enough to do after each batch.
-      problem: A message that says why the state could not be read and how to fix it; None if there is no problem.
+      is_cheap: True if reading the state is cheap enough to do after each batch.
+      problem: A message that explains why the state could not be read and how to fix it; None if there is no problem.
     """
 
     kind: str = ""
@@ -128,11 +128,11 @@ class Source:
         raise NotImplementedError
 
     def doubt(self, *, several_passes: bool) -> str | None:
-        """Returns why a resumed run may see batches in a different order, and how to fix it; None if it won't."""
+        """Returns the reason why a resumed run may read batches in a different order, and the fix; None if it won't."""
         return None
 
     def first(self) -> types.Batch | None:
-        """Returns the first batch if this is possible without consuming a batch; otherwise None."""
+        """Returns the first batch if it can be read without consuming it; otherwise None."""
         return None
 
 
@@ -217,7 +217,7 @@ class _TensorFlow(_Stateful):
         return {"dict": {"start": self._start, "now": state}}
 
     def _encode(self, state: Any) -> Any:
-        return {"dict": state}  # May be megabytes, so it stays as bytes until it is stored.
+        return {"dict": state}  # May take megabytes, so it stays as bytes until it is stored.
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
         items = state["dict"]
@@ -406,7 +406,7 @@ def _has_one_order_per_epoch(dataset: Any) -> bool:
 
 
 def _doubt_of_tf(dataset: Any, several_passes: bool) -> str | None:
-    """Returns why a tf.data pipeline may change its order after a resume, and how to fix it; None if it won't."""
+    """Returns the reason why a tf.data pipeline may change its order after a resume, and the fix; None if it won't."""
     parts = _random_parts(dataset)
     orders = _orders(parts)
     repeats = [above[above.index("Repeat") + 1 :] for above in orders if "Repeat" in above]
@@ -525,7 +525,7 @@ def _with_tensors(state: Any) -> Any:
 
 
 def unknown_reason(dataset: Any) -> str:
-    """Returns a message that says why the position in a dataset can't be saved and how to fix it."""
+    """Returns a message that explains why the position in a dataset can't be saved and how to fix it."""
     give = "a list, a Grain dataset, a tf.data.Dataset, or jaxloop.data.from_index(function)"
     packages = {base.__module__.partition(".")[0] for base in type(dataset).__mro__}
     if "tensorflow_datasets" in packages:

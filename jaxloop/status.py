@@ -14,7 +14,7 @@ from jaxloop.history import HISTORY_FILE
 from jaxloop.text import printable
 from jaxloop.timing import duration
 
-_NEWEST_ROWS = 1000  # The rows among which the newest values are looked for.
+_NEWEST_ROWS = 1000  # The newest values are searched for in this many rows.
 
 
 @final
@@ -68,7 +68,7 @@ class Status:
 
 
 def status(workdir: epath.PathLike) -> Status:
-    """Returns the status of a run, given its work directory, during the run or afterwards. Doesn't change any file.
+    """Returns the status of a run in a work directory, during the run or afterwards. Doesn't change any file.
 
     Raises:
       FileNotFoundError: The directory has no run log.

@@ -43,7 +43,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: Returns the function for one structure. Each call must create and jit a new Python function.
+      compile: A function that returns the function for one structure. It must create and jit a new one in each call.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -58,7 +58,7 @@ class PerStructure:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function for arguments with the structure of these ones."""
+        """Returns the function for arguments with this structure."""
         return self._of(jax.tree.structure(args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:

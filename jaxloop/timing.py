@@ -33,7 +33,7 @@ class Spent:
       dispatch: Seconds spent in the step's hooks and in dispatching it to the devices.
       actions: Seconds spent in actions other than checkpoints.
       evals: Seconds spent in evaluations, including their compilation.
-      checkpoints: Seconds for which saves blocked the loop.
+      checkpoints: Seconds during which saves blocked the loop.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.
       samples: The number of examples in these steps.
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks what time is spent on. Each second counts toward one kind of work, which is one of the fields of `Spent`.
+    """Tracks what time is spent on. Each second counts toward one kind of work, which is a field of `Spent`.
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
@@ -122,7 +122,7 @@ class Stopwatch:
         self.training: float = 0.0
         """`spent().training` as of the last switch."""
         self.secs_reading: float = 0.0
-        """In a multi-process job, the seconds in which this process has read its own data, without waiting for the
+        """In a multi-process job, the seconds that this process has spent reading its own data, without waiting for the
         others."""
 
     @property

@@ -15,7 +15,7 @@ from jaxloop import cost
 from jaxloop.text import printable
 
 _EXAMPLES = '"v5e:16x16", "v6e:2x4", "v5p:2x2x1" or "tpu7x:2x2x1"'
-# libtpu otherwise asks the metadata server of Google Cloud about this machine, and logs that it did not answer.
+# Otherwise, libtpu asks the metadata server of Google Cloud about this machine, and logs that it did not answer.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
 
 
@@ -48,9 +48,9 @@ def devices_of(topology: str) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=16)
 def memory_of(device: Any) -> int | None:
-    """Returns the bytes of memory that a program can use on a device of a topology; None if the compiler doesn't say.
+    """Returns the bytes of memory that a program can use on a device of a topology; None if that is unknown.
 
-    It compiles a program that fits on no device, because only the error of that program reports the memory.
+    Compiles a program that fits on no device, because only the resulting error reports the memory.
     """
     huge = jax.ShapeDtypeStruct((2**20, 2**20), np.float32, sharding=SingleDeviceSharding(device))
     with contextlib.suppress(Exception):

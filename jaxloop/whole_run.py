@@ -20,7 +20,7 @@ from jaxloop.schedules import Elapsed
 from jaxloop.specs import CheckpointSpec
 
 _POSITION_ARRAYS = "data"
-"""Name of the tree with the long byte strings of the position in the train data."""
+"""The name of the tree that contains the long byte strings of the position in the training data."""
 
 
 @final
@@ -70,7 +70,7 @@ class Part(Protocol):
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores the result of `state_dict`."""
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
         """Resumes at this progress without a state dict, after `batches_before` batches of the current loop."""
@@ -88,7 +88,7 @@ class WholeRun:
     Attributes:
       main: The part that trains.
       others: The other parts, by name.
-      eval_sources: The iterators of those evaluations that continue where their last evaluation ended, by name.
+      eval_sources: The iterators of evaluations that continue where the previous one ended, by name.
       history: The history of the run.
       keys: The PRNG keys. A run can be resumed only with the same keys.
       job: The processes that train together, each with its own data.
@@ -250,7 +250,7 @@ class WholeRun:
     # Positions -------------------------------------------------------------------------------------------
 
     def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """Returns the positions of every process in the data, and the long byte strings of our own position as arrays.
+        """Returns the positions of all processes in the data, and the long byte strings of our own position as arrays.
 
         There are arrays only if a single process trains.
         """
@@ -270,7 +270,7 @@ class WholeRun:
         """Restores the positions of evaluations, and returns the position in the training data.
 
         Also returns whether these positions belong to this process. If the number of processes has changed, they are
-        those of the first process instead.
+        from the first process instead.
         """
         place, count = (jax.process_index(), jax.process_count()) if self.job.is_shared else (0, 1)
         is_own = len(positions) == count
@@ -328,7 +328,7 @@ class WholeRun:
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Checks that the `run` entry of a checkpoint contains the given PRNG keys, in encoded form.
+    """Checks that the `run` item of a checkpoint contains these PRNG keys, which are in encoded form.
 
     Raises:
       ValueError: The checkpoint has different keys.
@@ -349,7 +349,7 @@ def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
 def directories_of(
     train_loop: ActionLoop | None, spec: CheckpointSpec | None, workdir: epath.PathLike | None = None
 ) -> list[epath.Path]:
-    """Returns the directories that a run writes to: its checkpoint directories, and the work directory if given.
+    """Returns the directories that a run writes to: its checkpoint directories, and its work directory if it has one.
 
     Without a train loop, a run writes only to its work directory.
     """
