@@ -151,11 +151,10 @@ class LossStep(NumpyStep):
             optimizer = optimizers.by_path({**dict.fromkeys(patterns, optimizer), "**": None})
         if ema is not None and not (train and optimizer is NO_OPTIMIZER):
             optimizer = optax.chain(optimizer, optimizers.ema(ema))
-        adapted = models.adapt(model)
-        models.check_model(adapted, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
+        models.check_model(models.adapt(model), nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         super().__init__(
             base_prng,
-            adapted,
+            model,
             optimizer,
             partitioner,
             train,
@@ -166,19 +165,17 @@ class LossStep(NumpyStep):
             **nnx_model_kwargs,
         )
         self._check_functions(loss, metrics or {})
-        self._takes_inputs = not isinstance(getattr(adapted, "apply_fn", None), models.ParamsApply)
+        self._takes_inputs = not isinstance(getattr(self._adapted, "apply_fn", None), models.ParamsApply)
         if not self._takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
                 f"{type(self).__name__} got {'inputs' if inputs is not None else 'compute_dtype'}, which is for a "
-                f"forward pass, and {adapted.kind}: the loss receives the parameters and the batch unchanged. Leave it "
+                f"forward pass, and {self._adapted.kind}: the loss receives the parameters and the batch unchanged. Leave it "
                 "out."
             )
         if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
             raise ValueError(f"compute_dtype must be a floating-point type or None, got {compute_dtype!r}.")
         checks.check_positive("accumulate", accumulate)
         checks.check_positive("batch_size", batch_size, optional=True)
-        self._adapted = adapted
-        self._model = model
         self._loss = loss
         self._metrics = dict(metrics or {})
         self._inputs = inputs
@@ -278,9 +275,8 @@ class LossStep(NumpyStep):
         """
         return super().initialize_model(spec, log_num_params, **init_kwargs)
 
-    @property
-    def _model_to_initialize(self) -> Any:
-        return self._adapted
+    def _adapt(self, model: Any) -> Any:
+        return models.adapt(model)
 
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`; None for a pytree of parameters.
@@ -298,11 +294,6 @@ class LossStep(NumpyStep):
 
         inputs = self.inputs_of(self.preprocess_batch(batch))
         return None if inputs is None else jax.tree.map(spec, inputs)
-
-    @property
-    def model(self) -> Any:
-        """The model that was passed to the constructor."""
-        return self._model
 
     def params_to_evaluate(self, state: Any) -> Any:
         return optimizers.ema_params(state) if self._use_ema else state.params
@@ -376,7 +367,9 @@ class LossStep(NumpyStep):
             grads, values, state = self._accumulated_gradients(state, batch, mask, keys)
         return types.apply_gradients(state, grads), values
 
-    def call_model(self, state: Any, params: Any, inputs: Any, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
+    def call_model(
+        self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
+    ) -> tuple[Any, Any]:
         if self._compute_dtype is None:
             return super().call_model(state, params, inputs, train=train, keys=keys)
         params, inputs = _cast_floating((params, inputs), self._compute_dtype)

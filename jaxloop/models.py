@@ -43,15 +43,10 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
                 "rngs=nnx.Rngs(...) from base_prng."
             )
         return
-    if types.is_nnx(model, "Module"):
-        raise TypeError(
-            f"model is an instance of the NNX module {type(model).__name__}. Give the class, and its arguments as "
-            f"nnx_model_args: Step(base_prng, {type(model).__name__}, nnx_model_args=(...))."
-        )
     if not isinstance(model, nn.Module | AdaptedModel | None):
         raise TypeError(
-            "model must be a Linen module or an NNX module class, or None for a step whose make_state needs no model, "
-            f"got {model!r}."
+            "model must be a Linen module, an NNX module class or instance, or None for a step whose make_state needs no "
+            f"model, got {model!r}."
         )
     if nnx_model_args is not None:
         what = (

@@ -90,7 +90,7 @@ class Step:
     >>> int(state.step), sorted(outputs)
     (1, ['loss'])
 
-    With an NNX class, the forward pass also returns the variables that it changed, such as batch statistics and the
+    With an NNX module, the forward pass also returns the variables that it changed, such as batch statistics and the
     counters of dropout. `update_variables` stores them in the state. It also accepts the variables that Linen returns
     with `mutable=[...]`.
 
@@ -109,7 +109,8 @@ class Step:
     ...             return jnp.mean((predicted - batch["y"]) ** 2), updates
     ...         (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     ...         return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
-    >>> step = NNXRegression(jax.random.key(0), Network, optax.sgd(0.1), train=True, nnx_model_args=(1,))
+    >>> model = Network(1, rngs=nnx.Rngs(0))
+    >>> step = NNXRegression(jax.random.key(0), model, optax.sgd(0.1), train=True)
     >>> state, outputs = step(step.initialize_model(None), batch)
     >>> int(state.step)
     1
@@ -120,7 +121,8 @@ class Step:
     Args:
       base_prng: A key, or a dict of keys, from which all other keys are derived: `initialize_model` uses it unchanged,
         and `prng_key(step)` folds the step in. Keys may be old-style or typed.
-      model: A Linen module, or an NNX module class. The step constructs the NNX module with `nnx_model_args`,
+      model: An NNX module or its class, or a Linen module. The variables of an NNX module are copied into each initial
+        state; the module itself never changes. From a class, the step constructs the module with `nnx_model_args`,
         `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None if you override
         `make_state` and it needs no model.
       optimizer: An Optax transformation, which becomes `state.tx`.
@@ -134,7 +136,7 @@ class Step:
       **nnx_model_kwargs: Keyword arguments of an NNX class.
 
     Raises:
-      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with a Linen module.
+      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with another model.
       TypeError: If there is an unknown keyword and the model is not an NNX class.
     """
 
@@ -161,7 +163,8 @@ class Step:
         end_actions: Sequence[Action] | None = None,
         **nnx_model_kwargs: Any,
     ):
-        models.check_model(model, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
+        adapted = self._adapt(model)
+        models.check_model(adapted, nnx_model_args, nnx_model_kwargs, known=_OPTIONS)
         if not isinstance(partitioner, partition.Partitioner):
             raise TypeError(f"partitioner must be a jaxloop Partitioner, got {partitioner!r}.")
         if types.is_nnx(optimizer, "Optimizer"):
@@ -179,7 +182,7 @@ class Step:
                 type(self).__name__,
             )
         self._base_prng = base_prng
-        self._model = model
+        self._model, self._adapted = model, adapted
         self._optimizer = optimizer
         self._partitioner = partitioner
         self._train = train
@@ -285,13 +288,12 @@ class Step:
 
     # The model -----------------------------------------------------------------------------------
 
-    @property
-    def _model_to_initialize(self) -> Any:
-        return self._model
+    def _adapt(self, model: Any) -> Any:
+        return models.adapt(model) if types.is_nnx(model, "Module") else model
 
     def _init_fn(self, spec: types.BatchSpec, init_kwargs: dict[str, Any]) -> Callable[..., Any]:
         return models.init_fn(
-            self._model_to_initialize,
+            self._adapted,
             self._optimizer,
             self._base_prng,
             spec,
@@ -315,7 +317,7 @@ class Step:
         Returns:
           A `TrainState` at step 0. Linen variables other than `params` and `batch_stats` are in `state.collections`.
         """
-        init, model = self._init_fn(spec, init_kwargs), self._model_to_initialize
+        init, model = self._init_fn(spec, init_kwargs), self._adapted
         arrays = model.arrays if isinstance(model, models.AdaptedModel) else ()
         if self._has_own("make_state"):
             init, arrays = lambda: self.make_state(spec, **init_kwargs), ()
@@ -406,13 +408,23 @@ class Step:
         """Returns the parameters that are used by `jaxloop.export`, and by `LossStep` in evaluations."""
         return state.params
 
-    def call_model(self, state: Any, params: Any, inputs: Any, *, train: bool, keys: Any = None) -> tuple[Any, Any]:
-        """Calls the model inside a compiled function; see `jaxloop.models.forward`.
+    def call_model(
+        self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
+    ) -> tuple[Any, Any]:
+        """Calls the model inside a compiled function, whatever its kind; see `jaxloop.models.forward`.
+
+        Args:
+          state: The state.
+          params: The parameters to use, such as those that a gradient is taken of.
+          inputs: The input of the model.
+          train: Whether to call the model in training mode; None for `self.train`.
+          keys: The keys for dropout and the like, such as `self.prng_key(state.step)`. NNX models have their own.
 
         Returns:
-          `(outputs, updates)`, where `updates` contains the variables that the forward pass changed.
+          `(outputs, updates)`, where `updates` contains the variables that the forward pass changed, for
+          `state.update_variables`. It is None if there are none.
         """
-        return models.forward(state, params, inputs, train=train, rngs=keys)
+        return models.forward(state, params, inputs, train=self._train if train is None else train, rngs=keys)
 
     def compute_num_params(self, state: Any) -> int:
         """Returns the number of parameters in `state.params`; 0 if the state has no `params`."""
@@ -887,7 +899,7 @@ class Step:
 
     @property
     def model(self) -> Any:
-        """The Linen module, or the NNX module class."""
+        """The model that was passed to the constructor."""
         return self._model
 
     @property

@@ -210,6 +210,26 @@ def test_an_nnx_model_trains_with_all_its_variables():
     assert int(state.collections["dropout"]["rngs"]["count"][...]) == 3
 
 
+def test_an_nnx_instance_trains_as_its_class_does_and_stays_as_it_is(assert_same, data_parallel):
+    model = NNXNet(4, rngs=nnx.Rngs(KEY), rate=0.1)
+    before = jax.tree.map(np.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    batch = {"x": np.arange(24, dtype=np.float32).reshape(8, 3)}
+    states = []
+    for options in ({"model": NNXNet, "nnx_model_args": (4,), "rate": 0.1}, {"model": model}):
+        for partitioner in (jaxloop.SingleDevicePartitioner(), data_parallel(2)):
+            step = NNXStep(KEY, optimizer=optax.sgd(0.1), train=True, partitioner=partitioner, **options)
+            state = step.initialize_model(None)
+            assert step.model is options["model"]
+            assert jax.tree.map(jnp.shape, step.abstract_state(None).params) == jax.tree.map(jnp.shape, state.params)
+            for _ in range(2):
+                state, _ = step(state, batch)
+            states.append(jax.tree.map(np.asarray, (state.params, state.batch_stats)))
+    for one, other in zip(states[:2], states[2:], strict=True):
+        assert_same(one, other)
+    assert_same(nnx.to_pure_dict(nnx.state(model, nnx.Param)), before)
+    assert_same(step.initialize_model(None).params, before)  # A second run starts from it again.
+
+
 def test_an_nnx_model_is_evaluated_in_its_eval_mode():
     class Modes(NNXStep):
         def run(self, state, batch):
@@ -241,7 +261,9 @@ def test_two_initialisations_of_an_nnx_model_share_one_compilation():
         (nn.Dense(1), {"nnx_model_args": (3,)}, ValueError, "Dense is a Linen module"),
         (nn.Dense(1), {"optimiser": optax.sgd(0.1)}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
         (nn.Dense(1), {"xyz": 1}, TypeError, "'xyz'. It takes base_prng, model"),
-        (nn.Dense, {}, TypeError, "must be a Linen module or an NNX module class"),
+        (nn.Dense, {}, TypeError, "must be a Linen module, an NNX module class or instance"),
+        (NNXNet(4, rngs=nnx.Rngs(0)), {"nnx_model_args": (4,)}, ValueError, "is an instance of an NNX module"),
+        (NNXNet(4, rngs=nnx.Rngs(0)), {"rate": 0.1}, TypeError, "'rate'. It takes base_prng, model"),
         (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),
     ],
 )
