@@ -169,8 +169,8 @@ class LossStep(NumpyStep):
         if not self._takes_inputs and (inputs is not None or compute_dtype is not None):
             raise ValueError(
                 f"{type(self).__name__} got {'inputs' if inputs is not None else 'compute_dtype'}, which is for a "
-                f"forward pass, and {self._adapted.kind}: the loss receives the parameters and the batch unchanged. Leave it "
-                "out."
+                f"forward pass, and {self._adapted.kind}: the loss receives the parameters and the batch unchanged. "
+                "Leave it out."
             )
         if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
             raise ValueError(f"compute_dtype must be a floating-point type or None, got {compute_dtype!r}.")

@@ -45,8 +45,8 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
         return
     if not isinstance(model, nn.Module | AdaptedModel | None):
         raise TypeError(
-            "model must be a Linen module, an NNX module class or instance, or None for a step whose make_state needs no "
-            f"model, got {model!r}."
+            "model must be a Linen module, an NNX module class or instance, or None for a step whose make_state needs "
+            f"no model, got {model!r}."
         )
     if nnx_model_args is not None:
         what = (
