@@ -16,7 +16,7 @@ class ActionLoop(StatLoop):
     """A loop that calls actions when it begins, when it ends and, for actions with a schedule, between its steps.
 
     Hooks:
-      begin, end: See `Loop`. An override must call the method of `super()`, which calls the actions and adds the
+      begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
         statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 

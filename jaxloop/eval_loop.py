@@ -16,7 +16,7 @@ class EvalLoop(ActionLoop):
     """Evaluates a state, which it neither changes nor donates.
 
     Hooks:
-      begin, end: See `Loop`. An override must call the method of `super()`, which calls the actions and adds the
+      begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
         statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 

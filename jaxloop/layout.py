@@ -75,13 +75,13 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def plot(self, pattern: str = "") -> None:
-        """Prints pictures of the split leaves with JAX's visualizer, one for each group of equal layouts.
+        """Prints diagrams of the sharded leaves with JAX's visualizer, one for each group of equal layouts.
 
         Args:
           pattern: A regular expression that is searched for in the paths of the leaves.
 
         Raises:
-          ImportError: rich, which draws the pictures, is not installed.
+          ImportError: rich, which draws the diagrams, is not installed.
           ValueError: No path matches.
         """
         if not checks.is_installed("rich"):

@@ -120,7 +120,10 @@ class Loop:
         self.engine.stepper.compile(state, batch)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Continues counting from the progress of an earlier run, in this process or another one."""
+        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
+
+        The earlier run may have been in this process or in another one.
+        """
         self.engine.resume(elapsed)
 
     def forget_batches(self) -> None:

@@ -49,7 +49,7 @@ def rewind(
     train_epochs: int | None = None,
     verify: bool = True,
 ) -> Rewound:
-    """Returns the state, the batch and the PRNG keys with which a run executed a given step, bit for bit.
+    """Reproduces, bit for bit, the state, the batch and the PRNG keys that a run used for a given step.
 
     The newest checkpoint before the step is restored, and the steps since then are repeated, without evaluations and
     actions. Nothing in the work directory is changed. You can then run the step again eagerly, in a debugger, or after

@@ -326,7 +326,9 @@ class Goal(NamedTuple):
 
 
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
-    """Returns the next points at which one of the intervals may be due. Until then, the run doesn't need to check them.
+    """Returns the next step, time and loop at which any of the intervals may be due.
+
+    Until the first of these, the run doesn't need to check the intervals.
 
     Args:
       intervals: Schedules or ints, which count loops.

@@ -29,8 +29,8 @@ class CheckpointAction(Action):
     once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` covers all saves.
 
     Hooks:
-      __call__, close: See `Action`. An override must call the method of `super()`.
-      save: Called by `__call__` with the state and the rest of the run.
+      __call__, close: See `Action`. An override must call the `super()` method.
+      save: Called by `__call__` with the state and everything else to be saved.
 
     >>> import tempfile
     >>> from jaxloop import examples
@@ -44,8 +44,8 @@ class CheckpointAction(Action):
 
     Args:
       ckpt_manager: A directory, or an Orbax `CheckpointManager` (of the current or the older API) that saves a single
-        item. At the end of a run, the last save is committed and the manager is closed. For a directory, the next run
-        opens a new manager.
+        item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
+        next run opens a new manager.
       interval: See `Action`.
       keep: The number of newest checkpoints to keep; None to keep all. Applies only to a directory, because a manager
         has its own options.

@@ -46,7 +46,7 @@ class EarlyStoppingAction(Action):
     evaluations that run at the same step. When the action stops the run, it logs the reason.
 
     Hooks:
-      __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the method of `super()`.
+      __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the `super()` method.
 
     >>> stopping = EarlyStoppingAction("test/accuracy", patience=2)
     >>> for step, accuracy in [(100, 0.95), (200, 0.98), (300, 0.97), (400, 0.98)]:

@@ -365,7 +365,9 @@ class Engine:
     # Saving and resuming ---------------------------------------------------------------------------------
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Continues counting from the progress of an earlier run, in this process or another one.
+        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
+
+        The earlier run may have been in this process or in another one.
 
         Args:
           elapsed: The progress of the earlier run.

@@ -75,7 +75,10 @@ class Progress:
         return self.steps >= step or (secs < math.inf and self.secs() >= secs)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Continues counting from the progress of an earlier run, in this process or another one."""
+        """Sets the counters to the progress of an earlier run, so that counting continues from there.
+
+        The earlier run may have been in this process or in another one.
+        """
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()
         self.last_elapsed, self._newest_batch = elapsed.without_previous(), None

@@ -69,7 +69,9 @@ class Logs(dict[str, Any]):
         return self
 
     def entry_value(self, name: str) -> Any:
-        """Returns the value with this name in any collection. `entry_value("metrics.loss")` selects a collection.
+        """Returns the value with this name, from whichever collection contains it.
+
+        To select one collection, prefix the name with it: `entry_value("metrics.loss")`.
 
         Raises:
           KeyError: There is no value with this name, or there is more than one.

@@ -117,7 +117,7 @@ class Partitioner(abc.ABC):
         return Layout(self._leaf_layout(*each) for each in checks.leaves_by_path(state).items())
 
     def plot(self, state: Any, pattern: str = "") -> None:
-        """Prints pictures of the split leaves of a state; see `Layout.plot`."""
+        """Prints diagrams of the sharded leaves of a state; see `Layout.plot`."""
         self.report(state).plot(pattern)
 
     def _leaf_layout(self, path: str, leaf: Any) -> LeafLayout:
