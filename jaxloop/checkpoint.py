@@ -24,7 +24,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -35,8 +35,9 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from jaxloop import agreement, checks, distributed, files, lock, path_patterns, seal
+from jaxloop import agreement, checks, distributed, files, lock, path_patterns, safetensors_file, seal
 from jaxloop.files import absolute, prepare_directory
+from jaxloop.safetensors_file import SafetensorsFile, is_safetensors
 from jaxloop.schedules import Elapsed
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
@@ -334,7 +335,7 @@ def load_params(
     paths: Mapping[str, str] | None = None,
     ema: bool = False,
 ) -> Any:
-    """Loads only the parameters of a checkpoint, not the optimizer state or anything else.
+    """Loads only the parameters of a checkpoint, not the optimizer state or anything else; or a safetensors file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -352,7 +353,7 @@ def load_params(
 
     Args:
       directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
-        that used `PyTreeSave`.
+        that used `PyTreeSave`. Or a file whose name ends in `.safetensors`; see `save_params`.
       step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
         as `state.params`. It is not donated. None for nested dicts of arrays on JAX's default device.
@@ -368,9 +369,40 @@ def load_params(
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: Files of the checkpoint are damaged. The error lists them.
       ValueError: The checkpoint has no parameters, or no average; a leaf differs in path, shape or dtype; or a pattern
-        matches nothing. The error lists the leaves.
+        matches nothing. The error lists the leaves. Or the safetensors file is damaged.
     """
-    return _load(directory, step, lambda opened: opened.load(opened.path_of_ema() if ema else "params", into, paths))
+    if not is_safetensors(directory):
+        load = lambda opened: opened.load(opened.path_of_ema() if ema else "params", into, paths)
+        return _load(directory, step, load)
+    if ema or step != "newest":
+        raise ValueError(f"A safetensors file has neither steps nor an average, got {step=}, {ema=}. Leave them out.")
+    file = SafetensorsFile(directory)
+    return _load_part(file, dict(zip(file.leaves, file.leaves, strict=True)), into, paths)
+
+
+def save_params(params: Any, path: epath.PathLike) -> None:
+    """Writes parameters to a file in the safetensors format, which other libraries also read.
+
+    `load_params` reads such files, whoever wrote them. It needs the extra `safetensors`. The slashes of jaxloop's paths
+    are dots in the file: `encoder/kernel` becomes `encoder.kernel`. The values stay as they are; a PyTorch `Linear`
+    expects the transpose of a kernel.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/weights.safetensors"
+    >>> save_params({"encoder": {"kernel": jnp.ones([3, 2])}}, path)
+    >>> load_params(path)["encoder"]["kernel"].shape
+    (3, 2)
+
+    Args:
+      params: A tree of arrays, on any devices, such as `state.params`. It is not donated.
+      path: The file to write. Its name ends in `.safetensors`. An existing file is replaced when the new one is whole.
+
+    Raises:
+      ValueError: The name of the file or of a leaf, or a dtype, is not supported.
+      ImportError: The package safetensors is not installed.
+      OSError: The file can't be written.
+    """
+    safetensors_file.save(params, path)
 
 
 def load_variables(directory: epath.PathLike, step: int | str = "newest", *, into: Any = None) -> Any:
@@ -554,7 +586,7 @@ class Checkpoint:
                 others |= {path: f"{saved_place}{name}" for path, name in averages.items()}
             if checks.compare({path: saved[at] for path, at in others.items()}, kept):
                 raise  # The model differs too.
-            values = self.load_leaves(others, kept)
+            values = _load_leaves(self, others, kept)
             for path, name in averages.items():
                 if saved_place is None and name != _COUNT:  # The average starts with the restored parameters.
                     leaf = values[f"params{name.removeprefix(_AVERAGE)}"]
@@ -604,39 +636,16 @@ class Checkpoint:
             raise ValueError(
                 f"The checkpoint {self.path} has no {name!r}. It contains {checks.listed(list(self.leaves))}."
             )
-        if into is None:
-            ours = {path: _on_default_device(self.leaves[at]) for path, at in saved.items()}
-        else:
-            is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
-            ours = {
-                path: _on_default_device(leaf) if is_shape(leaf) else leaf
-                for path, leaf in checks.leaves_by_path(into).items()
-            }
-        if paths is not None:
-            saved, ours = _renamed(saved, ours, paths)
-        values = self.load_leaves(saved, ours)
-        return _nested(values) if into is None else _with_values(into, values)
+        return _load_part(self, saved, into, paths)
 
-    def load_leaves(self, saved: Mapping[str, str], ours: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads leaves of the train state, and nothing else.
-
-        Args:
-          saved: The path of each leaf in the checkpoint, by name.
-          ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to load, by name.
-
-        Raises:
-          ValueError: The names, shapes or dtypes differ. The error lists the leaves.
-        """
-        _check_fits(
-            self.path, _ITEM, {name: self.leaves[path] for name, path in saved.items()}, dict(ours), is_part=True
-        )
-        wanted = {path: ours[name] for name, path in saved.items()}
+    def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves of the train state, by path, with the shapes, dtypes and shardings of `wanted`."""
         tree, values = self._saved_tree(_ITEM), {}
         for group in _groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
             read = self._read(_ITEM, jax.tree_util.tree_map_with_path(chosen, tree))
             values |= {path: read[path] for path in group}
-        return {name: values[path] for name, path in saved.items()}
+        return values
 
     def _saved_tree(self, item: str) -> Any:
         """Returns the structure of an item, whose leaves describe the saved arrays."""
@@ -875,12 +884,59 @@ def _place_of_ema(leaves: Mapping[str, Any]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[str, str] | None) -> Any:
+    """Reads leaves of a `Checkpoint` or a `SafetensorsFile`; see `load_params`.
+
+    Args:
+      source: What is read from.
+      saved: The path of each leaf in the source, by its path below the part.
+      into: See `load_params`.
+      paths: See `load_params`.
+    """
+    if into is None:
+        ours = {path: _on_default_device(source.leaves[at]) for path, at in saved.items()}
+    else:
+        is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+        ours = {
+            path: _on_default_device(leaf) if is_shape(leaf) else leaf
+            for path, leaf in checks.leaves_by_path(into).items()
+        }
+    if paths is None:
+        our_names = _bare(ours)
+        saved = {our_names.get(path.removesuffix("/value"), path): at for path, at in saved.items()}
+    else:
+        saved, ours = _renamed(saved, ours, paths)
+    values = _load_leaves(source, saved, ours)
+    return _nested(values) if into is None else _with_values(into, values)
+
+
+def _load_leaves(source: Any, saved: Mapping[str, str], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads leaves, and nothing else.
+
+    Args:
+      source: What is read from, a `Checkpoint` or a `SafetensorsFile`.
+      saved: The path of each leaf in the source, by name.
+      ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to load, by name.
+
+    Raises:
+      ValueError: The names, shapes or dtypes differ. The error lists the leaves.
+    """
+    described = {name: source.leaves[path] for name, path in saved.items()}
+    _check_fits(source.path, _ITEM, described, dict(ours), is_part=True)
+    values = source.read({path: ours[name] for name, path in saved.items()})
+    return {name: values[path] for name, path in saved.items()}
+
+
+def _bare(paths: Iterable[str]) -> dict[str, str]:
+    """Returns the paths by name. The names are the paths without the `/value` of NNX variables."""
+    return {path.removesuffix("/value"): path for path in paths}
+
+
 def _renamed(
     saved: Mapping[str, str], ours: Mapping[str, Any], paths: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns the saved paths and our leaves that `load_params(paths=)` selects, as two dicts keyed by our paths."""
-    bare = lambda names: {name.removesuffix("/value"): name for name in names}  # The names of NNX variables.
-    saved_names, our_names = bare(saved), bare(ours)
+    saved_names, our_names = _bare(saved), _bare(ours)
     new_names = path_patterns.renamed(saved_names, paths)
     chosen = {our_names.get(new, new): saved[saved_names[old]] for old, new in new_names.items()}
     for path, leaf in ours.items():

@@ -178,6 +178,17 @@ def test_dir_shows_public_names_only():
 
 def test_each_extra_is_there_and_the_tests_take_all_of_them():
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"bench", "data", "demo", "docs", "metrics", "plots", "tensorflow", "test", "tpu-check"}
+    assert set(extras) == {
+        "bench",
+        "data",
+        "demo",
+        "docs",
+        "metrics",
+        "plots",
+        "safetensors",
+        "tensorflow",
+        "test",
+        "tpu-check",
+    }
     own = [need for need in map(Requirement, extras["test"]) if need.name == "jaxloop"]
     assert set.union(*(need.extras for need in own)) == set(extras) - {"bench", "test", "tpu-check"}

@@ -1,0 +1,120 @@
+"""Files in the safetensors format, which other libraries also read and write."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from jaxloop import checks, files
+from jaxloop.metrics import fetch
+
+_DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "BF16": jnp.bfloat16,
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+
+
+def is_safetensors(path: epath.PathLike) -> bool:
+    """Returns whether a path has the suffix of a safetensors file.
+
+    >>> is_safetensors("weights.safetensors"), is_safetensors("runs/7/checkpoints")
+    (True, False)
+    """
+    return os.fspath(path).endswith(".safetensors")
+
+
+def save(params: Any, path: epath.PathLike) -> None:
+    """Writes a pytree to a safetensors file; see `jaxloop.checkpoint.save_params`."""
+    checks.check_only_process("save_params")
+    if not is_safetensors(path):
+        raise ValueError(f"save_params writes a file whose name ends in .safetensors, got {os.fspath(path)!r}.")
+    tensors = {}
+    for name, leaf in checks.leaves_by_path(params).items():
+        name = name.removesuffix("/value")
+        if "." in name:
+            raise ValueError(f"A name in a safetensors file has dots in place of slashes, so {name!r} can't have dots.")
+        tensors[name.replace("/", ".")] = np.asarray(fetch(leaf), order="C")
+        if tensors[name.replace("/", ".")].dtype not in map(np.dtype, _DTYPES.values()):
+            raise ValueError(f"save_params can't write {name!r}, {checks.describe(leaf)}. Cast it or leave it out.")
+    target = files.absolute(path)
+    unfinished = target.with_name(f"{target.name}.tmp")
+    _library().numpy.save_file(tensors, os.fspath(unfinished), metadata={"format": "jax"})
+    unfinished.replace(target)
+
+
+def _library() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise ImportError(
+            "A .safetensors file needs the package safetensors: pip install 'jaxloop[safetensors]'"
+        ) from None
+    return safetensors
+
+
+@final
+class SafetensorsFile:
+    """A safetensors file, which is read like a `Checkpoint`. Dots in the names of its tensors become slashes.
+
+    Attributes:
+      path: The path of the file.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If the file is damaged, or has a tensor of an unsupported dtype.
+    """
+
+    def __init__(self, path: epath.PathLike):
+        self.path: epath.Path = files.absolute(path)
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the tensors, by path."""
+        with self._open() as file:
+            return {name.replace(".", "/"): self._shape_of(name, file.get_slice(name)) for name in _names(file)}
+
+    def _shape_of(self, name: str, part: Any) -> jax.ShapeDtypeStruct:
+        if part.get_dtype() not in _DTYPES:
+            raise ValueError(f"{self.path} has {name!r} of the dtype {part.get_dtype()}, which jaxloop can't read.")
+        return jax.ShapeDtypeStruct(part.get_shape(), _DTYPES[part.get_dtype()])
+
+    def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves by path. Each device reads only its own shard.
+
+        Args:
+          wanted: Arrays or `jax.ShapeDtypeStruct`s with the shapes and shardings to load, by path. A leaf without a
+            sharding is read as a NumPy array.
+        """
+        with self._open() as file:
+            names = {name.replace(".", "/"): name for name in _names(file)}
+            return {path: self._read_leaf(file, names[path], leaf) for path, leaf in wanted.items()}
+
+    def _read_leaf(self, file: Any, name: str, leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is None or not leaf.shape:
+            value = file.get_tensor(name)
+            return value if sharding is None else jax.make_array_from_callback((), sharding, lambda _: value)
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: file.get_slice(name)[index])
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Any]:
+        library = _library()
+        files.open_file(self.path, "rb").close()  # Rejects directories and pipes.
+        try:
+            with library.safe_open(os.fspath(self.path), framework="np") as file:
+                yield file
+        except library.SafetensorError as error:
+            raise ValueError(f"{self.path} is damaged, or not a safetensors file: {error}") from error
+
+
+def _names(file: Any) -> list[str]:
+    return file.keys()  # The file is not a dict: it can't be iterated over.

@@ -1,0 +1,105 @@
+"""Weights in the safetensors format, which other libraries read and write."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxloop import checkpoint
+from jaxloop.partition import create_mesh
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+PARAMS = {
+    "encoder": {"kernel": np.arange(32, dtype=np.float32).reshape(8, 4), "bias": jnp.arange(4, dtype=jnp.bfloat16)},
+    "layers": [{"scale": np.float16([1, 2])}, {"scale": np.float16([3, 4])}],
+    "count": np.int32(7),
+}
+
+
+def test_what_was_written_is_read_back_bit_by_bit(tmp_path, assert_same):
+    path = tmp_path / "weights.safetensors"
+    checkpoint.save_params(PARAMS, path)
+    checkpoint.save_params(PARAMS, path)  # Replaces the file.
+    assert os.listdir(tmp_path) == ["weights.safetensors"]
+    loaded = checkpoint.load_params(path, into=PARAMS)
+    assert_same(loaded, PARAMS)
+    assert jax.tree.map(lambda leaf: leaf.dtype, loaded) == jax.tree.map(lambda leaf: leaf.dtype, PARAMS)
+    nested = checkpoint.load_params(str(path))
+    assert set(nested) == {"encoder", "layers", "count"} and nested["layers"]["1"]["scale"].shape == (2,)
+    assert {*safetensors.load_file(path)} >= {"encoder.kernel", "layers.0.scale"}
+
+
+def test_each_device_gets_its_part(tmp_path, assert_same):
+    path = tmp_path / "weights.safetensors"
+    checkpoint.save_params(PARAMS, path)
+    sharding = NamedSharding(create_mesh(data=8), PartitionSpec("data"))
+    into = {"kernel": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
+    loaded = checkpoint.load_params(path, into=into, paths={"encoder/kernel": "kernel"})
+    assert loaded["kernel"].sharding == sharding
+    assert_same(loaded["kernel"], PARAMS["encoder"]["kernel"])
+    checkpoint.save_params(loaded, path)  # Of several devices.
+    assert_same(checkpoint.load_params(path, into=into), loaded)
+
+
+def test_the_weights_of_another_library_go_into_an_nnx_model(tmp_path, assert_same):
+    path = tmp_path / "model.safetensors"
+    kernel = np.random.default_rng(0).normal(size=[3, 2]).astype(np.float32)
+    safetensors.save_file({"model.0.dense.kernel": kernel, "model.0.dense.bias": np.ones(2, np.float32)}, path)
+    params = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    loaded = checkpoint.load_params(path, into=params, paths={"model/0/dense/**": "**"})
+    assert_same(loaded["kernel"][...], kernel)
+    checkpoint.save_params(loaded, path)
+    assert sorted(safetensors.load_file(path)) == ["bias", "kernel"]
+    assert_same(checkpoint.load_params(path, into=params), loaded)
+
+
+@pytest.mark.parametrize(
+    ("params", "name", "message"),
+    [
+        ({"w": np.ones(2)}, "weights.bin", "name ends in .safetensors, got"),
+        ({"a.b": np.ones(2, np.float32)}, "w.safetensors", "'a.b' can't have dots"),
+        ({"w": np.ones(2, np.complex64)}, "w.safetensors", r"can't write 'w', complex64\[2\]"),
+        ({"w": np.array(["text"])}, "w.safetensors", "can't write 'w'"),
+    ],
+)
+def test_what_cannot_be_written_raises_an_error(tmp_path, params, name, message):
+    with pytest.raises(ValueError, match=message):
+        checkpoint.save_params(params, tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "lengths"])
+def test_a_damaged_file_raises_an_error_that_names_it(tmp_path, damage):
+    path = tmp_path / "weights.safetensors"
+    checkpoint.save_params(PARAMS, path)
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[:-9], "text": b"no weights", "empty": b"", "lengths": b"\xff" * 64}[damage])
+    with pytest.raises(ValueError, match="weights.safetensors is damaged, or not a safetensors file"):
+        checkpoint.load_params(path)
+
+
+def test_what_does_not_fit_raises_an_error(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    checkpoint.save_params(PARAMS, path)
+    with pytest.raises(ValueError, match=r"encoder/kernel: float32\[8, 4\] -> float32\[8, 5\]"):
+        checkpoint.load_params(path, into={"encoder": {**PARAMS["encoder"], "kernel": jnp.zeros([8, 5])}})
+    with pytest.raises(ValueError, match="The pattern 'decoder/\\*\\*' matches no path"):
+        checkpoint.load_params(path, into=PARAMS, paths={"decoder/**": "encoder/**"})
+    with pytest.raises(ValueError, match="has neither steps nor an average"):
+        checkpoint.load_params(path, 100)
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load_params(tmp_path / "none.safetensors")
+    (tmp_path / "pipe.safetensors").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        checkpoint.load_params(tmp_path / "pipe.safetensors")
+
+
+def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxloop\[safetensors\]'"):
+        checkpoint.save_params(PARAMS, tmp_path / "weights.safetensors")
