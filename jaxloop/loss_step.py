@@ -404,7 +404,7 @@ class LossStep(NumpyStep):
             raise ValueError(
                 f"{self._name_of_loss} returned a metric named 'loss', the name of the loss itself. Give it another."
             )
-        return {"loss": result, **more}
+        return {"loss": result, **types.nnx_metrics_as_weighted(more)}
 
     def _more_metrics(self, values: Mapping[str, Any], outputs: Any, batch: Any, mask: Any) -> dict[str, Any]:
         """Returns the values of the functions in `metrics`."""
@@ -414,7 +414,9 @@ class LossStep(NumpyStep):
                     f"There are two metrics named {name!r}: {self._name_of_loss} returned one, and metrics= contains "
                     "another. Rename one of them."
                 )
-        return {name: self._mean(name, metric(outputs, batch), mask) for name, metric in self._metrics.items()}
+        more = {name: metric(outputs, batch) for name, metric in self._metrics.items()}
+        more = types.nnx_metrics_as_weighted(more)
+        return {name: self._mean(name, value, mask) for name, value in more.items()}
 
     def _mean(self, name: str, value: Any, mask: Any) -> Any:
         """Returns the mean of a per-example value over the unmasked examples, and other values unchanged."""

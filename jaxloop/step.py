@@ -885,10 +885,11 @@ class Step:
         hook = f"{type(self).__name__}.run"
         new_state, outputs = checks.check_run(self.run(state, batch), hook)
         checks.check_same_state(state, new_state, hook)
-        return new_state, outputs
+        return new_state, outputs and types.nnx_metrics_as_weighted(outputs)
 
     def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:
-        return checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1]
+        outputs = checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1]
+        return outputs and types.nnx_metrics_as_weighted(outputs)
 
     # Properties ----------------------------------------------------------------------------------
 

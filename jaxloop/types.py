@@ -260,3 +260,27 @@ class Weighted:
         weighted = object.__new__(cls)
         weighted._set(*children)
         return weighted
+
+
+def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns outputs in which each NNX metric is replaced by a `Weighted`, and a `MultiMetric` by its parts.
+
+    Raises:
+      TypeError: If a metric is not a mean, such as `nnx.metrics.Welford`.
+    """
+    replaced: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if not is_nnx(value, "Metric"):
+            replaced[name] = value
+        elif isinstance(value, nnx.MultiMetric):
+            parts = {part: each for part, each in vars(value).items() if is_nnx(each, "Metric")}
+            replaced |= nnx_metrics_as_weighted({f"{name}/{part}": each for part, each in parts.items()})
+        elif isinstance(value, nnx.metrics.Average):
+            total, count = value.total[...], value.count[...]
+            replaced[name] = Weighted(total / jnp.maximum(count, 1).astype(total.dtype), count)
+        else:
+            raise TypeError(
+                f"The output {name!r} is an NNX metric {type(value).__name__}, which can't be merged over steps. "
+                "Return an nnx.metrics.Average or Accuracy, or an object with the methods merge and compute."
+            )
+    return replaced
