@@ -96,14 +96,15 @@ class SafetensorsFile:
         """
         with self._open() as file:
             names = {name.replace(".", "/"): name for name in _names(file)}
-            return {path: self._read_leaf(file, names[path], leaf) for path, leaf in wanted.items()}
+        return {path: self._read_leaf(names[path], leaf) for path, leaf in wanted.items()}
 
-    def _read_leaf(self, file: Any, name: str, leaf: Any) -> Any:
+    def _read_leaf(self, name: str, leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None or not leaf.shape:
-            value = file.get_tensor(name)
-            return value if sharding is None else jax.make_array_from_callback((), sharding, lambda _: value)
-        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: file.get_slice(name)[index])
+        with self._open() as file:  # Opened anew, because what was read of an open file stays in memory.
+            if sharding is None or not leaf.shape:
+                value = file.get_tensor(name)
+                return value if sharding is None else jax.make_array_from_callback((), sharding, lambda _: value)
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: file.get_slice(name)[index])
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[Any]:
