@@ -16,7 +16,8 @@ class EMAState(NamedTuple):
 
     Attributes:
       count: The number of updates, an int32 scalar.
-      params_ema: The average, a tree like the parameters. Parameters in half precision are averaged in float32.
+      params_ema: The average, a tree with the structure of the parameters. Parameters in half precision are averaged in
+        float32.
     """
 
     count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
