@@ -458,7 +458,7 @@ class _At(_Point):
 
 @final
 class After(_Point):
-    """The schedule that `after(...)` returns. In addition to the usual methods, it has `then`."""
+    """The schedule that `after(...)` returns. It has the additional method `then`."""
 
     def then(self, schedule: Schedule) -> Schedule:
         """Returns a schedule that fires like `schedule` from this point on.

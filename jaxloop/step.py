@@ -713,9 +713,9 @@ class Step:
         return state, outputs
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Returns the reason why a loop must run host code for each step, so that steps can't be fused.
+        """Describes the host code that a loop must run for each step, which prevents fusing the steps.
 
-        Returns None if there is no such reason.
+        Returns None if there is no such code.
 
         Args:
           evaluates: True for evaluations, False for training.
@@ -859,7 +859,7 @@ class Step:
         return compiled.leave(carry), outputs
 
     def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Adds a note about the batch to an error in a step; raises another error if the batch itself is invalid."""
+        """Adds a note about the batch to an error raised by a step. If the batch is invalid, raises another error."""
         if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch)
         if batch is None:
@@ -922,7 +922,7 @@ class Step:
 
     @property
     def rescued_state(self) -> Any:
-        """The state that `run` returned, if `end` or an end action raised an error in the last call; otherwise None."""
+        """The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise None."""
         return self._rescued_state
 
     @property

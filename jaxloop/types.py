@@ -218,7 +218,7 @@ class Weighted:
 
     Attributes:
       value: The mean, a scalar; 0 if the weight is 0.
-      weight: The weight of the mean, a scalar: the number of tokens, pixels or graphs.
+      weight: The weight of the mean, a scalar, such as the number of tokens, pixels or graphs.
 
     Args:
       value: A scalar, or an array whose weighted mean is computed.

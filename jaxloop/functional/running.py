@@ -37,7 +37,7 @@ def loop(
     num_examples: Callable[[Any], int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
-    """Runs a loop over the batches of a dataset, and calls the callbacks whose schedules fire at each step.
+    """Runs a loop over the batches of a dataset. At each step, it calls the callbacks whose schedules fire.
 
     The callbacks are called in the order of the tasks, except that checkpoints come last. A callback is a function that
     takes up to four of the arguments `(state, batch, elapsed, loop_state)`, in this order and passed by position; any

@@ -255,8 +255,8 @@ def step(
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
     can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
     constants. The function returns the same kinds of values as any callback; see `loop`. In a `loop`, `broadcasts` and
-    `statics` are None. To pass values for them, call the step in another callback: `{every(1): lambda state, batch:
-    test_step(state, batch, broadcasts=teacher)}`.
+    `statics` are None. To pass values for them, call the step in another callback:
+    `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
       fn: The function to compile.
