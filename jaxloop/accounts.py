@@ -111,7 +111,7 @@ class Goodput:
 
 
 def goodput(*workdirs: epath.PathLike) -> Goodput:
-    """Breaks down the wall time of runs by what it was spent on. A run may still be in progress.
+    """Breaks down the wall time of runs by activity. A run may still be in progress.
 
     The times are read from the run log, `goodput.jsonl`. Every `OuterLoop` with a local work directory writes to it
     when a run starts, at log points, and when the run ends.

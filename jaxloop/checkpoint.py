@@ -107,7 +107,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the metadata that was saved in the checkpoint of a step; `{}` if it contains none.
+    """Returns the metadata that was saved in the checkpoint of a step; `{}` if none was saved.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -178,7 +178,7 @@ def restore(
       state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
         state is not donated.
       transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
-      any_optimizer: Whether the state may have a different optimizer, or none. Everything but its `opt_state` is then
+      any_optimizer: Whether the state may have a different optimizer, or none. Everything except `opt_state` is then
         restored, and a message is logged.
 
     Raises:
@@ -203,16 +203,16 @@ def restore_newest(
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
-    Then moves any newer checkpoints, which are all damaged, to `<directory>/damaged/<step>`, so that these steps can be
-    saved again. A warning is logged for each of them.
+    Any newer checkpoints, which are all damaged, are then moved to `<directory>/damaged/<step>`, so that their steps
+    can be saved again. A warning is logged for each of them.
 
     Args:
       directory: The directory with one subdirectory per step.
       state: See `restore`.
       transforms: See `restore`.
       any_optimizer: See `restore`.
-      quarantines: Whether to move the damaged checkpoints. Set it to False to change nothing in the directory, for
-        example because another process may be saving there.
+      quarantines: Whether to move the damaged checkpoints. Pass False to leave the directory unchanged, for example if
+        another process may be saving there.
 
     Returns:
       The pair `(state, step)`; None if the directory contains no checkpoint.
@@ -263,10 +263,10 @@ def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointErr
 
 
 def quarantine_damaged(directory: epath.PathLike) -> None:
-    """Moves the damaged checkpoints that are newer than the newest undamaged one, as `restore_newest` does.
+    """Moves damaged checkpoints that are newer than the newest undamaged one to `damaged/`; see `restore_newest`.
 
-    In a multi-process job, only the first process may call this, before all processes restore. If all checkpoints are
-    damaged, none of them is moved.
+    In a multi-process job, only the first process may call this, and it must do so before the processes restore. If all
+    checkpoints are damaged, none of them is moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
     if found is not None:
@@ -306,7 +306,7 @@ def _quarantine(error: CheckpointError, consequence: str) -> None:
 
 
 def abandon(directory: epath.PathLike, first_step: int) -> None:
-    """Moves the checkpoints from `first_step` on to the subdirectory `abandoned`, so that no run resumes from them.
+    """Moves the checkpoints of `first_step` and later steps to `abandoned/`, so that no run resumes from them.
 
     In a multi-process job, only the first process may call this.
     """
@@ -335,7 +335,7 @@ def load_params(
     paths: Mapping[str, str] | None = None,
     ema: bool = False,
 ) -> Any:
-    """Loads only the parameters of a checkpoint, not the optimizer state or anything else; or a safetensors file.
+    """Loads the parameters, and nothing else, from a checkpoint or a safetensors file.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -353,7 +353,7 @@ def load_params(
 
     Args:
       directory: The directory with one subdirectory per step, saved by a `CheckpointAction`, or by an Orbax manager
-        that used `PyTreeSave`. Or a file whose name ends in `.safetensors`; see `save_params`.
+        that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
       step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
         as `state.params`. It is not donated. None for nested dicts of arrays on JAX's default device.
@@ -368,8 +368,8 @@ def load_params(
     Raises:
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: Files of the checkpoint are damaged. The error lists them.
-      ValueError: The checkpoint has no parameters, or no average; a leaf differs in path, shape or dtype; or a pattern
-        matches nothing. The error lists the leaves. Or the safetensors file is damaged.
+      ValueError: The checkpoint has no parameters or no average, a leaf differs in path, shape or dtype, or a pattern
+        matches nothing. The error lists the leaves. A damaged safetensors file also raises this error.
     """
     if not is_safetensors(directory):
         load = lambda opened: opened.load(opened.path_of_ema() if ema else "params", into, paths)
@@ -383,9 +383,9 @@ def load_params(
 def save_params(params: Any, path: epath.PathLike) -> None:
     """Writes parameters to a file in the safetensors format, which other libraries also read.
 
-    `load_params` reads such files, whoever wrote them. It needs the extra `safetensors`. The slashes of jaxloop's paths
-    are dots in the file: `encoder/kernel` becomes `encoder.kernel`. The values stay as they are; a PyTorch `Linear`
-    expects the transpose of a kernel.
+    `load_params` reads such files, including those written by other libraries. Both functions need the extra
+    `safetensors`. In the file, the slashes of jaxloop's paths are replaced by dots: `encoder/kernel` becomes
+    `encoder.kernel`. The values are not changed. Note that a PyTorch `Linear` expects the transpose of a Flax kernel.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/weights.safetensors"
@@ -395,11 +395,12 @@ def save_params(params: Any, path: epath.PathLike) -> None:
 
     Args:
       params: A tree of arrays, on any devices, such as `state.params`. It is not donated.
-      path: The file to write. Its name ends in `.safetensors`. An existing file is replaced when the new one is whole.
+      path: The file to write, whose name must end in `.safetensors`. An existing file is replaced once the new file is
+        complete.
 
     Raises:
-      ValueError: The name of the file or of a leaf, or a dtype, is not supported.
-      ImportError: The package safetensors is not installed.
+      ValueError: The file name, the name of a leaf, or the dtype of a leaf is not supported.
+      ImportError: The package `safetensors` is not installed.
       OSError: The file can't be written.
     """
     safetensors_file.save(params, path)
@@ -462,7 +463,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the JSON dict that was saved as `run` in the checkpoint of a step; `{}` if it contains none.
+    """Returns the JSON dict that was saved as `run` in the checkpoint of a step; `{}` if none was saved.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -493,7 +494,7 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
 @final
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint. Its files are verified when it is opened, and not again when they are read.
+    """An open checkpoint. Its files are verified when it is opened, but not again when they are read.
 
     Attributes:
       path: The directory of the checkpoint, whose name is the step.
@@ -526,7 +527,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.Path, below: str = "") -> "Checkpoint":
-        """Opens a checkpoint like `at`, but takes the checkpoint's own directory, `path`, which must exist."""
+        """Opens the checkpoint in the directory `path`, which must exist, and verifies its files; see `at`."""
         is_sealed = seal.is_sealed(path)
         problems = seal.problems(path, below) if is_sealed else []
         custom_metadata = {} if problems else _read_custom_metadata(path)
@@ -545,7 +546,7 @@ class Checkpoint:
         return int(self.path.name)
 
     def elapsed(self) -> Elapsed:
-        """Returns the progress of the run. If it was not saved, only the number of steps is known.
+        """Returns the progress of the run. If the progress was not saved, only the number of steps is known.
 
         Raises:
           CheckpointError: The saved progress is invalid.
@@ -559,18 +560,18 @@ class Checkpoint:
         return {key: value for key, value in self.custom_metadata.items() if not key.startswith(_OWN_PREFIX)}
 
     def run(self) -> dict[str, Any]:
-        """Reads the JSON dict that was saved as `run`; `{}` if there is none."""
+        """Returns the JSON dict that was saved as `run`; `{}` if none was saved."""
         return self.json(_RUN_ITEM)
 
     def json(self, item: str, filename: str = "metadata") -> dict[str, Any]:
-        """Reads the JSON dict of an item from its file `filename`; `{}` if there is no such file."""
+        """Returns the JSON dict in the file `filename` of an item; `{}` if there is no such file."""
         if not (self.path / item / filename).exists():
             return {}
         with _reading(self.path, f"{item}/{filename}"):
             return dict(ocp.JsonCheckpointHandler(filename=filename).restore(self.path / item) or {})
 
     def restore(self, state: Any, *, transforms: Any = None, any_optimizer: bool = False) -> Any:
-        """Reads the train state; see the function `restore`."""
+        """Restores the train state; see the function `restore`."""
         try:
             return self._tree(_ITEM, state, transforms)
         except ValueError:
@@ -607,7 +608,7 @@ class Checkpoint:
         return checks.leaves_by_path(self._saved_tree(_ITEM))
 
     def has(self, name: str) -> bool:
-        """Returns whether the saved train state has leaves below this path."""
+        """Returns whether the saved train state has leaves below the path `name`."""
         return any(path.startswith(f"{name}/") for path in self.leaves)
 
     @property
@@ -619,7 +620,7 @@ class Checkpoint:
         """Returns the path of the average of the parameters in the saved train state.
 
         Raises:
-          ValueError: There is none.
+          ValueError: The train state doesn't contain exactly one such average.
         """
         place = _place_of_ema(self.leaves)
         if place is None:
@@ -630,7 +631,7 @@ class Checkpoint:
         return f"{place}{_AVERAGE}"
 
     def load(self, name: str, into: Any = None, paths: Mapping[str, str] | None = None) -> Any:
-        """Reads the part of the train state below a path; see `load_params`."""
+        """Loads the part of the train state below the path `name`; see `load_params`."""
         saved = {path.removeprefix(f"{name}/"): path for path in self.leaves if path.startswith(f"{name}/")}
         if not saved and (into is None or jax.tree.leaves(into)):
             raise ValueError(
@@ -639,7 +640,7 @@ class Checkpoint:
         return _load_part(self, saved, into, paths)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads leaves of the train state, by path, with the shapes, dtypes and shardings of `wanted`."""
+        """Returns the leaves at the paths in `wanted`, with the shapes, dtypes and shardings given there."""
         tree, values = self._saved_tree(_ITEM), {}
         for group in _groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
@@ -653,18 +654,19 @@ class Checkpoint:
             return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads trees that were saved in addition to the state; see the function `trees`."""
+        """Restores trees that were saved in addition to the state; see the function `trees`."""
         with_leaves = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
         return {**templates, **(self._tree(_TREES_ITEM, with_leaves) if with_leaves else {})}
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """Converts errors raised while interpreting the saved values to a `CheckpointError`.
+        """A context manager that converts errors raised while interpreting saved values to a `CheckpointError`.
 
-        The error names both the version of jaxloop that saved the checkpoint and the one that is running.
+        The error names both the version of jaxloop that saved the checkpoint and the version that is running.
 
         Raises:
-          CheckpointError: The checkpoint has a different format, or the body raised a KeyError or a similar error.
+          CheckpointError: The checkpoint has a different format, or the body of the `with` statement raised a KeyError
+            or a similar error.
         """
         saved_by, version = self.custom_metadata.get(_VERSION_KEY, "an unknown version"), own_version()
         saved_format = self.custom_metadata.get(_FORMAT_KEY)
@@ -716,7 +718,7 @@ class Checkpoint:
     def fit_template(self, item: str, template: Any) -> Any:
         """Arranges the leaves of a template in the structure of a saved item, without reading any array.
 
-        The two trees may differ where they have no leaves, such as in an empty dict.
+        The two trees may differ in parts that have no leaves, such as empty dicts.
 
         Raises:
           ValueError: The two trees differ in the path, shape or dtype of a leaf.
@@ -987,7 +989,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template for restoring a state like this one. It has the same shapes, but doesn't keep arrays alive."""
+    """Returns a template for restoring a state like this one, without keeping the arrays of this state alive."""
     return jax.tree.map(lambda leaf: leaf if _is_typed_key(leaf) else checks.shape_of(leaf), state)
 
 
@@ -1014,9 +1016,9 @@ class CheckpointWriter:
     """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
 
     Args:
-      manager_or_directory: A directory, or a manager that saves a single item (with the current or the older API). With
-        a manager, only the state is saved, without a seal. For a directory, the writer creates its own manager at the
-        first save, and a new one after `close` or a failed save.
+      manager_or_directory: A directory, or an Orbax manager that saves a single item (with the current or the older
+        API). With a manager, only the state is saved, without a seal. For a directory, the writer creates its own
+        manager at the first save, and a new one after `close` or a failed save.
       keep: For a directory, the number of newest checkpoints to keep; None to keep all.
       best: For a directory, the name of a metric and its mode, "min" or "max". The best checkpoint is then kept too. If
         several are equally good, the newest of them is kept.
@@ -1079,22 +1081,25 @@ class CheckpointWriter:
         """Starts saving a checkpoint in one atomic commit. An existing checkpoint is not overwritten.
 
         All arguments are copied before this method returns, so they may be changed or donated afterwards. A save first
-        waits until the previous one is committed.
+        waits until the previous save is committed.
 
         Args:
           step: The step, which names the checkpoint.
           state: The train state.
-          metrics: The metrics that decide which checkpoint is best. Ignored by a manager that doesn't keep the best.
+          metrics: The metrics that decide which checkpoint is best. Ignored by a manager that doesn't keep the best
+            checkpoint.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint; see the function `metadata`.
-          run: A JSON dict, which may be several megabytes in size; see the function `run`. Not saved with a manager.
-          trees: Trees of JAX and NumPy arrays, by name; see the function `trees`. Not saved with a manager.
+          run: A JSON dict, which may be several megabytes in size; see the function `run`. Saved only if the writer was
+            created with a directory.
+          trees: Trees of JAX and NumPy arrays, by name; see the function `trees`. Saved only if the writer was created
+            with a directory.
 
         Returns:
           True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
           step.
 
         Raises:
-          CheckpointError: The previous save failed in the background, or this one failed. The error contains the step
+          CheckpointError: The previous save failed in the background, or this save failed. The error contains the step
             of the failed save. For a directory, the files of that save are removed, so that the next save may succeed.
         """
         if self._closed:
@@ -1298,7 +1303,7 @@ class CheckpointWriter:
         """Waits until the last save is committed.
 
         Raises:
-          CheckpointError: The last save failed. This is raised only once.
+          CheckpointError: The last save failed. The error is raised only once.
         """
         if self._manager is not None and not self._closed:
             with self._handling_errors_of(self._step):
@@ -1306,10 +1311,10 @@ class CheckpointWriter:
             self._committed_step = self._step
 
     def close(self) -> None:
-        """Waits for the last save, and closes the manager. A manager that was passed in can't save after that.
+        """Waits for the last save, and closes the manager. A manager that was passed in can't save afterwards.
 
         Raises:
-          CheckpointError: The last save failed, or is no longer on disk. This is raised only once.
+          CheckpointError: The last save failed, or its checkpoint is no longer on disk. The error is raised only once.
         """
         try:
             self.wait()

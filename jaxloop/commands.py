@@ -58,7 +58,7 @@ class Answer:
 
 
 def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answer | None:
-    """Sends a command to the run in a work directory, and waits for its answer.
+    """Sends a command to the run in a work directory, and waits for the run's answer.
 
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, as after Ctrl-C.

@@ -6,12 +6,12 @@ from etils import epath
 
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
-    """Caches everything that JAX compiles, so that the next start of the program compiles nothing.
+    """Caches everything that JAX compiles, so that nothing is compiled when the program starts again.
 
     This enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process. It also removes
-    the thresholds for what is cached (by default, one second of compile time), so that small models are cached too.
-    Call it before the first step. The same program then starts without compiling, even after a crash, as long as the
-    versions of jax and jaxlib and the kind of device stay the same.
+    JAX's thresholds for caching (by default, one second of compile time), so that small models are cached too. Call
+    this function before the first step. The same program then starts without compiling, even after a crash, as long as
+    the versions of jax and jaxlib and the type of device stay the same.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:

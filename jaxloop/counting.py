@@ -41,7 +41,7 @@ def elapse(
       start: The progress of an earlier run.
       num_examples: A function that returns the number of examples in a batch. None to use the length of the leading
         axis, or 1 for a batch without axes.
-      stopwatch: A stopwatch whose time outside of training is not counted. None to count all time.
+      stopwatch: A stopwatch that measures only the training time. None to count all time.
       clock: A function that returns the time in seconds. Ignored if there is a stopwatch.
 
     Yields:

@@ -31,7 +31,7 @@ _NUMPY_ALONE = {np.ndarray}
 def numpy_batch(batch: types.Batch) -> types.Batch:
     """Converts the `tf.Tensor`s and `torch.Tensor`s in a batch to NumPy arrays. Other values are returned unchanged.
 
-    A bfloat16 tensor becomes an array of that dtype. Neither library is imported.
+    A bfloat16 tensor becomes a bfloat16 array. Neither TensorFlow nor PyTorch is imported.
 
     >>> numpy_batch({"name": "a", "x": np.zeros(3)})
     {'name': 'a', 'x': array([0., 0., 0.])}
@@ -86,7 +86,7 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """A dataset that can be iterated over several times. Each iteration reads one epoch with `batches`.
+    """A dataset that can be iterated over several times. Each iteration calls `batches` to read one epoch.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]
@@ -132,7 +132,7 @@ def is_one_pass(data: Any) -> bool:
 def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterator]:
     """Returns the first batch of a dataset, and an iterator that begins with this batch.
 
-    The iterator's position is before the first batch until that batch is read from the iterator.
+    The iterator's position stays before the first batch until that batch is read from the iterator.
 
     >>> first, iterator = peek(iter([1, 2, 3]))
     >>> first, list(iterator)
@@ -211,12 +211,13 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
 def shard_for_process(data: Any, *, process_index: int | None = None, process_count: int | None = None) -> Any:
     """Returns the part of a dataset that this process reads in a multi-process job.
 
-    With a single process, that is the whole dataset. The parts of several processes don't overlap and together make up
-    the whole dataset. If the global batch size is the same, each global batch contains the same examples for any number
-    of processes. A run can therefore resume with a different number of processes.
+    With a single process, this is the whole dataset. The parts of different processes don't overlap, and together they
+    make up the whole dataset. If the global batch size stays the same, each global batch contains the same examples for
+    any number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example. Shard first (with tf.data, before you shuffle), then batch with the number of rows per process.
+      example. Shard first (with tf.data, before shuffling), then batch, using the number of rows per process as the
+      batch size.
     - From a dataset of batches (the result of `from_index`, a list or a tuple), each process reads its rows of every
       batch.
 
@@ -225,12 +226,12 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: A dataset of one of these kinds.
+      data: A dataset of one of the kinds listed above.
       process_index: The index of the process; None for `jax.process_index()`.
       process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: The dataset is of a different kind. The message explains what to do.
+      TypeError: The dataset is of another kind. The message explains what to do.
       ValueError: A dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
         processes.
     """

@@ -100,7 +100,7 @@ def is_first_process() -> bool:
 
 
 def exit_without_waiting(error: SystemExit) -> None:
-    """Makes the program exit without waiting for the other processes, after an error in this process only.
+    """Makes the program exit after an error in this process only, without waiting for the other processes.
 
     The other processes may be waiting for this one. In contrast, a process that ends normally waits for the others; see
     `shutdown_secs` in `initialize`.

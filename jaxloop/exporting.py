@@ -20,10 +20,11 @@ def export(
     batch_size: int | None = None,
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> None:
-    """Writes the model in evaluation mode, with its parameters, to a file.
+    """Exports the model in evaluation mode, with its parameters, to a file.
 
     The file contains a StableHLO program from `jax.export`. To load and run it, a process needs JAX, but neither
-    jaxloop nor the code of the model. JAX guarantees that newer versions can read it for at least 6 months.
+    jaxloop nor the code of the model. JAX guarantees that newer versions of JAX can read the file for at least 6
+    months.
 
     >>> import jax, optax, tempfile, jaxloop
     >>> from flax import linen as nn
@@ -42,13 +43,13 @@ def export(
 
     Args:
       step: The step with the model.
-      state: The state with the parameters, which is not donated. Its arrays are copied to the host, and become
+      state: The state that contains the parameters. It is not donated. Its arrays are copied to the host and become
         constants of the program.
       spec: The spec of the model's inputs, as for `initialize_model`. The size of each leading axis is replaced by
-        `batch_size`. A list or a dict of inputs is one argument of the exported function.
+        `batch_size`. A list or a dict of inputs is passed to the exported function as one argument.
       path: The file to write. An existing file is replaced.
       batch_size: The number of examples in a call; None to allow any number, which the model must support.
-      platforms: The platforms on which the file can run.
+      platforms: The platforms on which the program can run.
 
     Raises:
       ValueError: If `batch_size` is None and the model doesn't support every batch size.

@@ -211,10 +211,10 @@ def replay(
       path: The folder `<workdir>/failures/<step>`, or the work directory.
       step: The step object of the run, or one that was created in the same way.
       step_num: The number of the failed step, if `path` is a work directory; None for the most recent record.
-      state: A state with the same structure as that of the run. If its `step` is later than that of the recorded state
-        and the batches since then were recorded, the replay starts from it. Otherwise it serves as the template for
-        restoring the recorded state. It is not donated. None to use a new state, if `step.initialize_model` was
-        called.
+      state: A state with the same structure as that of the run. If its `step` is later than the step of the recorded
+        state, and the batches since then were recorded, the replay starts from this state. Otherwise, this state serves
+        as the template for restoring the recorded state. It is not donated. None to use a new state, if
+        `step.initialize_model` was called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may then differ in the last bits. Any steps before the failed one are still compiled, so `run` is first traced
         for them.

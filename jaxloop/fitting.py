@@ -131,11 +131,11 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     writes no files.
 
     Args:
-      model: Any model that `LossStep` accepts; with `train_step`, a state.
+      model: Any model that `LossStep` accepts or, if `train_step` is given, a state.
       train_dataset: Anything that `jaxloop.data.batches` accepts, such as a list, a generator, a
         `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
-      eval_dataset: The dataset to evaluate on, of any kind that is allowed for `train_dataset`. Each evaluation reads
-        it from the start. The mean metrics are exact even if the last batch is short.
+      eval_dataset: The dataset to evaluate on, of any kind that `train_dataset` may have. Each evaluation reads it from
+        the start. The mean metrics are exact even if the last batch is short.
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
       metrics: Functions of `(outputs, batch)` by name; see `LossStep`.
@@ -148,8 +148,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       eval_step: A pure function `(state, batch) -> outputs` for evaluations, if there is a `train_step`.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. The dataset is repeated as often as necessary.
-      eval_interval: When to evaluate: an int counts epochs, and a schedule such as `every(steps=500)` is exact to the
-        step. None to evaluate after every epoch. There is always an evaluation at the end of the run.
+      eval_interval: When to evaluate. An int counts epochs; a schedule such as `every(steps=500)` is exact to the step.
+        None to evaluate after every epoch. There is always an evaluation at the end of the run.
       workdir: The work directory; if None, no files are written.
       log_name: The name of a subdirectory of the work directory to use for this run.
       hparams: Hyperparameters to write to the TensorBoard events and to the log: numbers, strings, and bools.

@@ -325,9 +325,9 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     """Returns a summary of a loop's outputs as scalars.
 
     A list of scalars becomes its example-weighted mean, `sum(n_i v_i) / sum(n_i)` in float64, where `n_i` is the number
-    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and computed once. The
-    field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned unchanged. All other
-    values are omitted; `media` returns those.
+    of examples in step `i` (1 if `outputs` is a plain dict). `clu.metrics` states are merged, and their result is
+    computed once. The field `loss` of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned
+    unchanged. All other values are omitted; `media` returns them.
 
     >>> summarize(LoopOutputs({"loss": [1.0, 4.0]}, num_examples=[32, 16]))
     {'loss': 2.0}

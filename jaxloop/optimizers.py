@@ -16,7 +16,8 @@ class EMAState(NamedTuple):
 
     Attributes:
       count: The number of updates, an int32 scalar.
-      params_ema: The average, a tree like the parameters. Parameters in half precision are averaged in float32.
+      params_ema: The average, a tree with the structure of the parameters. Parameters in half precision are averaged in
+        float32.
     """
 
     count: Any  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -37,8 +38,8 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     (-3.0, 0.0)
 
     Args:
-      decay: A number from 0 to 1, which averages over about `1 / (1 - decay)` updates; or a function of the number of
-        earlier updates, such as `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`, which lets a short run
+      decay: A number from 0 to 1; the average then covers about `1 / (1 - decay)` updates. Or a function of the number
+        of earlier updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets a short run
         forget its initial parameters.
 
     Raises:

@@ -587,7 +587,7 @@ class Recorder(Action):
     """Adds rows to the history. It is the first action of a loop, so that a step's row exists before other actions run.
 
     Attributes:
-      observers: Callbacks that are called with the progress of the run after each row.
+      observers: Callbacks to call with the progress of the run after each row.
     """
 
     def __init__(self, history: History, name: str, interval: int | Schedule):

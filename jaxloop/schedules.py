@@ -216,7 +216,9 @@ def every(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> Schedule:
-    """Returns a schedule that fires whenever a count reaches or passes a multiple. Takes exactly one argument.
+    """Returns a schedule that fires whenever a count reaches or passes a multiple of a given number.
+
+    Takes exactly one argument.
 
     >>> every(100), every(time=datetime.timedelta(minutes=10))
     (every(steps=100), every(time=600.0))
@@ -225,8 +227,8 @@ def every(
 
     Args:
       steps: A number of completed updates.
-      samples: A number of examples. The schedule fires at the step whose batch reaches or passes the multiple.
-      time: A training time, in seconds or as a `timedelta`. The schedule fires at the first step past the multiple.
+      samples: A number of examples. The schedule fires at the step whose batch reaches or passes a multiple.
+      time: A training time, in seconds or as a `timedelta`. The schedule fires at the first step after each multiple.
       loops: A number of train loops.
     """
     return _Every(*_only_one("every", steps, samples, time, loops, least=1))
@@ -239,7 +241,7 @@ def at(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "Schedule":
-    """Returns a schedule that fires once, at the step that reaches a point. As a `stop`, it ends the run there.
+    """Returns a schedule that fires once, at the step that reaches a given point. As a `stop`, it ends the run there.
 
     `at(0)` fires before the first update of a run that begins at step 0. It doesn't fire when a run resumes.
 
@@ -258,7 +260,7 @@ def after(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "After":
-    """Returns a schedule that fires at each step from a point on. Takes exactly one argument, like `every`.
+    """Returns a schedule that fires at every step from a given point on. Takes exactly one argument, like `every`.
 
     `after(p).then(schedule)` fires like `schedule`, but counts in the unit of `p` start at `p`.
 
@@ -317,7 +319,7 @@ class Goal(NamedTuple):
     Attributes:
       step: The next step inside a loop.
       time: The next training time, in seconds.
-      loop: The next loop, by number, at whose end something may be due for reasons other than a step or a time.
+      loop: The number of the next loop at whose end something may be due for reasons other than a step or a time.
     """
 
     step: int
@@ -344,7 +346,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. None means never."""
+    """Returns the smallest of several steps or times. A value of None means never."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -456,10 +458,13 @@ class _At(_Point):
 
 @final
 class After(_Point):
-    """The schedule that `after(...)` returns, with the method `then`."""
+    """The schedule that `after(...)` returns. It has the additional method `then`."""
 
     def then(self, schedule: Schedule) -> Schedule:
-        """Returns a schedule that fires like `schedule` from this point on. Its counts in this unit start here."""
+        """Returns a schedule that fires like `schedule` from this point on.
+
+        Counts in the unit of this point start here: `after(1000).then(every(500))` first fires at step 1500.
+        """
         if not isinstance(schedule, Schedule):
             raise TypeError(f"{self!r}.then(...) takes a schedule, got {schedule!r}. Write then(every(steps=100)).")
         return _Then(self, schedule)

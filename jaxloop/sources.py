@@ -289,7 +289,7 @@ class _Torch(_Stateful):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in an epoch of a dataset, or left in an iterator; None if it is unknown.
+    """Returns the number of batches in one epoch of a dataset, or remaining in an iterator; None if unknown.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
@@ -302,7 +302,7 @@ def num_batches(data: Any) -> int | None:
 
 
 def is_endless(data: Any) -> bool:
-    """Returns True if a dataset is known to be endless. A dataset can declare this in an attribute `is_endless`.
+    """Returns True if a dataset is known to be endless. A dataset can declare this with an attribute `is_endless`.
 
     >>> is_endless(itertools.cycle([1])), is_endless([1])
     (True, False)

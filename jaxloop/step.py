@@ -215,7 +215,7 @@ class Step:
     # To override ---------------------------------------------------------------------------------
 
     def preprocess_batch(self, batch: types.Batch) -> types.Batch:
-        """Transforms a host batch. It receives no state, so it can run in the prefetch thread."""
+        """Transforms a host batch. This hook receives no state, so it can run in the prefetch thread."""
         return batch
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
@@ -265,7 +265,7 @@ class Step:
         return count
 
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Makes the initial state, at step 0. It must be pure, because `initialize_model` compiles it.
+        """Makes the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
 
         Override it to add fields to the state. Create optimizers once, in `__init__`: they are static fields of the
         state, and two Optax transformations never compare equal.
@@ -303,14 +303,14 @@ class Step:
         )
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
-        """Makes the initial state, with the shardings of the partitioner.
+        """Makes the initial state, and places it on the devices with the partitioner.
 
         Args:
-          spec: The spec of the model's input: a float32 shape (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or these
-            nested in dicts, lists and named tuples. The model is initialized with arrays of ones. Arrays and keys in
-            the spec are passed unchanged. For a model with several inputs, pass a list of specs by position
-            (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused for an NNX class, and if there
-            is no model.
+          spec: The spec of the model's input: a float32 shape (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or dicts,
+            lists and named tuples of these. The model is initialized with arrays of ones. Arrays and keys in the spec
+            are passed to the model unchanged. For a model with several inputs, pass either a list of specs by position
+            (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused if the model is an NNX class or
+            None.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments of `model.init` (Linen) or of the constructor (NNX).
 
@@ -334,19 +334,21 @@ class Step:
     ) -> Any:
         """Restores the state from a checkpoint, with the shardings of `state`, which stays usable.
 
-        It reads checkpoints saved by a `CheckpointAction`, or by an Orbax `CheckpointManager` with `PyTreeSave`.
+        This method reads checkpoints saved by a `CheckpointAction`, or by an Orbax `CheckpointManager` with
+        `PyTreeSave`.
 
         Args:
-          state: A state with the structure, shapes and dtypes that were saved. If only the optimizer differs, or the
-            state has none, its `opt_state` is kept and a warning is logged.
+          state: A state with the structure, shapes and dtypes that were saved. If only the optimizer differs, or if the
+            state has no optimizer, the given `opt_state` is kept and a message is logged.
           checkpoint_dir: The directory with one subdirectory per step. If it contains no checkpoint, `restore_model`
             logs this and returns `state` unchanged.
-          step: The step of the checkpoint; None for the newest undamaged one. Damaged ones are skipped with a warning.
+          step: The step of the checkpoint; None for the newest undamaged checkpoint. Damaged checkpoints are skipped
+            with a warning.
           transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
 
         Raises:
           FileNotFoundError: If there are checkpoints, but none for `step`.
-          CheckpointError: If the checkpoint of `step` is damaged or, with `step=None`, if all are.
+          CheckpointError: If the checkpoint of `step` is damaged or, with `step=None`, if all checkpoints are damaged.
           ValueError: If the checkpoint was saved from a different model. The error lists the leaves that differ.
         """
         if not checkpoint.all_steps(checkpoint_dir):
@@ -395,8 +397,8 @@ class Step:
 
         Args:
           state: A state, or its shapes from `abstract_state`, which need no memory.
-          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for it, and its cost is
-            added to the table.
+          batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and the
+            cost of the step is added to the table.
         """
         layout = self._partitioner.report(state)
         lines = [layout.summary(), f"state: {readable(layout.bytes_per_device)} per device"]
@@ -547,7 +549,7 @@ class Step:
 
         Raises:
           TypeError, ValueError: If `run` doesn't return `(state, outputs)`, or changes the structure of the state.
-            Errors that `run` raises are passed on.
+            Errors raised by `run` itself are passed on.
         """
         if evaluates:
             evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
@@ -598,17 +600,18 @@ class Step:
         return moved
 
     def largest_batch(self, state: Any, batch: types.BatchSpec, topology: str | None = None) -> int:
-        """Returns the largest number of rows per device with which a training step fits into the devices' memory.
+        """Returns the largest number of rows per device with which a training step fits in device memory.
 
         It finds this number by bisection, compiling the step for each batch size that it tries. Nothing is allocated.
 
         Args:
           state: The state, or its shapes from `abstract_state`.
           batch: A batch or its shapes; see `compile`. The size of its leading axis doesn't matter.
-          topology: See `cost_analysis`. None for the devices of the step's partitioner, if they report their memory.
+          topology: See `cost_analysis`. None to use the devices of the step's partitioner, which must report their
+            memory.
 
         Returns:
-          The number of rows; 0 if not even one fits. At most 2**20.
+          The number of rows, at most 2**20; 0 if not even one row fits.
 
         Raises:
           ValueError: If the memory of the devices is unknown.
@@ -637,7 +640,7 @@ class Step:
         return _largest(fits, 2**20)
 
     def prng_key(self, step: Any) -> Any:
-        """Returns the key of a step, derived only from `base_prng` and `step`; a dict of keys if `base_prng` is a dict.
+        """Derives the PRNG key of a step from `base_prng` and `step`. If `base_prng` is a dict, returns a dict of keys.
 
         >>> from flax import linen as nn
         >>> key = Step(jax.random.key(0), nn.Dense(1)).prng_key(7)
@@ -656,8 +659,8 @@ class Step:
         The state that this step returned or prepared last is not checked again.
 
         Raises:
-          ValueError: If the state was donated to an earlier call. (On several CPU devices, using it would crash the
-            process.)
+          ValueError: If the state was donated to an earlier call. (On several CPU devices, using such a state would
+            crash the process.)
         """
         self._rescued_state = None
         if self._is_known(state):
@@ -710,9 +713,9 @@ class Step:
         return state, outputs
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Returns the reason why a loop must run host code for each step, so that steps can't be fused.
+        """Describes the host code that a loop must run for each step, which prevents fusing the steps.
 
-        Returns None if there is no such reason.
+        Returns None if there is no such code.
 
         Args:
           evaluates: True for evaluations, False for training.
@@ -755,11 +758,11 @@ class Step:
 
     @contextlib.contextmanager
     def watched(self, watch: nonfinite.Watch | None, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """Attaches the step to a loop, which checks for non-finite values and times compilations in this context.
+        """A context manager in which the step uses the non-finite check and the stopwatch of a loop.
 
         Args:
           watch: The check for non-finite values, which follows the loop's `nan_policy`; None for no check.
-          stopwatch: The stopwatch of the loop; None to keep the current one.
+          stopwatch: The stopwatch of the loop, which times compilations; None to keep the current stopwatch.
         """
         before = self._watch, self._stopwatch
         self._watch, self._stopwatch = watch, stopwatch or self._stopwatch
@@ -769,7 +772,7 @@ class Step:
             self._watch, self._stopwatch = before
 
     def run_again(self, state: Any, batch: types.Batch, *, eagerly: bool = False) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks, like `__call__`, but without calling actions. It donates the state.
+        """Passes one batch through the hooks and donates the state, like `__call__`, but calls no actions.
 
         With `eagerly=True`, `run` is not compiled, and the state stays usable.
         """
@@ -781,7 +784,7 @@ class Step:
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """Recreates the state that the last `initialize_model` returned. Returns None if there was no such call."""
+        """Recreates the state that `initialize_model` last returned. Returns None if it was never called."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
@@ -813,7 +816,7 @@ class Step:
         return self.shard_batch(batch)
 
     def place_stacked(self, batches: types.Batch) -> types.Batch:
-        """Places batches that were stacked on a new leading axis."""
+        """Places a stack of batches on the devices. The batches are stacked along a new leading axis."""
         return self._partitioner.shard_stacked_batches(batches) if self._should_shard_batch else batches
 
     def _is_known(self, state: Any) -> bool:
@@ -840,7 +843,7 @@ class Step:
         return state if new_state is state else self.prepare_state(new_state), batch
 
     def preprocessed(self, batch: types.Batch) -> types.Batch:
-        """Returns the result of `preprocess_batch`; raises a `TypeError` if it is None."""
+        """Calls `preprocess_batch` and returns its result. Raises a `TypeError` if the result is None."""
         ready = self.preprocess_batch(batch)
         if ready is None and batch is not None:
             raise TypeError(f"{type(self).__name__}.preprocess_batch returned None. Return the batch.")
@@ -856,7 +859,7 @@ class Step:
         return compiled.leave(carry), outputs
 
     def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Adds a note about the batch to an error in a step; raises another error if the batch itself is invalid."""
+        """Adds a note about the batch to an error raised by a step. If the batch is invalid, raises another error."""
         if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch)
         if batch is None:
@@ -905,7 +908,7 @@ class Step:
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """The Optax transformation."""
+        """The Optax transformation that updates the parameters."""
         return self._optimizer
 
     @property
@@ -920,7 +923,7 @@ class Step:
 
     @property
     def rescued_state(self) -> Any:
-        """The state that `run` returned, if `end` or an end action raised an error in the last call; otherwise None."""
+        """The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise None."""
         return self._rescued_state
 
     @property
@@ -930,7 +933,7 @@ class Step:
 
     @property
     def num_flops(self) -> float | None:
-        """The last result of `compute_num_flops`; None before the first call."""
+        """The FLOPs of `run`, as last counted by `compute_num_flops` or `compile`; None if neither was called."""
         return self._num_flops
 
     @property

@@ -30,11 +30,12 @@ from jaxloop.history import History
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
     """Kills a run at each of the given steps, resumes it, and compares it bit by bit with an uninterrupted run.
 
-    Each run is a separate process, which starts and compiles like your program. One process runs to the end. For each
-    step, a second process is killed with SIGKILL after that step was dispatched and pending saves were committed, and a
-    third one resumes the killed run. The processes are observed from outside, so they run the same code path as your
-    program, even with several steps per dispatch. The helper compares the steps after the checkpoint (batch, state,
-    outputs), then the final state, leaf by leaf, and the history without its times.
+    Each run is a separate process, which starts and compiles like your program. The first process runs to the end. For
+    each of the given steps, a second process is killed with SIGKILL after that step was dispatched and pending saves
+    were committed. A third process then resumes the killed run. The processes are observed from outside, so they run
+    the same code path as your program, even with several steps per dispatch. This function compares the batch, the
+    state and the outputs of each step after the checkpoint, then the final state, leaf by leaf, and then the history
+    without its times.
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -46,12 +47,13 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
     Args:
       make_run: A function that runs or resumes the experiment in a work directory, and returns the final state, or
         `(state, history)`. It must be defined in a module or a script, so that the processes can import it.
-      at_steps: The steps at which to kill a run, each in a separate run. They must come after the first checkpoint.
+      at_steps: The steps at which to kill a run. Each step is tested with separate processes, and must come after the
+        first checkpoint.
       timeout: The maximum time for one process, in seconds.
 
     Raises:
       AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
-        or if a run started over, so that nothing was tested.
+        or if a run started over instead of resuming, so that nothing was tested.
       RuntimeError: If a process failed, or ended before it could be killed. The message contains its output.
       TypeError: If `make_run` can't be imported by its name.
     """
@@ -82,9 +84,9 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
 
-    Both arguments are records that the processes of `assert_resumable` wrote. A record contains three entries: `steps`,
-    a dict by number, where each step has digests of its `batch`, its `outputs` and, if the host had it, the `state`
-    before the step; `state`, the digests of the final state; and `history`.
+    Both arguments are records that the processes of `assert_resumable` wrote. A record has three entries. `steps` maps
+    the number of each step to digests of the `batch`, the `outputs` and, if it was available on the host, the `state`
+    before the step. `state` contains digests of the final state. `history` contains the history.
     """
     steps = {int(number): step for number, step in resumed["steps"].items()}
     if not steps and resumed["state"] == whole["state"] and resumed["history"] == whole["history"]:

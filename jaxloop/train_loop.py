@@ -27,9 +27,9 @@ class TrainLoop(ActionLoop):
     >>> int(state.step), bool(outputs["loss"][-1] < outputs["loss"][0])
     (100, True)
 
-    A `nan_policy` checks for NaN and infinity inside the compiled step: in the new `params` and `batch_stats`, where
-    non-finite gradients show up (in the whole state, if it has no `params`), and in outputs with "loss" in their name.
-    Other outputs may be undefined in some batches and are not checked.
+    A `nan_policy` checks for NaN and infinity inside the compiled step. It checks the new `params` and `batch_stats`,
+    where non-finite gradients show up, and the outputs with "loss" in their names. (If the state has no `params`, it
+    checks the whole state.) Other outputs may be undefined in some batches, so they are not checked.
 
     >>> batches[2]["x"][0, 0] = float("nan")
     >>> step, state, _ = examples.tiny_regression()
@@ -40,28 +40,29 @@ class TrainLoop(ActionLoop):
     3 ('outputs/loss', 'params/bias', 'params/kernel')
 
     Args:
-      step: The step to run on each batch, made with `train=True`.
+      step: The step to run on each batch, created with `train=True`.
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size, clock: See `StatLoop`.
       nan_policy: "raise" raises a `nonfinite.NonFiniteError` that names the first bad step. This needs no
-        synchronization: every 32 steps, the host reads the flags that have arrived. Before a checkpoint is saved, it
-        reads all remaining flags, so that no checkpoint contains a bad step. "skip" discards the update of a bad step:
-        the state stays bit-identical, except that `state.step` increases. The outputs of a skipped step stay in the
-        lists but have no weight in means; `clu.metrics` are reset for it, unless they collect values;
-        `outputs["jaxloop/skipped_steps"]` counts such steps. "skip" needs memory for a second copy of the state on the
-        devices during a step. "ignore" checks nothing and costs nothing. On two CPU cores, "raise" multiplies the time
-        of a step by 1.0 for a small CNN, by 1.05 to 1.25 for 2M parameters in 193 leaves with Adam, and by 1.1 to 1.3
-        for a step of 0.1 ms; for "skip", the factors are 1.0, 1.3 to 1.5, and 1.1 to 1.2.
-      steps_per_dispatch: The number of steps per dispatch, which scans `run` over that many batches. This makes small
-        models, whose steps take less time than their dispatch, several times faster; on a CPU it makes convolutions ten
-        times slower. Schedules and the ends of loops and datasets stay exact, because steps run one by one up to them.
-        Only a time-based schedule, which can't be predicted, fires after the dispatch during which it becomes due.
-        Results are the same, except that XLA may round the last bit differently. `Step.begin` is called for each batch
-        with the state before the dispatch, and must not change it. A `Step` that has actions or overrides `end` raises
-        a ValueError. "auto" times 1 and 32 steps per dispatch on the first 32 batches, using copies of the state, and
-        keeps the faster setting, even when the run is resumed. To do so, it calls the hooks before `run` more than once
-        per batch. In a multi-process job, "auto" means 1.
+        synchronization: every 32 steps, the host reads the flags that have arrived. Before a checkpoint is saved, the
+        host reads all remaining flags, so that no checkpoint contains a bad step. "skip" discards the update of a bad
+        step: the state stays bit-identical, except that `state.step` increases. The outputs of a skipped step stay in
+        the lists but have no weight in means. The step's `clu.metrics` are reset, unless they collect values.
+        `outputs["jaxloop/skipped_steps"]` counts the skipped steps. During a step, "skip" needs device memory for a
+        second copy of the state. "ignore" checks nothing and costs nothing. On two CPU cores, "raise" multiplies the
+        time of a step by 1.0 for a small CNN, by 1.05 to 1.25 for 2M parameters in 193 leaves with Adam, and by 1.1 to
+        1.3 for a step of 0.1 ms. For "skip", these three factors are 1.0, 1.3 to 1.5, and 1.1 to 1.2.
+      steps_per_dispatch: The number of steps per dispatch. Each dispatch scans `run` over that many batches. This makes
+        small models, whose steps take less time than their dispatch, several times faster. On a CPU, however, it makes
+        convolutions ten times slower. Schedules and the ends of loops and datasets stay exact, because the last steps
+        before them run one by one. Only a time-based schedule, which can't be predicted, fires after the dispatch
+        during which it becomes due. Results are the same, except that XLA may round the last bit differently.
+        `Step.begin` is called for each batch with the state before the dispatch, and must not change that state. If the
+        step has actions or overrides `end`, a ValueError is raised. "auto" times 1 and 32 steps per dispatch on the
+        first 32 batches, using copies of the state, and keeps the faster setting, even when the run is resumed. For
+        these measurements, it calls the hooks before `run` more than once per batch. In a multi-process job, "auto"
+        means 1.
       max_steps_in_flight: See `Loop`.
     """
 

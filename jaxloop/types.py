@@ -64,8 +64,8 @@ class TrainState(train_state.TrainState):
       tx: The Optax optimizer.
       opt_state: The state of the optimizer.
       batch_stats: Running statistics of normalization layers; empty for a model without them.
-      collections: All other variables: for Linen, a dict by collection name (`{"cache": ...}`); for NNX, one
-        `nnx.State` (the counters and keys of its `Rngs`, caches, ...).
+      collections: All other variables: for Linen, a dict keyed by collection name (`{"cache": ...}`); for NNX, one
+        `nnx.State`, which contains the counters and keys of `Rngs`, caches, and so on.
 
     >>> import optax
     >>> from flax import linen as nn
@@ -124,7 +124,7 @@ class TrainState(train_state.TrainState):
         return {"params": self.params, **batch_stats, **self.collections}
 
     def update_variables(self, updates: Any) -> Self:
-        """Returns the state with the variables that a forward pass changed. The parameters stay the same.
+        """Returns a state with the variables that a forward pass changed. The parameters stay the same.
 
         Args:
           updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
@@ -146,7 +146,7 @@ def _may_overwrite(tree: Any) -> bool:
 
 
 def apply_gradients(state: Any, grads: Any) -> Any:
-    """Returns `state.apply_gradients(grads=grads)`, even if the parameters are not the dict that Flax requires."""
+    """Returns a state updated with gradients. Unlike in Flax, the parameters don't need to be a dict."""
     is_of_flax = type(state).apply_gradients is train_state.TrainState.apply_gradients
     return _updated(state, grads) if is_of_flax and not _may_overwrite(grads) else state.apply_gradients(grads=grads)
 
@@ -209,7 +209,7 @@ class Weighted:
     """A mean with its own weight, such as the loss per token. It is a pytree, so `Step.run` can return it.
 
     Over several steps, the mean is `sum(value * weight) / sum(weight)`, computed in float64. Without `Weighted`, all
-    values of a step are weighted by its number of examples.
+    values of a step are weighted by the step's number of examples.
 
     >>> losses, is_token = jnp.array([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), jnp.array([[1, 1, 0], [1, 0, 0]])
     >>> loss = Weighted(losses, is_token)
@@ -218,11 +218,11 @@ class Weighted:
 
     Attributes:
       value: The mean, a scalar; 0 if the weight is 0.
-      weight: The weight of the mean, a scalar: the number of tokens, pixels or graphs.
+      weight: The weight of the mean, a scalar, such as the number of tokens, pixels or graphs.
 
     Args:
       value: A scalar, or an array whose weighted mean is computed.
-      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where it is 0, the value may
+      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
         be NaN.
 
     Raises:

@@ -43,8 +43,8 @@ class Watchdog:
     Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what the process is doing
     and contains the stacks of all threads. The first process logs one sentence, such as "process 3 is reading batch
     5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a scheduler restarts
-    them. The run then resumes from its newest checkpoint. A thread checks about once per second, so steps don't become
-    slower.
+    them. The run then resumes from its newest checkpoint. A separate thread checks the progress about once per second,
+    so steps don't become slower.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -54,8 +54,8 @@ class Watchdog:
 
     Args:
       step_secs: The maximum time without a new train step, in seconds.
-      startup_secs: The maximum time before the first step of a call, and while a step is being compiled.
-      eval_secs: The maximum time without a new batch in an evaluation, including its compilation.
+      startup_secs: The maximum time before the first step of an `OuterLoop` call, and while a step is being compiled.
+      eval_secs: The maximum time without a new batch in an evaluation, including the compilation.
       checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
     """
 
@@ -78,13 +78,13 @@ class Watchdog:
         workdir: epath.PathLike | None,
         before_exit: Callable[[str], None] = lambda place: None,
     ) -> Iterator[None]:
-        """Watches the calling thread while the context is open.
+        """A context manager in which the watchdog watches the calling thread.
 
         Args:
           train: The engine of the train loop or, if nothing is trained, of the first eval loop.
           evals: The engines of the eval loops.
           workdir: The directory for the reports; if None, no reports are written.
-          before_exit: A function that is called before the process exits, with a description of what it is doing.
+          before_exit: A function that the first process calls before it exits, with a description of the hang.
         """
         thread = _Watching(self, train, evals, workdir, before_exit)
         thread.start()

@@ -23,23 +23,23 @@ _METHODS = {
 class SummaryAction(WriterAction):
     """Writes a summary of the steps since its last call.
 
-    For a scalar, it writes the example-weighted mean over these steps; for a `clu.metrics` object, the computed value;
-    for a statistic, the statistic itself. Arrays `[N, H, W, C]` are written as images, other arrays as histograms, and
-    a `MetricWithMetadata` according to its type: images, videos, audio, text or histograms.
+    A scalar is written as its example-weighted mean over these steps, a `clu.metrics` object as its computed value, and
+    a statistic unchanged. Arrays of shape `[N, H, W, C]` are written as images, other arrays as histograms, and a
+    `MetricWithMetadata` according to its type: as images, videos, audio, text or histograms.
 
-    All actions that share a writer also share a background thread, which writes in the order of their calls. The loop
-    waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint is saved and
-    before the run ends. If the writer raises an error, the next call raises it again, with a note that lists the values
-    that could not be written. A resumed run writes these values first.
+    All actions that share a writer also share a background thread, which writes in the order in which the actions are
+    called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
+    is saved and before the run ends. If the writer raises an error, the next call of the action raises it again, with a
+    note that lists the values that could not be written. A resumed run writes these values first.
 
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
         `clu.metric_writers.MetricWriter`. You own the writer: it is flushed when a run ends, but not closed. If you
-        write to it yourself during a run, it must be thread-safe, as the writers that `default_writer` returns are.
-        Otherwise, call this action's `flush` first.
+        write to it yourself during a run, either use a thread-safe writer, such as those that `default_writer` returns,
+        or call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
-      prefix: A prefix for each name, such as "eval/", which distinguishes the `loss` of an eval loop from that of the
+      prefix: A prefix for each name, such as "eval/" to distinguish the `loss` of an eval loop from the `loss` of the
         train loop.
       background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
         pass False to all actions that share it.

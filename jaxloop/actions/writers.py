@@ -16,10 +16,11 @@ from jaxloop.text import printable
 def default_writer(workdir: epath.PathLike) -> Any:
     """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars.
 
-    It writes the files with tensorboardX. If that is not installed but clu, TensorFlow and TensorBoard are, it returns
-    `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which would allocate
-    their memory. The first row then takes seconds, and each later row about fifty times as long as with tensorboardX.
-    Otherwise, it logs a warning and returns a writer that only logs scalars.
+    The writer uses tensorboardX if it is installed. Otherwise, if clu, TensorFlow and TensorBoard are installed, this
+    function returns `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which
+    would otherwise allocate their memory. With that writer, the first row takes seconds, and each later row takes about
+    fifty times as long as with tensorboardX. If these packages are missing too, this function logs a warning and
+    returns a writer that only logs scalars.
 
     In a multi-process job, only the first process writes files.
 

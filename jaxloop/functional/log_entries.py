@@ -27,7 +27,7 @@ class Logs(dict[str, Any]):
     __slots__ = ("__weakref__",)
 
     def add(self, collection: str, name: str, value: Any) -> Self:
-        """Adds a value to a collection, and returns these logs."""
+        """Adds a value to a collection, and returns self."""
         for each in (collection, name):
             if not isinstance(each, str):
                 raise TypeError(f"Logs.add takes the names of a collection and of a value as strings, got {each!r}.")
@@ -35,16 +35,16 @@ class Logs(dict[str, Any]):
         return self
 
     def add_metric(self, name: str, value: Any) -> Self:
-        """Adds a value to the collection `metrics`, and returns these logs."""
+        """Adds a value to the collection `metrics`, and returns self."""
         return self.add("metrics", name, value)
 
     def add_loss(self, name: str, value: Any) -> Self:
-        """Adds a loss, and returns these logs. `train_step` differentiates the sum of all losses.
+        """Adds a loss, and returns self. `train_step` differentiates the sum of all losses.
 
         Args:
           name: The name of the loss.
-          value: A scalar or a `Weighted` mean. In `step` and `train_step`, also losses `[batch]`, of which the mean is
-            taken.
+          value: A scalar or a `Weighted` mean. In `step` and `train_step`, it may also be an array of losses `[batch]`,
+            which are averaged.
         """
         return self.add("losses", name, value)
 
@@ -52,15 +52,16 @@ class Logs(dict[str, Any]):
     def updates(self) -> "Logs":
         """The collection `updates`: variables that the forward pass has changed. `train_step` stores them in the state.
 
-        To add to this collection, call `logs.add("updates", "batch_stats", batch_stats)`. A history doesn't store it.
+        To add to this collection, call `logs.add("updates", "batch_stats", batch_stats)`. A history doesn't store
+        `updates`.
 
-        Assigning logs to this attribute merges all of their other collections into these logs: `logs.updates, state =
-        train_step(state, batch)`.
+        Assigning other logs to this attribute merges all of their collections except `updates` into these logs:
+        `logs.updates, state = train_step(state, batch)`.
         """
         return self.setdefault("updates", Logs())
 
     def merge(self, other: Mapping[str, Any]) -> Self:
-        """Adds all entries of other logs, collection by collection, and returns these logs."""
+        """Merges all entries of `other` into these logs, collection by collection, and returns self."""
         for name, value in other.items():
             if isinstance(value, (dict, Mapping)):  # The first check is cheaper.
                 own = self.get(name)

@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """A point in a run that is not a step. It can be used as a key of `tasks` in place of a schedule."""
+    """The start or the end of a run. It can be used as a key of `tasks` in place of a schedule."""
 
     def __init__(self, name: str):
         self._name = name
@@ -34,7 +34,7 @@ on_end: Moment = Moment("on_end")
 @final
 @dataclasses.dataclass
 class LoopState:
-    """The state of a loop. A callback with four arguments receives it as the last one.
+    """The state of a loop. A callback with four arguments receives it as its last argument.
 
     Attributes:
       state: The train state. A callback may set it.
@@ -42,7 +42,7 @@ class LoopState:
       elapsed: The progress of the loop, including this step.
       batch: The batch of this step.
       logs: The values that the callbacks of this step have logged so far.
-      outputs: The outputs that these callbacks have returned, by name.
+      outputs: The outputs that the callbacks of this step have returned so far, by name.
       metadata: A dict for your own use while the loop runs. Checkpoints store it, so its values must be numbers,
         strings, arrays, lists or dicts.
       stop_iteration: Set it to True to end the loop after this step.

@@ -37,7 +37,7 @@ def loop(
     num_examples: Callable[[Any], int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Any, History, Elapsed]:
-    """Runs a loop over the batches of a dataset, and calls the callbacks whose schedules fire at each step.
+    """Runs a loop over the batches of a dataset. At each step, it calls the callbacks whose schedules fire.
 
     The callbacks are called in the order of the tasks, except that checkpoints come last. A callback is a function that
     takes up to four of the arguments `(state, batch, elapsed, loop_state)`, in this order and passed by position; any
@@ -48,16 +48,16 @@ def loop(
 
     The logs of a step become one row of the history. While only one compiled function is called, the loop adds the rows
     of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value. Ctrl-C ends the
-    loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results so far. SIGTERM
-    does the same, but then exits with status 143.
+    loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results so far. On
+    SIGTERM, the loop does the same, and then exits with status 143.
 
     If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
     called, as in an `OuterLoop`. This way, `elapsed.is_last` is known, and a checkpoint stores the position before that
     batch.
 
     With `checkpoint(directory, resume=True)` among the tasks, the loop resumes from the newest checkpoint. It restores
-    the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores the tools, and any
-    object with `__loop_callback__` that has `state_dict()` and `load_state_dict(state_dict)`.
+    the state, the position in the dataset, the history, and `LoopState.metadata`. It also restores the state of the
+    tools, and of each object with `__loop_callback__` that has `state_dict()` and `load_state_dict(state_dict)`.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -79,8 +79,8 @@ def loop(
     Raises:
       TypeError: A callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: The state was donated to an earlier call.
-      Exception: A callback or the dataset raised it. A note tells where and at which step it occurred. Pending
-        checkpoints are committed first.
+      Exception: A callback or the dataset raised it. A note on the exception describes where and at which step it was
+        raised. Pending checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:

@@ -112,7 +112,7 @@ def checkpoint(
     """Returns a callback that saves checkpoints. In a hand-written loop, call it with `(elapsed, state, logs)`.
 
     In a `loop`, the callback saves the whole run asynchronously, after all other callbacks of the step. The loop waits
-    for pending saves before it returns. `checkpoint(directory).restore` reads the state.
+    for pending saves before it returns. To restore the state, call `checkpoint(directory).restore(state)`.
 
     Args:
       directory: The directory, with one subdirectory per checkpoint. The path may be relative.
@@ -120,8 +120,8 @@ def checkpoint(
       monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at the
         steps that are saved.
       mode: "min" if the smallest value is the best, or "max" if the largest is.
-      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If so, and if no history is passed to
-        the loop, it writes its history to `history.jsonl` in the directory.
+      resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and if no history is passed to
+        the loop, the loop writes its history to `history.jsonl` in the directory.
     """
     action = CheckpointAction(directory, keep=keep, best=None if monitor is None else (monitor, mode))
     return CheckpointTool(f"checkpoint({str(directory)!r})", action, monitor, resume)
@@ -147,8 +147,8 @@ def early_stopping(
     """Returns a callback that ends the loop when a logged value no longer improves.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
-    devices. For the arguments, see `EarlyStoppingAction`. `patience` is the time to wait for an improvement: a number
-    of calls, counting only those at which the value was logged, or a period such as `after(steps=1000)`.
+    devices. For the arguments, see `EarlyStoppingAction`. `patience` is the time to wait for an improvement: either a
+    number of calls at which the value was logged, or a period such as `after(steps=1000)`.
     """
     action = EarlyStoppingAction(monitor, patience, mode, min_delta, baseline, restore_best)
     return EarlyStoppingTool(f"early_stopping({monitor!r})", action, monitor)
@@ -254,8 +254,8 @@ def step(
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
     can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
-    constants. The function returns what a callback returns. In a `loop`, `broadcasts` and `statics` are None. To pass
-    them, call the step in another callback:
+    constants. The function returns the same kinds of values as any callback; see `loop`. In a `loop`, `broadcasts` and
+    `statics` are None. To pass values for them, call the step in another callback:
     `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
@@ -269,10 +269,10 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """Makes a callback like `step`, but one that also updates the state with the gradient of the logged losses.
+    """Makes a callback, like `step`, that also updates the state with the gradient of the logged losses.
 
-    It differentiates the sum of all losses logged with `add_loss`. The state is a `TrainState` and is donated. The rows
-    of a batch must divide evenly across the devices.
+    The callback differentiates the sum of all losses logged with `add_loss`. The state must be a `TrainState`, and is
+    donated. The rows of a batch must divide evenly across the devices.
 
     Variables that the forward pass changes are stored in the new state if `fn` returns a state that contains them, or
     if it adds them to the `updates` of the logs: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model,
