@@ -13,7 +13,7 @@ from jaxloop.step import Step
 
 
 class EvalLoop(ActionLoop):
-    """Evaluates a state, which it neither changes nor donates.
+    """Evaluates a state without changing or donating it.
 
     Hooks:
       begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
