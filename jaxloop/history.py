@@ -180,10 +180,10 @@ class History:
     `commit` does not wait for the devices. Device values are copied in chunks. Reading a row waits for the values in
     that row.
 
-    With a `path`, rows are also appended to that file, as one JSON object per line: `{"elapsed": {...}, "logs":
-    {...}}`. Rows of host values are in the file when `commit` returns. Rows of device values are written when their
-    values arrive, and at the latest by `flush` or `close`. A row that is written out of order contains its number, as
-    in `"row": 7`. The file is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and
+    With a `path`, rows are also appended to that file. Each line is a JSON object, `{"elapsed": {...}, "logs": {...}}`.
+    Rows of host values are in the file when `commit` returns. Rows of device values are written when their values
+    arrive, and at the latest by `flush` or `close`. A row that is written out of order contains its number, as in
+    `"row": 7`. The file is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and
     `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
 
     Args:

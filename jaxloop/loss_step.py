@@ -91,7 +91,7 @@ class LossStep(NumpyStep):
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by their numbers of examples. The update is the same as for the
     whole batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a
-    multiple of four. On a mesh, each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow
+    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA compiles convolutions in such a loop to slow
     code.
 
     Args:

@@ -18,7 +18,7 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """The progress of an experiment, which is passed to `EvalSpec.should_eval_fn`.
+    """The progress of an experiment, as passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
@@ -97,7 +97,7 @@ class EvalSpec:
         return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
 
     def empty(self) -> ValueError:
-        """Returns the error for an evaluation whose dataset is empty."""
+        """Returns the error to raise if the dataset of an evaluation is empty."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
             "An eval dataset gave no batch. "

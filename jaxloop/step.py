@@ -125,7 +125,7 @@ class Step:
         and `prng_key(step)` folds the step in. Keys may be old-style or typed.
       model: An NNX module or its class, or a Linen module. The variables of an NNX module are copied into each initial
         state; the module itself never changes. From a class, the step constructs the module with `nnx_model_args`,
-        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. It may be None if your
+        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. Pass None if your
         override of `make_state` needs no model.
       optimizer: An Optax transformation, which becomes `state.tx`.
       partitioner: Decides where the state and the batches live.
@@ -407,7 +407,7 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters to use in `jaxloop.export` and, in a `LossStep`, in evaluations."""
+        """Returns the parameters that `jaxloop.export` uses. A `LossStep` also uses them in evaluations."""
         return state.params
 
     def call_model(
@@ -470,7 +470,7 @@ class Step:
             `jax.jit` without compiling.
           batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec (see
             `initialize_model`). With shapes, the hooks before `run` receive zeros that take no memory.
-          evaluates: Whether to compile `run` for `evaluate`, without an update.
+          evaluates: Whether to compile `run` for `evaluate`, which makes no update.
           steps_per_dispatch: The number of steps in one dispatch.
           **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. Passing any discards everything
             compiled so far.
@@ -799,7 +799,7 @@ class Step:
         return self._end(state, outputs, per_loop_step_number, elapsed)[1]
 
     def begin_evaluation(self) -> None:
-        """Prepares the step for an evaluation. Called before the first batch is read."""
+        """Prepares the step for an evaluation. Called before the first batch."""
 
     def filler(self) -> Callable[[int], None] | None:
         """Returns a function that sets the size to which short batches are padded; None if the step can't pad."""
@@ -836,7 +836,7 @@ class Step:
         return state, batch
 
     def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Passes a prepared state and a batch from the dataset through the hooks before `run`."""
+        """Runs the hooks that precede `run` on a prepared state and a batch from the dataset."""
         result = self.begin(state, self.preprocessed(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         return state if new_state is state else self.prepare_state(new_state), batch

@@ -180,8 +180,8 @@ class MetricWithMetadata:
         shape for scalars and histograms. For text, a string, which only `Step.end` can return because jitted code
         can't return strings.
       type: The kind, which determines how a writer displays the value.
-      metadata: Hashable values for the writer, by name, such as `{"sample_rate": 16_000}` for audio or `{"num_buckets":
-        30}` for a histogram.
+      metadata: Hashable values for the writer, by name: `{"sample_rate": 16_000}` for audio, and `{"num_buckets": 30}`
+        for a histogram, for example.
 
     >>> images = MetricWithMetadata(jnp.zeros([4, 8, 8, 1]), MetricType.IMAGE)
     >>> jax.tree.map(jnp.shape, images).value

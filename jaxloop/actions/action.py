@@ -114,7 +114,9 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns descriptions of all problems that a run would have, and of their fixes. Called by `OuterLoop.check`.
+        """Returns a message for each problem that a run would have, including how to fix it.
+
+        Called by `OuterLoop.check`.
 
         Args:
           state: The shapes of the train state.
