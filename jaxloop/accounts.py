@@ -53,10 +53,10 @@ class Goodput:
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: All other seconds, such as those between the last log point of a process and its end, if it was killed
-        before it began another step.
-      steps: The number of distinct updates that were begun.
-      repeated_steps: The number of updates that were begun again.
+      unknown: All other seconds. An example is the time between the last log point of a process and the moment at which
+        the process was killed, if no step began in between.
+      steps: The number of distinct updates that were started.
+      repeated_steps: The number of updates that were started again.
       starts: The number of calls to the `OuterLoop`.
     """
 

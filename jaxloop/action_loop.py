@@ -13,7 +13,7 @@ from jaxloop.step import Step
 
 
 class ActionLoop(StatLoop):
-    """A loop that calls actions when it begins, when it ends and, for actions with a schedule, between its steps.
+    """A loop that calls actions when it begins, between its steps, and when it ends.
 
     Hooks:
       begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
@@ -40,14 +40,14 @@ class ActionLoop(StatLoop):
       step: The step to run on each batch.
       begin_actions: Actions to call, in this order, when a loop begins, with `outputs=None`. An int interval counts
         loops. An action with a schedule is called if the schedule has fired since the previous loop began.
-      end_actions: Actions to call, each with the outputs since it was last called. An action with an int interval is
-        called when a loop ends; the interval counts loops. An action with a schedule is called right after the step
-        at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called after
-        the other actions and after the evaluations of an `OuterLoop`.
+      end_actions: Actions to call, each with the outputs since its last call. An action with an int interval is called
+        when a loop ends; the interval counts loops. An action with a schedule is called right after the step at which
+        the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called after the other
+        actions and after the evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
-    Without an `OuterLoop`, each call returns only when everything that the actions started has finished, such as an
-    asynchronous save.
+    Without an `OuterLoop`, a call to the loop returns only after all work that the actions started, such as an
+    asynchronous save, has finished.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class ActionLoop(StatLoop):
 
     @property
     def loop_count(self) -> int:
-        """The number of loops that have ended. Set it to continue counting int intervals from an earlier run."""
+        """The number of loops that have ended.
+
+        To continue the int intervals of an earlier run, set this to that run's count.
+        """
         return self.engine.progress.loops
 
     @loop_count.setter

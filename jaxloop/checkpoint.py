@@ -81,7 +81,7 @@ _MAX_READ_BYTES = 2**27
 class CheckpointError(Exception):
     """Raised if the files of a checkpoint are damaged, or can't be read or written.
 
-    An intact checkpoint that was saved from a different model raises a `ValueError` instead.
+    Loading an intact checkpoint of a different model raises a `ValueError` instead.
 
     Attributes:
       directory: The directory with one subdirectory per step; None if it is unknown.

@@ -13,7 +13,7 @@ from jaxloop.step import Step
 
 
 class EvalLoop(ActionLoop):
-    """Evaluates a state, which it neither changes nor donates.
+    """Evaluates a state without changing or donating it.
 
     Hooks:
       begin, end: See `Loop`. An override must call the `super()` method, which calls the actions and adds the
@@ -70,7 +70,7 @@ class EvalLoop(ActionLoop):
 
     @property
     def training_warning(self) -> str:
-        """The warning about a step with `train=True` in an evaluation."""
+        """The text of the warning that an evaluation uses a step with `train=True`."""
         return (
             f"{self.step!r}, a step with train=True, which evaluates dropout and batch statistics in training mode. "
             "Make another step with train=False for the eval loop."

@@ -177,17 +177,18 @@ class History:
     Traceback (most recent call last):
     ValueError: 'loss' is ambiguous; it may be any of train.loss, eval.loss. Give one of these names.
 
-    A commit does not wait for the devices. Device values are copied in chunks, and reading a row waits for its values.
+    `commit` does not wait for the devices. Device values are copied in chunks. Reading a row waits for the values in
+    that row.
 
-    With a path, rows are also appended to that file, one JSON object per line: `{"elapsed": {...}, "logs": {...}}`.
+    With a `path`, rows are also appended to that file. Each line is a JSON object, `{"elapsed": {...}, "logs": {...}}`.
     Rows of host values are in the file when `commit` returns. Rows of device values are written when their values
-    arrive, and at the latest by `flush` or `close`. A row that is written before earlier ones contains its number,
-    `"row": 7`. The file is strict JSON: NaN and infinities are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, and
-    a logged string that equals one of these is written with a leading `'`.
+    arrive, and at the latest by `flush` or `close`. A row that is written out of order contains its number, as in
+    `"row": 7`. The file is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
 
     Args:
-      path: A file to write the rows to, whose directory is created if necessary; None to keep the rows in memory only.
-        If the file already has rows, call `resume` before the first commit.
+      path: The file to write the rows to; None to keep the rows in memory only. The directory of the file is created if
+        necessary. If the file already has rows, call `resume` before the first commit.
       writes: False to read the file but never write it, as in all processes of a job except the first.
     """
 
@@ -226,13 +227,13 @@ class History:
         Args:
           elapsed: The progress of the run.
           logs: A (nested) dict of scalars: Python and NumPy numbers, strings, and zero-dimensional arrays, including
-            device arrays. A device value must not be donated to a step before it has arrived, so copy values that are
-            part of the state.
+            device arrays. A device value must not be donated to a step before its copy has reached the host, so copy
+            values that are part of the state.
 
         Raises:
           TypeError: A value is not a scalar, or a key is not a string.
-          ValueError: Two values have the same path; a path is steps, samples, time or loops, which are fields of
-            `elapsed`; a device value was donated; or the file has rows of an earlier run and `resume` was not called.
+          ValueError: Two values have the same path, a path is the name of a field of `elapsed` (steps, samples, time or
+            loops), a device value was donated, or the file has rows of an earlier run and `resume` was not called.
         """
         _check_elapsed("commit", elapsed)
         form, values = self._read(logs)
@@ -259,8 +260,8 @@ class History:
           logs: The metrics of each row.
 
         Raises:
-          TypeError: `commit` raised it.
-          ValueError: `elapsed` and `logs` differ in length, or `commit` raised it.
+          TypeError: If `commit` raises it.
+          ValueError: If `elapsed` and `logs` differ in length, or if `commit` raises it.
         """
         if len(elapsed) != len(logs):
             raise ValueError(f"History.commit_all takes as many elapsed as logs, got {len(elapsed)} and {len(logs)}.")
@@ -300,7 +301,7 @@ class History:
         return self._in_file.to_dict() if writes and self._in_file is not None else None
 
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
-        """Drops the rows and outputs after a step, because the following steps will be repeated.
+        """Drops the rows and outputs after a step, so that a run can repeat the following steps.
 
         With a path, the rows are read from the file if it exists, and the file is rewritten if any row was dropped. An
         incomplete last line, left by a killed process, is dropped too. If no row is kept, the old file is saved as
@@ -308,12 +309,13 @@ class History:
 
         Args:
           steps: The number of completed updates from which the run continues; 0 to start over.
-          num_rows: The number of rows at that point, if known. Later rows of the same step will be repeated.
-          checksum: The result of `checksum` at that point. If the file no longer begins with these bytes, it is moved
-            to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
+          num_rows: The number of rows that the history had at that point, if known. Further rows of that step are
+            dropped too, because the run will repeat them.
+          checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
+            is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
 
         Raises:
-          ValueError: A line of the file is broken, and no checksum was given.
+          ValueError: A line of the file is malformed, and no checksum was given.
         """
         if isinstance(steps, bool) or not hasattr(steps, "__index__"):
             raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
@@ -433,9 +435,9 @@ class History:
         )
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:
-        """Returns the progress of the run and the newest value with this name, or None if there is no value yet.
+        """Returns the pair `(elapsed, value)` for the newest value with this name, or None if there is no value yet.
 
-        The cost doesn't depend on the length of the history. The call waits for the devices only if this value is
+        The cost doesn't depend on the length of the history. This method waits for the devices only if the value is
         pending.
 
         Raises:
@@ -489,7 +491,7 @@ class History:
         return tuple(lists) if len(lists) > 1 else lists[0]
 
     def to_records(self) -> list[dict[str, Any]]:
-        """Returns a flat dict for each row, `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
+        """Returns one flat dict per row, like `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
         self.flush()
         records = [Elapsed(*numbers).to_dict() for numbers in self._elapsed]
         for path, column in self._columns.items():
@@ -500,7 +502,7 @@ class History:
     # Keeping ---------------------------------------------------------------------------------------
 
     def save(self, path: epath.PathLike) -> None:
-        """Writes all rows to a file atomically, in the format of this class. The outputs are not written."""
+        """Writes all rows to a file atomically, in the format that `load` reads. The `outputs` are not written."""
         written = _write(_absolute(path), self.rows)
         if _absolute(path) == self._path:
             self._in_file = written
@@ -521,11 +523,12 @@ class History:
         return history
 
     def plot(self, *names: str, x: str = "steps") -> "Figure":
-        """Returns a figure with learning curves: one plot per name, one line per value whose path ends in that name.
+        """Returns a figure of learning curves, with one plot per name.
 
-        For example, `plot("loss")` shows `train.loss` and `eval.loss` together, labeled `train` and `eval`. At the end
-        of a notebook cell, the figure is displayed; `figure.savefig("loss.png")` writes it to a file. This method
-        requires matplotlib, and doesn't change matplotlib's backend or settings.
+        A plot has one line for each value whose path ends in its name. For example, `plot("loss")` shows `train.loss`
+        and `eval.loss` together, labeled `train` and `eval`. At the end of a notebook cell, the figure is displayed;
+        `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib, and doesn't change
+        matplotlib's backend or settings.
 
         Args:
           *names: The values to plot. Without names, all numbers are plotted except the statistics of loops

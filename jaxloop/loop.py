@@ -19,15 +19,15 @@ class Loop:
 
     Hooks:
       begin: Called once, before the first step of a loop. Returns the state and the iterator to read batches from. When
-        a run resumes in the middle of a loop, `begin` is called again only if it returned a different iterator from the
-        one it received. In that case, the state that it returns is ignored.
+        a run resumes in the middle of a loop, `begin` is called again only if the first call returned an iterator other
+        than the one it received. In that case, the state that the second call returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once its outputs have reached the host, which may be some steps
         later.
-      _get_next_batch: `(dataset)`. Called to read each batch.
-      _run_one_step: `(state, batch, per_loop_step_number)`. Called to run the step on each batch. A loop that overrides
-        it runs each step through `Step.__call__`, without the faster paths.
+      _get_next_batch: Called with the dataset to read each batch.
+      _run_one_step: Called with `(state, batch, per_loop_step_number)` to run the step on each batch. An override
+        disables the faster paths: each step is then run by `Step.__call__`.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -93,7 +93,7 @@ class Loop:
 
     @property
     def was_interrupted(self) -> bool:
-        """True if Ctrl-C or SIGTERM ended the last call before its last step."""
+        """True if Ctrl-C or SIGTERM stopped the last call of this loop before it had run all steps."""
         return self.engine.stepper.call.was_interrupted
 
     @property
@@ -105,7 +105,7 @@ class Loop:
         return self.engine.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything that this loop runs on batches of this shape, ahead of time.
+        """Compiles ahead of time everything that this loop runs on batches of this shape.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -127,7 +127,7 @@ class Loop:
         self.engine.resume(elapsed)
 
     def forget_batches(self) -> None:
-        """Drops the batches that were read ahead. Call it after moving the iterator to a different position."""
+        """Drops the batches that were read ahead. Call this after moving the iterator to a different position."""
         self.engine.stepper.forget_batches()
 
     def __call__(
@@ -174,7 +174,7 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs the steps, and returns the newest state and the outputs of all steps.
 
-        In an `OuterLoop`, one call may run several loops if nothing is due between them.
+        In an `OuterLoop`, a single call of this method can run several loops if nothing is due between them.
         """
         return self.engine.run(state, dataset, num_steps)
 
@@ -186,7 +186,7 @@ class Loop:
         """Adds the outputs of one step to those of the loop, and returns the outputs of the loop.
 
         Called for each step, in order, once its outputs have reached the host, which may be some steps later. The
-        outputs of the step don't contain `clu.metrics` states, because these are merged on the device.
+        outputs of the step don't contain `clu.metrics` states, which are merged on the device.
         """
         for name, value in (step_outputs or {}).items():
             loop_outputs.setdefault(name, []).append(value)

@@ -23,9 +23,9 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 class LossStep(NumpyStep):
     """A `Step` for which you write only the loss, `loss(outputs, batch)`, as a method or as an argument.
 
-    `outputs` is the model's output for the inputs of the batch. The loss returns one number per example, `[batch]`; or
-    a scalar; or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. It may also return a dict of
-    metrics of these kinds: `(losses, metrics)`.
+    `outputs` is the model's output for the inputs of the batch. The loss returns an array `[batch]` with one number per
+    example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To return metrics too,
+    it returns a pair `(losses, metrics)`, where `metrics` is a dict of values of these kinds.
 
     With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
     statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
@@ -68,12 +68,12 @@ class LossStep(NumpyStep):
     - a Linen module;
     - an NNX class, with `nnx_model_args`, or an NNX instance, whose variables become the initial variables;
     - an Equinox module, which is called on one example at a time under `jax.vmap`. If it takes a `key`, each example
-      gets its own in training. `state.apply_fn(state.params)` returns the module. For a module with a state, pass the
-      pair that `eqx.nn.make_with_state(...)` returns;
+      gets its own key in training. `state.apply_fn(state.params)` returns the module. For a module with a state, pass
+      the pair that `eqx.nn.make_with_state(...)` returns;
     - the result of `hk.transform` or `hk.transform_with_state`;
-    - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`, which may also take `train`, and
+    - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`. `apply` may also take `train`, and
       `rngs` (a dict), `rng` or `key`;
-    - a pytree of parameters: the loss receives the parameters instead of outputs, `loss(params, batch)`.
+    - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`.
 
     `jaxloop.models.forward` describes how each kind receives its keys and the training mode. The keys are
     `prng_key(state.step)`, which depends only on `base_prng` and the step. NNX models keep their own keys in the state.
@@ -84,34 +84,37 @@ class LossStep(NumpyStep):
     A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples, as batch normalization
     does. An evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to
-    `batch_size` or, without it, to the next multiple of the number of devices in the mesh. Other short batches stay
-    short, which is also exact but compiles once more. A loss that compares the examples of a batch with each other must
-    return a scalar.
+    `batch_size` or, without it, to the next multiple of the number of devices in the mesh. Short batches that can't be
+    padded stay short. Their means are exact too, but the step compiles once more. A loss that compares the examples of
+    a batch with each other must return a scalar.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
-    the devices, and sums their gradients, weighted by their numbers of examples. The update equals that of the whole
-    batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a multiple of
-    four. On a mesh, each device keeps its rows. On CPUs, XLA compiles convolutions in such a loop to slow code.
+    the devices, and sums their gradients, weighted by their numbers of examples. The update is the same as for the
+    whole batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a
+    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA compiles convolutions in such a loop to slow
+    code.
 
     Args:
       base_prng: See `Step`, which also describes the other arguments up to `end_actions`.
       model: A model of one of the kinds above.
       loss: The loss function, unless a subclass defines the method `loss`.
       metrics: A dict of further metrics, each a function of `(outputs, batch)`.
-      inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. The
-        default is the first element of a tuple or list; the value under "inputs", "input", "x", "image", "images",
-        "features" or "pixels" of a dict; or the batch itself if it is an array. For a Linen or NNX model, several
-        inputs form a tuple, or a dict by name. A pytree of parameters has no inputs.
+      inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
+        default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
+        "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A Linen
+        or NNX model with several inputs receives them as a tuple, or as a dict by name. A pytree of parameters has no
+        inputs.
       accumulate: The number of micro-batches into which each training batch is split.
       compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`: parameters and floating-point inputs are
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
         keep their dtypes.
       batch_size: The number of rows to pad short training batches to; None for the default described above.
       trainable: A pattern for the paths of the parameters to train, such as `"head/**"`, or a list of patterns; see
-        `jaxloop.path_patterns.matches`. All others are frozen: they stay bit-identical, and the optimizer has no state
-        for them. None to train all. To use a different optimizer for each part, see `jaxloop.optimizers.by_path`.
-      ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function of the number of
-        updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
+        `jaxloop.path_patterns.matches`. All other parameters are frozen: they stay bit-identical, and the optimizer has
+        no state for them. None to train all. To use a different optimizer for each part, see
+        `jaxloop.optimizers.by_path`.
+      ema: The decay of an exponential moving average of the parameters, such as 0.999, or a function that computes the
+        decay from the number of updates. The optimizer's state contains the average; see `jaxloop.optimizers.ema`.
       use_ema: Whether to use the average of the parameters in evaluations, `predict` and `jaxloop.export`. The state
         must come from a step with `ema`. Batch statistics are not averaged.
       **nnx_model_kwargs: Keyword arguments of an NNX class.
@@ -205,17 +208,22 @@ class LossStep(NumpyStep):
     # To override ---------------------------------------------------------------------------------
 
     def loss(self, outputs: Any, batch: types.Batch) -> Any:
-        """Returns losses `[batch]`, a scalar or a `Weighted`, or `(losses, metrics)`. It is compiled and must be pure.
+        """Returns the loss: an array `[batch]`, a scalar, a `Weighted`, or a pair `(losses, metrics)`.
+
+        This method is compiled, so it must be pure.
 
         Args:
-          outputs: The output of the model or, if the model is a pytree of parameters, these parameters.
+          outputs: The output of the model or, if the model is a pytree of parameters, the parameters.
           batch: The batch, on the devices. With `accumulate`, a micro-batch.
         """
         assert self._loss is not None
         return self._loss(outputs, batch)
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Adds a mask to the batch, and pads a short batch. Only `run` can use the result."""
+        """Adds a mask to the batch, and pads the batch if it is short.
+
+        The returned batch can only be passed to `run`.
+        """
         rows = checks.num_examples(batch)
         if rows is None or (rows == 0 and not self._is_shared):
             return state, batch
@@ -231,7 +239,7 @@ class LossStep(NumpyStep):
         return state, padded
 
     def num_examples(self, batch: types.Batch) -> int:
-        """Returns the number of examples that are not masked; see `Step.num_examples`."""
+        """Returns the number of examples, excluding those whose mask is 0; see `Step.num_examples`."""
         mask = _mask_of(batch)
         if mask is None:
             return super().num_examples(batch)
@@ -269,7 +277,8 @@ class LossStep(NumpyStep):
         """Creates the initial state, like `Step.initialize_model`.
 
         Args:
-          spec: The model's input, such as `input_spec(batch)`. Unused for NNX and Equinox models and for parameters.
+          spec: The spec of the model's inputs, such as `input_spec(batch)`. Not used for an NNX model, an Equinox
+            module or a pytree of parameters.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments of the function that creates the parameters, if the model has one.
         """
@@ -281,7 +290,7 @@ class LossStep(NumpyStep):
     def input_spec(self, batch: types.Batch) -> types.BatchSpec:
         """Returns the spec of the model's inputs for `initialize_model`; None for a pytree of parameters.
 
-        The inputs are taken from a host batch, with a single row.
+        The spec describes the inputs in a host batch, but with a single row.
 
         >>> step = LossStep(jax.random.key(0), (jnp.zeros, jnp.dot), loss=lambda outputs, batch: outputs)
         >>> step.input_spec({"x": np.zeros([32, 28, 28, 1]), "y": np.zeros(32)})
@@ -315,7 +324,7 @@ class LossStep(NumpyStep):
           dataset: Batches, in any form that `jaxloop.data.batches` accepts.
 
         Returns:
-          The outputs as NumPy arrays, whose leading axis counts the examples.
+          The outputs as NumPy arrays, with one row per example.
 
         Raises:
           ValueError: If the dataset is empty, or an output has no axis for the examples.
@@ -511,7 +520,7 @@ class LossStep(NumpyStep):
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def inputs_of(self, batch: types.Batch) -> Any:
-        """Returns the part of a batch that the model receives as its inputs; None if it takes no inputs."""
+        """Returns the part of a batch that is passed to the model as its inputs; None if the model takes no inputs."""
         if not self._takes_inputs:
             return None
         if callable(self._inputs):

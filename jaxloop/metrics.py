@@ -87,8 +87,8 @@ def _unwrap_scalar(leaf: Any) -> Any:
 class LoopOutputs(dict[str, Any]):
     """The outputs of a loop, on the host. Each name maps to a list with one value per step, in order.
 
-    Metrics that have `merge` and `compute`, such as those of `clu.metrics`, are merged, so their lists contain merged
-    states. Statistics are plain numbers.
+    Metrics with `merge` and `compute` methods, such as `clu.metrics`, are merged, so their lists contain merged states.
+    Statistics are plain numbers.
 
     Attributes:
       num_examples: The number of examples in each step of the loop.
@@ -111,8 +111,8 @@ class LoopOutputs(dict[str, Any]):
     def extend(self, later: "LoopOutputs") -> None:
         """Appends the outputs of later steps.
 
-        Values that are not scalars, such as images, are replaced by the later ones, so that memory use doesn't grow.
-        The lists of this object are extended in place. The lists of `later` don't change.
+        Values that are not scalars, such as images, are replaced by the values in `later`, so that memory use doesn't
+        grow. The lists of this object are extended in place. The lists of `later` don't change.
         """
         steps_before, steps_later = len(self.num_examples), len(later.num_examples)
         for name, values in later.items():
@@ -131,7 +131,7 @@ class LoopOutputs(dict[str, Any]):
     def split(self, num_steps: int) -> "tuple[LoopOutputs, LoopOutputs]":
         """Returns a pair: the outputs of the first `num_steps` steps, and the outputs of the remaining steps.
 
-        Values that are not lists are part of both.
+        Both contain all values that are not lists.
 
         >>> [dict(each) for each in LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).split(2)]
         [{'loss': [3.0, 2.0], 'speed': 9.5}, {'loss': [1.0], 'speed': 9.5}]

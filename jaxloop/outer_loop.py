@@ -159,7 +159,7 @@ class OuterLoop:
 
         Train metrics are under "train", and the metrics of an evaluation named "test" are under "test".
 
-        It contains no statistics such as steps per second, so repeating a run produces the same history.
+        The history contains no statistics such as steps per second, so repeating a run produces the same history.
         """
         return self._history
 
@@ -170,7 +170,7 @@ class OuterLoop:
 
     @property
     def rescued_state(self) -> Any:
-        """The state after the last completed step of a call that raised an exception; None after other calls."""
+        """The state after the last completed step, if the last call raised an exception; None otherwise."""
         return self._rescued_state
 
     def __call__(
@@ -303,11 +303,11 @@ class OuterLoop:
         on_exhausted: str = "stop",
         topology: str | None = None,
     ) -> preflight.Report:
-        """Checks a call with these arguments without running a step. Returns the plan of the run and all problems.
+        """Checks the arguments of a run without running a step. Returns the plan of the run and all problems.
 
-        The check reads one batch of each dataset, calls the hooks that precede `run` with it, and traces and compiles
-        `run`. A later call reuses the compiled program. The plan lists when each evaluation, action and checkpoint is
-        due, and how much memory a step and a checkpoint need.
+        The check reads one batch of each dataset, passes it through the hooks that precede `run`, and traces and
+        compiles `run`. A later run reuses the compiled program. The plan lists when each evaluation, action and
+        checkpoint is due, and how much memory a step and a checkpoint need.
 
         >>> import jaxloop
         >>> from jaxloop import examples
@@ -323,10 +323,10 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: The state to pass to the call, which is not donated; or its shapes from `step.abstract_state(...)`,
-            which need no memory.
+          state: The initial state of the run, which the check doesn't donate; or its shapes from
+            `step.abstract_state(...)`, which need no memory.
           train_dataset: See `__call__`, which also describes the following arguments. If this is an iterator, its first
-            batch is read, and the next call of this object begins with that batch.
+            batch is read, and the next run of this `OuterLoop` begins with that batch.
           topology: The TPUs to compile the train step for, such as "v5e:16x16". This machine doesn't need to have them.
             The report then contains the memory, FLOPs and communication per device on these TPUs, and an error if the
             step doesn't fit. This needs libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
@@ -335,7 +335,7 @@ class OuterLoop:
         Returns:
           A report of the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. With
           a work directory, the report is also written to `check.json` there, for `python -m jaxloop report`. Apart from
-          that, a check only creates the directories for checkpoints and the history if they are missing.
+          this file, a check only creates the directories for checkpoints and the history if they are missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)

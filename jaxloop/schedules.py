@@ -33,9 +33,9 @@ class Elapsed:
     """The progress of a run. It is a pytree whose leaves are the attributes, so it can be passed to jitted functions.
 
     Attributes:
-      steps: The number of completed updates. It is 1 in the callbacks of the first batch.
+      steps: The number of completed updates. During the callbacks of the first batch, this number is 1.
       samples: The number of examples in all batches so far.
-      time: The training time in seconds, including the time before a resume, but without evaluations and checkpoints.
+      time: The training time in seconds, including the time before a resume but excluding evaluations and checkpoints.
       loops: The number of train loops that have ended.
       is_last: True if this is known to be the last step of the run.
       previous: The progress one batch earlier; None if it was not kept.
@@ -94,7 +94,10 @@ class Elapsed:
         return known
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a dict of plain numbers, for a file. `Elapsed(**elapsed.to_dict())` restores the object."""
+        """Returns a dict of plain numbers that can be written to a file.
+
+        `Elapsed(**elapsed.to_dict())` restores the object.
+        """
         return {"steps": self.steps, "samples": self.samples, "time": self.time, "loops": self.loops}
 
     def _leaves(self) -> list[Any]:
@@ -130,8 +133,8 @@ class Schedule(abc.ABC):
 
     Hooks:
       fires: Called after each step at which the schedule can fire. Must be pure.
-      next_step, next_time: Called after `fires`, to find out when to call it again. Must be pure.
-      as_stop, stops: Called if the schedule is the `stop` of a run: at the start, and after each step at which it can
+      next_step, next_time: Called after `fires`, to find out when to call `fires` again. Must be pure.
+      as_stop, stops: Called at the start of a run whose `stop` is this schedule, and after each step at which it can
         fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
 
@@ -143,7 +146,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def fires(self, before: Elapsed, now: Elapsed) -> bool:
-        """Returns whether the schedule fires after `before` and up to `now`, inclusive.
+        """Returns whether the schedule fires between `before` (exclusive) and `now` (inclusive).
 
         A loop calls this at every step at which the schedule can fire, with `before` one step earlier. A run that
         begins at step 0 calls it once before its first update, with both arguments equal to `Elapsed()`. Over several
@@ -152,20 +155,24 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step of this loop at which the schedule can fire before `next_time`, or None.
+        """Returns the next step in this loop at which the schedule can fire, or None.
 
-        A schedule that counts samples can fire at each step. Schedules that count loops, and `last()`, are called again
-        at the end of each loop.
+        Only steps before `next_time` count. A schedule that counts samples can fire at each step. Schedules that count
+        loops, and `last()`, are called again at the end of each loop.
         """
 
     def next_time(self, now: Elapsed) -> float | None:
-        """Returns the training time, in seconds, from which the schedule can fire at any step, or None."""
+        """Returns the next training time, in seconds, at which the schedule can fire, or None.
+
+        From that time on, the schedule can fire at any step.
+        """
         return None
 
     def next_loop(self, now: Elapsed) -> int | None:
-        """Returns the number of the next loop at whose end the schedule can fire for reasons other than `next_step`.
+        """Returns the number of the next loop whose end can make the schedule fire, or None.
 
-        Returns None if that can only be the last loop of the run.
+        Ignores loop ends at which the schedule fires because of `next_step` or `next_time`. Returns None if only the
+        end of the run's last loop can make it fire.
         """
         return now.loops + 1
 
@@ -181,7 +188,7 @@ class Schedule(abc.ABC):
         return self
 
     def reached(self, now: Elapsed) -> bool:
-        """Returns whether a run is at or past this point. Implements `elapsed >= at(...)`.
+        """Returns whether a run has reached or passed this point. Implements `elapsed >= at(...)`.
 
         Raises:
           TypeError: The schedule is not a point in a run.

@@ -18,7 +18,7 @@ STOPPED_FILE = "STOPPED"
 @final
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-    """The progress of an experiment, which is passed to `EvalSpec.should_eval_fn`.
+    """The progress of an experiment, as passed to `EvalSpec.should_eval_fn`.
 
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
@@ -85,7 +85,7 @@ class EvalSpec:
 
     @property
     def when_due(self) -> int | Schedule:
-        """The interval during training: a schedule, or a number of train loops."""
+        """The interval between evaluations during training: a schedule, or a number of train loops."""
         return self.interval if self.interval is not None else self.eval_loop_interval or 1
 
     @property
@@ -97,7 +97,7 @@ class EvalSpec:
         return "should_eval_fn" if is_by_fn else f"eval_loop_interval={self.eval_loop_interval}"
 
     def empty(self) -> ValueError:
-        """Returns the error for an evaluation whose dataset is empty."""
+        """Returns the error to raise if the dataset of an evaluation is empty."""
         used_up = self.dataset_iterator is not None or hasattr(self.dataset, "__next__")
         return ValueError(
             "An eval dataset gave no batch. "
@@ -114,16 +114,17 @@ class EvalSpec:
 @final
 @dataclasses.dataclass(frozen=True)
 class CheckpointSpec:
-    """The checkpoints of an experiment.
+    """The checkpoint directory of an experiment, with options for resuming and for continuous evaluation.
 
-    An experiment with a train loop resumes from the newest checkpoint. The train loop's `CheckpointAction` saves them.
-    An experiment without a train loop evaluates each checkpoint as it appears.
+    An experiment with a train loop resumes from the newest checkpoint in the directory. The train loop's
+    `CheckpointAction` saves the checkpoints. An experiment without a train loop evaluates each checkpoint as it
+    appears.
 
     Attributes:
-      checkpoint_dir: The directory, with one subdirectory per checkpoint, named after its step.
+      checkpoint_dir: The directory, which contains one subdirectory per checkpoint, named after the step.
       iterate_interval_secs: In continuous evaluation, the number of seconds between searches for new checkpoints.
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
-        default looks for the file `STOPPED`, which training writes to the directory when it is done.
+        default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
       transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
       restore_data: Whether to continue a resumed run at the saved position in its training dataset. Pass False for a
         different dataset, or for an iterator that is already at the right position.

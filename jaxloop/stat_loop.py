@@ -169,7 +169,7 @@ class Statistics:
 
 
 class StatLoop(Loop):
-    """A loop that adds statistics to its outputs, as plain numbers by name.
+    """A loop that adds named statistics to its outputs, as plain numbers.
 
     Hooks:
       end: See `Loop`. An override must call `super().end(...)`, which adds the statistics.
@@ -184,8 +184,9 @@ class StatLoop(Loop):
     Args:
       step: The step to run on each batch.
       stat_names: The names of the statistics to add; an empty list to add none. None for `DEFAULT_STATS`, which are the
-        number of parameters, the total times, and the speed. `ALL_STATS` adds the time report, two points in time, and
-        FLOPs. To count the FLOPs, the step is traced once more.
+        number of parameters, the total times, and the speed. `ALL_STATS` adds the time report, the slowest process, the
+        FLOPs and their utilization, and the times at which the loop was created and the call began. To count the FLOPs,
+        the step is traced once more.
       global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: See `Loop`.

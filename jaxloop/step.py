@@ -61,16 +61,18 @@ class FusingError(ValueError):
 class Step:
     """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and implement `run`.
 
-    A loop passes each batch through these four hooks, in this order. `outputs` is a dict with string keys, or None.
+    A loop passes each batch through these four hooks, in this order. The outputs that `run` and `end` return are a dict
+    with string keys, or None.
 
     Hooks:
       preprocess_batch: Runs first, on the host. It receives only the batch.
       begin: Runs second, on the host, and returns `(state, batch)`. The batch is still in host memory.
       run: Runs third, on the devices. It must be pure. It is compiled once for all devices, and donates the state.
-      end: Runs fourth, on the host, and returns `(state, outputs)`. Reading a value in it synchronizes with the device.
+      end: Runs fourth, on the host, and returns `(state, outputs)`. Reading an output value synchronizes with the
+        device.
       num_examples: Counts the examples of a batch from the dataset, before the other hooks.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
-      make_state: Makes the initial state for `initialize_model`, which compiles it, so it must be pure.
+      make_state: Creates the initial state. `initialize_model` compiles this hook, so it must be pure.
       begin_evaluation: Runs before the first batch of an evaluation.
 
     >>> import jax.numpy as jnp
@@ -123,8 +125,8 @@ class Step:
         and `prng_key(step)` folds the step in. Keys may be old-style or typed.
       model: An NNX module or its class, or a Linen module. The variables of an NNX module are copied into each initial
         state; the module itself never changes. From a class, the step constructs the module with `nnx_model_args`,
-        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. None if you override
-        `make_state` and it needs no model.
+        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. Pass None if your
+        override of `make_state` needs no model.
       optimizer: An Optax transformation, which becomes `state.tx`.
       partitioner: Decides where the state and the batches live.
       train: True for a step that trains, which also needs an optimizer. `run` can read this as `self.train`.
@@ -364,7 +366,7 @@ class Step:
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Returns the shapes of the state that `initialize_model` would make, without allocating memory.
 
-        `compile` and `partitioner.report` accept it instead of a state.
+        `compile` and `partitioner.report` accept the result instead of a state.
 
         >>> from jaxloop import examples
         >>> step, _, _ = examples.tiny_regression()
@@ -407,24 +409,25 @@ class Step:
         return "\n".join(lines)
 
     def params_to_evaluate(self, state: Any) -> Any:
-        """Returns the parameters that are used by `jaxloop.export`, and by `LossStep` in evaluations."""
+        """Returns the parameters that `jaxloop.export` uses. A `LossStep` also uses them in evaluations."""
         return state.params
 
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
     ) -> tuple[Any, Any]:
-        """Calls the model inside a compiled function, whatever its kind; see `jaxloop.models.forward`.
+        """Calls the model, of any supported kind, inside a compiled function; see `jaxloop.models.forward`.
 
         Args:
           state: The state.
-          params: The parameters to use, such as those that a gradient is taken of.
+          params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
           train: Whether to call the model in training mode; None for `self.train`.
-          keys: The keys for dropout and the like, such as `self.prng_key(state.step)`. NNX models have their own.
+          keys: The random keys, for example for dropout, such as `self.prng_key(state.step)`. NNX models have their own
+            keys.
 
         Returns:
-          `(outputs, updates)`, where `updates` contains the variables that the forward pass changed, for
-          `state.update_variables`. It is None if there are none.
+          `(outputs, updates)`. `updates` contains the variables that the forward pass changed, for
+          `state.update_variables`; None if no variables changed.
         """
         return models.forward(state, params, inputs, train=self._train if train is None else train, rngs=keys)
 
@@ -435,8 +438,8 @@ class Step:
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
         """Returns the FLOPs of one `run` as counted by XLA before optimization; None if XLA doesn't report them.
 
-        It passes the batch through the hooks before `run`, and traces `run` without executing it. The state stays
-        usable. Both arguments may be shapes; see `compile`.
+        This method passes the batch through the hooks before `run`, and traces `run` without executing it. The state
+        stays usable. Both arguments may be shapes; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
@@ -454,10 +457,9 @@ class Step:
         steps_per_dispatch: int = 1,
         **jit_kwargs: Any,
     ) -> None:
-        """Compiles `run` ahead of time for a state and batches like these, so that the first step doesn't compile.
+        """Compiles `run` ahead of time for states and batches of these shapes, so that the first step doesn't compile.
 
-        Calling it is optional; without it, the first step compiles. `Loop.compile` compiles everything that a loop
-        needs.
+        Calling this method is optional. `Loop.compile` compiles everything that a loop needs.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -470,7 +472,7 @@ class Step:
             `jax.jit` without compiling.
           batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec (see
             `initialize_model`). With shapes, the hooks before `run` receive zeros that take no memory.
-          evaluates: Whether to compile `run` for `evaluate`, without an update.
+          evaluates: Whether to compile `run` for `evaluate`, which makes no update.
           steps_per_dispatch: The number of steps in one dispatch.
           **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. Passing any discards everything
             compiled so far.
@@ -569,8 +571,8 @@ class Step:
     ) -> cost.Cost:
         """Returns the FLOPs and the memory of a compiled step.
 
-        Without arguments, it describes the last `compile`. With a state and a batch, it compiles the step for them
-        first.
+        Without arguments, the result describes the last call of `compile`. With a state and a batch, the step is first
+        compiled for them.
 
         Args:
           state: See `compile`.
@@ -743,7 +745,7 @@ class Step:
         return self._has_own("begin")
 
     def check_batches(self, *batches: types.Batch) -> int:
-        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows of each.
+        """Checks the shapes of training batches that are ready for `run`, and returns the number of rows in each batch.
 
         Args:
           *batches: One or more batches, all with the same structure, shapes and dtypes.
@@ -800,10 +802,10 @@ class Step:
         return self._end(state, outputs, per_loop_step_number, elapsed)[1]
 
     def begin_evaluation(self) -> None:
-        """Called before the first batch of an evaluation."""
+        """Prepares the step for an evaluation. Called before the first batch."""
 
     def filler(self) -> Callable[[int], None] | None:
-        """Returns the function that sets the number of rows to pad short batches to; None if the step can't pad."""
+        """Returns a function that sets the size to which short batches are padded; None if the step can't pad."""
         return None
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
@@ -837,7 +839,7 @@ class Step:
         return state, batch
 
     def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Passes a prepared state and a batch from the dataset through the hooks before `run`."""
+        """Runs the hooks that precede `run` on a prepared state and a batch from the dataset."""
         result = self.begin(state, self.preprocessed(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         return state if new_state is state else self.prepare_state(new_state), batch

@@ -158,7 +158,7 @@ def _updated(state: Any, grads: Any) -> Any:
 
 
 class MetricType(enum.Enum):
-    """The kind of a value, which decides how a writer shows it."""
+    """The kind of a value, such as image or audio, which determines how a writer displays the value."""
 
     SCALAR = "scalar"
     IMAGE = "image"
@@ -173,15 +173,15 @@ class MetricType(enum.Enum):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class MetricWithMetadata:
-    """A value and its kind. It is a pytree, so `Step.run` can return it.
+    """A value with its kind, such as image or audio, for a writer. It is a pytree, so `Step.run` can return it.
 
     Attributes:
       value: An array of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, and any
         shape for scalars and histograms. For text, a string, which only `Step.end` can return because jitted code
         can't return strings.
-      type: The kind, which decides how a writer shows the value.
-      metadata: Hashable values by name for the writer: `{"sample_rate": 16_000}` for audio, `{"num_buckets": 30}` for a
-        histogram.
+      type: The kind, which determines how a writer displays the value.
+      metadata: Hashable values for the writer, by name: `{"sample_rate": 16_000}` for audio, and `{"num_buckets": 30}`
+        for a histogram, for example.
 
     >>> images = MetricWithMetadata(jnp.zeros([4, 8, 8, 1]), MetricType.IMAGE)
     >>> jax.tree.map(jnp.shape, images).value

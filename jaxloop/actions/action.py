@@ -18,11 +18,11 @@ class Action(abc.ABC):
       __call__: Called by a loop or a step whenever the action is due.
       monitors, check: Used by `OuterLoop.check`, before a run.
       before_checkpoint, state_dict: Called before a checkpoint is saved, in this order.
-      load_state_dict: Called when a run resumes from a checkpoint, before its first step.
+      load_state_dict: Called when a run resumes from a checkpoint, before the first step.
       begin_run: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
       finish: Called when a run has ended without an error or an interruption, before `close`.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
-      close: Called at the end of an `OuterLoop`'s run, however it ends.
+      close: Called at the end of an `OuterLoop`'s run, even if an error ended the run.
 
     Args:
       interval: When to call the action. For a loop's action, an int counts loops: 2 means at the end of every second
@@ -61,7 +61,7 @@ class Action(abc.ABC):
 
     @property
     def interval(self) -> int | Schedule:
-        """The interval between calls: a schedule, or a number of loops (of steps, for a step's action)."""
+        """The interval between calls: a schedule, a number of loops or, for a step's action, a number of steps."""
         return self._interval
 
     def __repr__(self) -> str:
@@ -97,11 +97,11 @@ class Action(abc.ABC):
         When a run resumes, this is called again with the same value before the first step.
 
         Args:
-          name: One of `settings`.
-          value: A number, a string or a boolean. It may be invalid.
+          name: One of the names in `settings`.
+          value: A number, a string or a boolean. The method must check that it is valid.
 
         Raises:
-          ValueError: The value is invalid. In that case, nothing is changed.
+          ValueError: If the value is invalid. The setting then keeps its old value.
         """
         raise ValueError(f"{type(self).__name__} has no setting {name!r}.")
 
@@ -109,16 +109,19 @@ class Action(abc.ABC):
     def monitors(self) -> Sequence[str]:
         """The names of the metrics that the action needs; see `jaxloop.actions.Monitor`.
 
-        Before a run, `OuterLoop.check` checks that these metrics will be measured when the action is called.
+        Before a run, `OuterLoop.check` verifies that these metrics will be available whenever the action is called.
         """
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns a description of each problem that a run would have, and how to fix it. Called by `OuterLoop.check`.
+        """Returns a message for each problem that a run would have, including how to fix it.
+
+        Called by `OuterLoop.check`.
 
         Args:
           state: The shapes of the train state.
-          outputs: Outputs like those that a call would receive, but filled with ones; None for a begin action.
+          outputs: Outputs of the structure that the action would receive, with every number set to 1; None for a begin
+            action.
         """
         return ()
 
@@ -138,12 +141,12 @@ class Action(abc.ABC):
         self.flush()
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:  # noqa: B027 (to override, or not)
-        """Prepares the action for a run. Called before the first step of an `OuterLoop`'s run, new or resumed.
+        """Prepares the action for a run. Called before the first step of a new or resumed run of an `OuterLoop`.
 
         Args:
           step_num: The number of completed updates.
-          can_resume: True if the run has a `CheckpointSpec`. An earlier process may then have gone beyond this step
-            before it was killed, and its work after this step will be repeated.
+          can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have run later steps
+            before it was killed, and this run repeats those steps.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -151,7 +154,7 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` from an action with the same arguments."""
+        """Restores the data that `state_dict` returned for an action with the same arguments."""
         self._check_state_dict_names((), state_dict)
 
     def _check_state_dict_names(self, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
@@ -164,5 +167,8 @@ class Action(abc.ABC):
         """Finishes all pending writes. Called at the end of a loop that runs without an `OuterLoop`."""
 
     def close(self) -> None:
-        """Finishes pending writes and releases resources. Called when an `OuterLoop`'s run ends, however it ends."""
+        """Finishes pending writes and releases resources.
+
+        Called when an `OuterLoop`'s run ends, even after an error.
+        """
         self.flush()

@@ -24,9 +24,9 @@ class CheckpointAction(Action):
     """Saves the train state and everything else that is needed to resume the run.
 
     A checkpoint is saved after the evaluations of the same step. A save blocks the run only while the arrays are copied
-    to the host; the rest happens in the background. Only one save runs at a time: a save that is due before the
-    previous one is on disk waits for it. If two saves in a row wait for more than a second each, a warning is logged
-    once. `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` covers all saves.
+    to the host; the rest happens in the background. Only one save runs at a time: each save first waits until the
+    previous save is on disk. If two saves in a row wait for more than a second each, a warning is logged once.
+    `last_stall_secs` and `last_wait_secs` describe the last save; `Spent.checkpoints` covers all saves.
 
     Hooks:
       __call__, close: See `Action`. An override must call the `super()` method.
@@ -104,7 +104,8 @@ class CheckpointAction(Action):
     def best_step(self) -> int | None:
         """The step of the best checkpoint from this run and all earlier runs. Waits for a pending save.
 
-        None if no checkpoint has the metric. To read it without an action, call `checkpoint.best_step(directory)`.
+        None if no checkpoint contains the metric. To get the step without an action, call
+        `checkpoint.best_step(directory)`.
         """
         if self._best is None:
             return None
@@ -167,8 +168,10 @@ class CheckpointAction(Action):
           outputs: Ignored.
           metrics: A dict with the value of the metric named by `best`; None if there is no such value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
-          run: More values of the same kinds, of any size. `checkpoint.run` reads them. Saved only to a directory.
-          trees: More pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only to a directory.
+          run: Like `metadata`, but for values of any size. `checkpoint.run` reads them. Saved only if `ckpt_manager` is
+            a directory.
+          trees: Additional pytrees of arrays, by name. `checkpoint.trees` reads them. Saved only if `ckpt_manager` is a
+            directory.
 
         Returns:
           True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
@@ -195,7 +198,7 @@ class CheckpointAction(Action):
         self._has_waited = waited > _LONG_WAIT_SECS
 
     def before_checkpoint(self) -> None:
-        """Does nothing, because each save waits for the previous one anyway."""
+        """Does nothing, because each save waits for the previous save anyway."""
 
     def flush(self) -> None:
         self._writer.wait()

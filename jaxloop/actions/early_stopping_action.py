@@ -42,8 +42,8 @@ class _Memory:
 class EarlyStoppingAction(Action):
     """Ends the run when a metric no longer improves, or immediately if it becomes NaN.
 
-    Add it to the eval loop whose metric it monitors. The train loop works too: it calls the action after the
-    evaluations that run at the same step. When the action stops the run, it logs the reason.
+    Add it to the eval loop whose metric it monitors. You can also add it to the train loop, which calls the action
+    after the evaluations of the same step. When the action stops the run, it logs the reason.
 
     Hooks:
       __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the `super()` method.
@@ -58,8 +58,8 @@ class EarlyStoppingAction(Action):
     Args:
       monitor: The name of the metric; see `jaxloop.actions.Monitor`. The value of a train metric is its mean since the
         last call.
-      patience: The number of consecutive measurements without an improvement after which the run ends. A period such
-        as `after(steps=1000)` or `after(time=600)` ends the run when the best value is older than that.
+      patience: The number of consecutive measurements without an improvement after which the run ends. A period such as
+        `after(steps=1000)` or `after(time=600)` ends the run when the best value is older than the period.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
       min_delta: A value must be better than the best one by more than this to count as an improvement.
       baseline: An improvement resets the patience only if the metric is also better than this value.

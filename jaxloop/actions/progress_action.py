@@ -104,9 +104,9 @@ class ProgressAction(Action):
     Args:
       total_steps: The number of updates of the whole run; None to use the number that the loop passes.
       interval: See `Action`. The default is ten times per second, so that the steps in between cost nothing.
-      bar: "tqdm" for a bar, "plain" for occasional lines, or "auto": "tqdm" on a terminal and in a notebook, where a
-        bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In a file, both print
-        a line at most every 10 seconds, and less often in a long run.
+      bar: "tqdm" for a bar, "plain" for occasional lines, or "auto". "auto" means "tqdm" on a terminal and in a
+        notebook, where a bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In
+        a file, both kinds print a line at most every 10 seconds, and less often in a long run.
       min_seconds: The minimum time between two updates of the display, in seconds.
       names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). For
         evaluations, all metrics are always shown.

@@ -21,7 +21,7 @@ class SpikeGuard(Action):
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
     `sigmas` times their standard deviation. The run then returns to the newest checkpoint before the spike, and
-    continues without the batches from the first to the last spike detected in this call. From then on, it is
+    continues without the batches from the first to the last spike that the check found. From then on, it is
     bit-identical to a run whose data never contained those batches. Each return adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
@@ -35,8 +35,8 @@ class SpikeGuard(Action):
       sigmas: The number of standard deviations above the mean that counts as a spike.
       window: The number of previous values to compare with. Until there are that many, only NaN and infinity count as
         spikes.
-      at_most: The maximum number of returns in a run. One more spike ends the run with an error; resuming it starts
-        from a checkpoint before that spike.
+      at_most: The maximum number of returns in a run. One more spike ends the run with an error. If the run is then
+        resumed, it starts from a checkpoint before that spike.
       interval: When to check the values since the last call. Each check waits for the devices. A spike undoes all steps
         since the preceding checkpoint, so check more often than you save.
 

@@ -12,7 +12,7 @@ from jaxloop.partition.meshes import mesh_for_tracing
 
 @final
 class ExplicitPartitioner(_LaidOutPartitioner):
-    """Keeps the axes of a mesh explicit, so that shardings are part of the types.
+    """Keeps the axes of a mesh explicit, so that shardings are part of the array types.
 
     The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, and with
     meshes from `jax.make_mesh`. The mesh is set, as by `jax.set_mesh`, while the model is initialized and while `run`

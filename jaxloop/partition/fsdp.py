@@ -14,8 +14,8 @@ from jaxloop.partition.partitioner import SMALL
 class FSDPPartitioner(_LeafPartitioner):
     """Splits parameters and optimizer state over `data_axis`, like the batch (FSDP, or ZeRO-3).
 
-    During a step, each device gathers the parameters that it needs from the others. On n devices, each device holds 1/n
-    of the state, except for small leaves and leaves that can't be divided evenly, which `report` lists.
+    During a step, each device gathers the parameters that it needs from the other devices. On n devices, each device
+    holds 1/n of the state, except for small leaves and leaves that can't be divided evenly, which `report` lists.
 
     >>> from jaxloop.partition import create_mesh
     >>> FSDPPartitioner(create_mesh(data=-1)).data_axis

@@ -61,7 +61,7 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of these parts that belong to this process."""
+        """The number of parts of a batch that belong to this process."""
         return self.shards
 
     @property
@@ -83,7 +83,7 @@ class Partitioner(abc.ABC):
         """Places all rows of a host batch on the devices."""
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
-        """Places an evaluation batch on the devices. Its size may not be divisible by the number of devices."""
+        """Places an evaluation batch on the devices, even if its size isn't divisible by the number of devices."""
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
@@ -99,7 +99,7 @@ class Partitioner(abc.ABC):
         return jax.tree.map(lambda _: shardings, state) if isinstance(shardings, Sharding) else shardings
 
     def place_state(self, state: Any) -> Any:
-        """Moves a state that was created elsewhere to the devices where it belongs. By default, this is left to jit."""
+        """Moves a state that was created elsewhere onto this partitioner's devices. By default, this is left to jit."""
         return state
 
     def report(self, state: Any) -> Layout:

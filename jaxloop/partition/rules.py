@@ -1,4 +1,4 @@
-"""The partitioner that shards the state according to rules for the paths of its leaves."""
+"""The partitioner that shards the state according to rules that match the paths of the state's leaves."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from jaxloop.partition.partitioner import SMALL, Rules
 
 @final
 class RulesPartitioner(_LeafPartitioner):
-    r"""Shards the state of models without partitioning metadata, according to rules for the paths of its leaves.
+    r"""Shards the state of a model without partitioning metadata, according to rules for the paths of the leaves.
 
     A rule is a pair of a regular expression, which is searched for in the path of each leaf, and a `PartitionSpec`,
     which names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule

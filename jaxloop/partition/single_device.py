@@ -15,7 +15,7 @@ from jaxloop.partition.partitioner import Partitioner
 class SingleDevicePartitioner(Partitioner):
     """Places everything on JAX's default device.
 
-    Batches stay on the host until they are passed to the jitted call, which is several times faster than
+    Batches stay on the host until they are passed to the jitted call. This is several times faster than
     `jax.device_put`.
 
     Hooks:
