@@ -77,45 +77,27 @@ class Step:
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
-    >>> from flax import linen as nn
+    >>> from flax import linen as nn, nnx
     >>> class Regression(Step):
     ...     def run(self, state, batch):
     ...         def loss_fn(params):
-    ...             predicted = state.apply_fn({"params": params}, batch["x"])
-    ...             return jnp.mean((predicted - batch["y"]) ** 2)
-    ...         loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    ...         return state.apply_gradients(grads=grads), {"loss": loss}
-    >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
-    >>> state = step.initialize_model([1, 3])
-    >>> batch = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
-    >>> state, outputs = step(state, batch)
-    >>> int(state.step), sorted(outputs)
-    (1, ['loss'])
-
-    With an NNX module, the forward pass also returns the variables that it changed, such as batch statistics and the
-    counters of dropout. `update_variables` stores them in the state. It also accepts the variables that Linen returns
-    with `mutable=[...]`.
-
-    >>> from flax import nnx
-    >>> class Network(nnx.Module):
-    ...     def __init__(self, width, *, rngs):
-    ...         self.dense = nnx.Linear(3, width, rngs=rngs)
-    ...         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-    ...     def __call__(self, x):
-    ...         return self.dropout(self.dense(x))
-    >>> class NNXRegression(Step):
-    ...     def run(self, state, batch):
-    ...         def loss_fn(params):
-    ...             model = state.apply_fn(params, state.batch_stats, state.collections, train=self.train)
-    ...             predicted, (_, updates) = model(batch["x"])
+    ...             predicted, updates = self.call_model(state, params, batch["x"])
     ...             return jnp.mean((predicted - batch["y"]) ** 2), updates
     ...         (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     ...         return state.apply_gradients(grads=grads).update_variables(updates), {"loss": loss}
-    >>> model = Network(1, rngs=nnx.Rngs(0))
-    >>> step = NNXRegression(jax.random.key(0), model, optax.sgd(0.1), train=True)
-    >>> state, outputs = step(step.initialize_model(None), batch)
-    >>> int(state.step)
-    1
+    >>> step = Regression(jax.random.key(0), nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), train=True)
+    >>> batch = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
+    >>> state, outputs = step(step.initialize_model(), batch)
+    >>> int(state.step), sorted(outputs)
+    (1, ['loss'])
+
+    A Linen module is initialized with the shape of its inputs:
+
+    >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
+    >>> state, outputs = step(step.initialize_model([1, 3]), batch)
+
+    `call_model` calls either kind in the mode of the step, and returns the variables that it changed, such as batch
+    statistics. `update_variables` stores them in the state.
 
     The state may be any pytree with an int32 `step`. To add fields to it, such as the state of a second optimizer for a
     GAN, override `make_state` and return a subclass of `TrainState`.

@@ -128,8 +128,10 @@ class TrainState(train_state.TrainState):
 
         Args:
           updates: For Linen, the second result of `apply_fn(..., mutable=[...])`; for NNX, the `nnx.State` that
-            `apply_fn(...)(inputs)` returns, whose parameters are ignored.
+            `apply_fn(...)(inputs)` returns, whose parameters are ignored. None if no variable changed.
         """
+        if updates is None:
+            return self
         if is_nnx(self.params, "State"):
             _, batch_stats, rest = nnx.split_state(updates, nnx.Param, nnx.BatchStat, ...)
             return self.replace(batch_stats=batch_stats, collections=rest)
