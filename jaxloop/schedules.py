@@ -74,7 +74,7 @@ class Elapsed:
         return not point.reached(self) if isinstance(point, Schedule) else NotImplemented
 
     def advance(self, *, samples: int, time: float, steps: int = 1) -> "Elapsed":
-        """Returns the progress one batch later.
+        """Returns the progress after one more batch.
 
         Args:
           samples: The number of examples in that batch.
@@ -465,7 +465,7 @@ class _At(_Point):
 
 @final
 class After(_Point):
-    """The schedule that `after(...)` returns. It has the additional method `then`."""
+    """The schedule that `after(...)` returns. Unlike other schedules, it has a `then` method."""
 
     def then(self, schedule: Schedule) -> Schedule:
         """Returns a schedule that fires like `schedule` from this point on.

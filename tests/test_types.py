@@ -85,5 +85,5 @@ def test_a_metric_is_a_scalar_unless_it_says_otherwise():
 
 
 def test_a_forward_pass_that_changed_nothing_updates_no_variables():
-    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), batch_stats={"m": 1.0})
+    state = types.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), batch_stats={"m": 1.0})
     assert state.update_variables(None) is state

@@ -269,7 +269,7 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """Makes a callback, like `step`, that also updates the state with the gradient of the logged losses.
+    """A variant of `step` whose callback also updates the state, by the gradient of the losses.
 
     The callback differentiates the sum of all losses logged with `add_loss`. The state must be a `TrainState`, and is
     donated. The rows of a batch must divide evenly across the devices.
