@@ -162,8 +162,7 @@ def run(
         print(f"Finished at step {first_step}. To train further, raise --train_steps; to start over, change --workdir.")
         state = train_step.restore_model(state, checkpoint_dir)
     else:
-        if first_step:
-            print(f"Resumed at step {first_step}.", flush=True)
+        print(f"Resumed at step {first_step}." if first_step else train_step.summary(state), flush=True)
         writer = jaxloop.default_writer(workdir)
         train_actions = [
             jaxloop.ProgressAction(),
