@@ -250,6 +250,9 @@ class Weighted:
         mean = (value * weight).sum() / jnp.where(total == 0, 1, total) if value.ndim else value
         self._set(mean, total)
 
+    def __float__(self) -> float:
+        return float(self.value)
+
     def _set(self, value: Any, weight: Any) -> None:
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "weight", weight)
