@@ -43,18 +43,17 @@ class Transformer(nn.Module):
 
 
 class LanguageStep(jaxloop.Step):
-    def num_examples(self, batch):  # The weight of the batch in means: its characters, and the end of each text.
-        return np.count_nonzero(batch["tokens"]) + len(batch["tokens"])
-
     def run(self, state, batch):
         tokens = batch["tokens"]
-        counts = jnp.arange(LENGTH) <= (tokens != 0).sum(-1, keepdims=True)
+        counts = jnp.arange(LENGTH) <= (tokens != 0).sum(-1, keepdims=True)  # The characters, and the end of each text.
 
         def loss_fn(params):
             logits = state.apply_fn({"params": params}, tokens)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean(where=counts)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+            loss = jaxloop.Weighted(losses, counts)  # The mean over the characters, and their number.
+            return loss.value, loss
 
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         if self.train:
             state = state.apply_gradients(grads=grads)
         return state, {"loss": loss}
