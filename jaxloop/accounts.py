@@ -53,8 +53,8 @@ class Goodput:
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: All other seconds. An example is the time between the last log point of a process and the moment at which
-        the process was killed, if no step began in between.
+      unknown: All other seconds, such as those between the last log point of a process and the moment at which it was
+        killed, if no step began in between.
       steps: The number of distinct updates that were started.
       repeated_steps: The number of updates that were started again.
       starts: The number of calls to the `OuterLoop`.
@@ -82,7 +82,7 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds spent on each part, keyed by its name in the table."""
+        """The seconds spent on each part, keyed by the part's name in the table."""
         return {name: getattr(self, part) for part, (name, _) in _PARTS.items()}
 
     @property

@@ -20,8 +20,8 @@ class EvalLoop(ActionLoop):
         statistics.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
-    The example-weighted means of its outputs (`jaxloop.metrics.summarize`) are exact over the dataset, even if the last
-    batch is short. A short batch that can't be divided evenly across the mesh is replicated.
+    The example-weighted means of its outputs, which `jaxloop.metrics.summarize` computes, are exact over the dataset,
+    even if the last batch is short. A short batch that can't be divided evenly across the mesh is replicated.
 
     >>> from jaxloop import examples, metrics
     >>> step, state, batches = examples.tiny_regression()
@@ -30,7 +30,7 @@ class EvalLoop(ActionLoop):
     (['loss'], True)
 
     Args:
-      step: The step to run on each batch, made with `train=False`.
+      step: The step to run on each batch, created with `train=False`.
       begin_actions, end_actions: See `ActionLoop`.
       stat_names, global_batch_size, clock: See `StatLoop`.
       endless_after: The number of steps after which a call without `num_steps` warns that the dataset may be endless.
@@ -70,7 +70,7 @@ class EvalLoop(ActionLoop):
 
     @property
     def training_warning(self) -> str:
-        """The text of the warning that an evaluation uses a step with `train=True`."""
+        """The text of the warning for an eval loop whose step has `train=True`."""
         return (
             f"{self.step!r}, a step with train=True, which evaluates dropout and batch statistics in training mode. "
             "Make another step with train=False for the eval loop."

@@ -189,7 +189,7 @@ class History:
     Args:
       path: The file to write the rows to; None to keep the rows in memory only. The directory of the file is created if
         necessary. If the file already has rows, call `resume` before the first commit.
-      writes: False to read the file but never write it, as in all processes of a job except the first.
+      writes: False to read the file but never write to it, as in all processes of a job except the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
@@ -247,8 +247,8 @@ class History:
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
         """Appends several rows; see `commit`.
 
-        If `commit` raises an error, a note on the error contains the progress of the run at that row. The rows before
-        the failing one are in the history; those after it are not.
+        If `commit` raises an error for a row, a note on the error contains the progress of the run at that row. Earlier
+        rows are in the history; later rows are not.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -275,7 +275,7 @@ class History:
     def add_outputs(self, elapsed: Elapsed, outputs: Any) -> None:
         """Adds values that are not scalars, such as images.
 
-        They are kept unchanged in memory, and not copied to the host.
+        The values are kept in memory unchanged, and are not copied to the host.
         """
         _check_elapsed("add_outputs", elapsed)
         self.outputs.append((elapsed.without_previous(), outputs))
@@ -308,7 +308,7 @@ class History:
         `<path>.before`, in case a program was run twice by mistake. Of several such files, only the longest is kept.
 
         Args:
-          steps: The number of completed updates from which the run continues; 0 to start over.
+          steps: The number of completed updates at the point from which the run continues; 0 to start over.
           num_rows: The number of rows that the history had at that point, if known. Further rows of that step are
             dropped too, because the run will repeat them.
           checksum: The result of `checksum` at that point. If the beginning of the file no longer matches it, the file
@@ -415,7 +415,7 @@ class History:
         An exact match takes precedence.
 
         Raises:
-          ValueError: No value has this name, or several do.
+          ValueError: If the name matches no value, or several values.
         """
         end = _dotted(name)
         if end in self._columns:
@@ -441,7 +441,7 @@ class History:
         pending.
 
         Raises:
-          ValueError: Several values have this name.
+          ValueError: If the name matches several values.
         """
         if _dotted(name) not in self._paths_by_end:
             return None
@@ -451,7 +451,7 @@ class History:
         return Elapsed(*self._elapsed[column.rows[-1]]), column.values[-1]
 
     def collect(self, *names: str) -> Any:
-        """Returns the values with these names as lists, from the rows that contain all of them.
+        """Returns one list of values per name, from the rows that have a value for every name.
 
         Args:
           *names: `steps`, `samples`, `time` and `loops` refer to fields of `elapsed`. Other names are looked up as in
@@ -459,10 +459,10 @@ class History:
 
         Returns:
           A tuple with one list per name, or just the list if there is only one name. The lists are empty if the history
-          is.
+          is empty.
 
         Raises:
-          ValueError: No value has this name, or several do.
+          ValueError: If a name matches no value, or several values.
         """
         if not names:
             raise ValueError("History.collect takes at least one name, got none. Write collect('steps', 'loss').")
@@ -533,7 +533,7 @@ class History:
         Args:
           *names: The values to plot. Without names, all numbers are plotted except the statistics of loops
             (`jaxloop/...`).
-          x: "steps", "samples", "time" (in seconds) or "loops".
+          x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
           ValueError: There is nothing to plot, or a name matches no numbers.

@@ -25,7 +25,7 @@ class Loop:
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once its outputs have reached the host, which may be some steps
         later.
-      _get_next_batch: Called with the dataset to read each batch.
+      _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
       _run_one_step: Called with `(state, batch, per_loop_step_number)` to run the step on each batch. An override
         disables the faster paths: each step is then run by `Step.__call__`.
 
@@ -39,8 +39,8 @@ class Loop:
       step: The step to run on each batch.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: The maximum number of steps by which the host may run ahead of the devices. None for the
-        default, which is 64 steps. On a CPU, the default is 64 steps or 4 dispatches, whichever is more. If several
-        devices share a CPU, the default is 8 steps.
+        default: 64 steps, or 4 dispatches if that is more and the device is a CPU. If several devices share a CPU, the
+        default is 8 steps.
 
     Attributes:
       engine: The object that runs the loop.
@@ -88,12 +88,12 @@ class Loop:
 
     @property
     def spent(self) -> timing.Spent:
-        """The time report for all calls of this loop."""
+        """The time report for all calls to this loop so far."""
         return self.engine.progress.stopwatch.spent()
 
     @property
     def was_interrupted(self) -> bool:
-        """True if Ctrl-C or SIGTERM stopped the last call of this loop before it had run all steps."""
+        """True if Ctrl-C or SIGTERM stopped the last call to this loop before it had run all steps."""
         return self.engine.stepper.call.was_interrupted
 
     @property
@@ -114,7 +114,7 @@ class Loop:
         >>> state, outputs = loop(state, batches, num_steps=3)
 
         Args:
-          state: A state with the same shapes as the one that the loop will be called with. It is not donated.
+          state: A state with the shapes of the one that will be passed to the loop. It is not donated.
           batch: A batch as the dataset returns it, or its shapes; see `Step.compile`.
         """
         self.engine.stepper.compile(state, batch)
@@ -122,7 +122,7 @@ class Loop:
     def resume(self, elapsed: Elapsed) -> None:
         """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
 
-        The earlier run may have been in this process or in another one.
+        The earlier run may have been in this process or in another.
         """
         self.engine.resume(elapsed)
 
@@ -174,7 +174,7 @@ class Loop:
     def run(self, state: Any, dataset: Iterator[types.Batch], num_steps: int | None) -> tuple[Any, Any]:
         """Runs the steps, and returns the newest state and the outputs of all steps.
 
-        In an `OuterLoop`, a single call of this method can run several loops if nothing is due between them.
+        In an `OuterLoop`, a single call to this method can run several loops if nothing is due between them.
         """
         return self.engine.run(state, dataset, num_steps)
 

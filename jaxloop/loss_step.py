@@ -24,8 +24,8 @@ class LossStep(NumpyStep):
     """A `Step` for which you write only the loss, `loss(outputs, batch)`, as a method or as an argument.
 
     `outputs` is the model's output for the inputs of the batch. The loss returns an array `[batch]` with one number per
-    example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To return metrics too,
-    it returns a pair `(losses, metrics)`, where `metrics` is a dict of values of these kinds.
+    example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics, return a
+    pair `(losses, metrics)`, where `metrics` is a dict whose values have any of these three forms.
 
     With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
     statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
@@ -98,7 +98,7 @@ class LossStep(NumpyStep):
       base_prng: See `Step`, which also describes the other arguments up to `end_actions`.
       model: A model of one of the kinds above.
       loss: The loss function, unless a subclass defines the method `loss`.
-      metrics: A dict of further metrics, each a function of `(outputs, batch)`.
+      metrics: A dict of functions `(outputs, batch) -> value` that compute additional metrics.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
         default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
         "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A Linen

@@ -70,13 +70,13 @@ class OuterLoop:
 
     Args:
       train_loop: The loop that trains; None to evaluate only.
-      eval_loops: One loop for each `EvalSpec` of the call.
+      eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from or, without a train loop, to evaluate. None for no checkpoints.
       workdir: The directory of `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the history is
         appended to the file immediately, and a resumed run continues the file. If None, a run with a train loop and a
         `checkpoint_spec` uses the directory of the checkpoints, and any other run writes no file.
-      log_interval: When to add a row to the history with the train metrics since the previous row. Like the interval of
-        an action, an int counts train loops.
+      log_interval: When to add a row to the history. The row contains the train metrics since the previous row. Like
+        the interval of an action, an int counts train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, its commit is added as "commit".
@@ -84,7 +84,7 @@ class OuterLoop:
       skip: The numbers of the batches to leave out, as if the training data had never contained them. Batches are
         numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
         batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch, a
-        row `left_out.batch` is added to the history.
+        row of the history records its number as `left_out.batch`.
 
     Attributes:
       train_loop: The argument of the same name.
@@ -165,7 +165,7 @@ class OuterLoop:
 
     @property
     def spent(self) -> Spent:
-        """The time report of the last call. `str` formats it as one sentence."""
+        """The time report for the last call. `str` formats it as one sentence."""
         return self._spent
 
     @property
@@ -463,7 +463,7 @@ class OuterLoop:
     def source_of(self, dataset: Any) -> PositionedIterator:
         """Returns a `PositionedIterator` over a dataset.
 
-        If the dataset is an iterator, every call with it returns the same `PositionedIterator`, so no batch is lost.
+        If the dataset is an iterator, every call returns the same `PositionedIterator` for it, so no batch is lost.
         """
         if not hasattr(dataset, "__next__"):
             return PositionedIterator(dataset)

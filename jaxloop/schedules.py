@@ -84,7 +84,7 @@ class Elapsed:
         return Elapsed(self.steps + steps, self.samples + samples, time, self.loops, previous=self.without_previous())
 
     def without_previous(self) -> "Elapsed":
-        """Returns a copy without `previous`. Keeping the copy doesn't keep other objects alive."""
+        """Returns a copy without `previous`, so that the copy doesn't keep earlier `Elapsed` objects alive."""
         if self.previous is None:
             return self
         known = self.__dict__.get("_without_previous")  # This method is called several times per step.
@@ -127,15 +127,15 @@ jax.tree_util.register_pytree_with_keys(
 class Schedule(abc.ABC):
     """A rule that decides when something happens.
 
-    Schedules are created by `every`, `at`, `after`, ..., and combined with `|`, `&`, `~`.
+    Create schedules with `every`, `at`, `after` and similar functions, and combine them with `|`, `&` and `~`.
 
     Schedules are hashed by identity, so two equal schedules are different keys of a dictionary.
 
     Hooks:
       fires: Called after each step at which the schedule can fire. Must be pure.
       next_step, next_time: Called after `fires`, to find out when to call `fires` again. Must be pure.
-      as_stop, stops: Called at the start of a run whose `stop` is this schedule, and after each step at which it can
-        fire.
+      as_stop: Called at the start of a run whose `stop` is this schedule.
+      stops: Called at the start of such a run, and after each step at which the schedule can fire.
       reached: Called by comparisons such as `elapsed >= schedule`.
 
     >>> every(steps=100) | first()
@@ -149,16 +149,17 @@ class Schedule(abc.ABC):
         """Returns whether the schedule fires between `before` (exclusive) and `now` (inclusive).
 
         A loop calls this at every step at which the schedule can fire, with `before` one step earlier. A run that
-        begins at step 0 calls it once before its first update, with both arguments equal to `Elapsed()`. Over several
-        steps, `a & b` fires if `a` and `b` each fired at one of these steps, and `~a` fires if `a` fired at none.
+        begins at step 0 calls it once before its first update, with both arguments equal to `Elapsed()`. If `before` is
+        several steps earlier, `a & b` fires if `a` and `b` each fired at one of these steps, and `~a` fires if `a`
+        fired at none of them.
         """
 
     @abc.abstractmethod
     def next_step(self, now: Elapsed) -> int | None:
-        """Returns the next step in this loop at which the schedule can fire, or None.
+        """Returns the next step in the current loop at which the schedule can fire, or None.
 
-        Only steps before `next_time` count. A schedule that counts samples can fire at each step. Schedules that count
-        loops, and `last()`, are called again at the end of each loop.
+        Only steps before `next_time` need to be considered. A schedule that counts samples can fire at any step.
+        Schedules that count loops, and `last()`, are called again at the end of each loop.
         """
 
     def next_time(self, now: Elapsed) -> float | None:
@@ -183,7 +184,7 @@ class Schedule(abc.ABC):
     def as_stop(self) -> "Schedule":
         """Returns the equivalent schedule for use as a `stop`.
 
-        `at(...)` becomes `after(...)`, so that a run that is already past that point stops too.
+        `at(...)` becomes `after(...)`, so that a run that is already past the given point stops too.
         """
         return self
 

@@ -23,7 +23,7 @@ class EvalContext:
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
       step_num: The number of completed updates of the state to evaluate.
-      loop_count: The number of completed train loops or, in continuous evaluation, of evaluated checkpoints.
+      loop_count: The number of completed train loops; in continuous evaluation, the number of evaluated checkpoints.
     """
 
     is_continuous_eval: bool
@@ -46,8 +46,8 @@ class EvalSpec:
       num_steps: The number of batches to evaluate; None for all.
       eval_loop_interval: The number of train loops per evaluation; None to evaluate after each loop. Ignored in
         continuous evaluation.
-      should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only
-        when the interval is due.
+      should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
+        the evaluation is due.
       interval: When to evaluate, like the `interval` of an action: an int, which means the same as
         `eval_loop_interval`, or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A schedule is
         exact to the step, even inside a train loop. Ignored if there is no train loop.

@@ -96,8 +96,8 @@ class Step:
     >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
     >>> state, outputs = step(step.initialize_model([1, 3]), batch)
 
-    `call_model` calls either kind in the mode of the step, and returns the variables that it changed, such as batch
-    statistics. `update_variables` stores them in the state.
+    `call_model` calls either kind of model in the mode of the step, and returns its outputs and the variables that the
+    call changed, such as batch statistics. `update_variables` stores them in the state.
 
     The state may be any pytree with an int32 `step`. To add fields to it, such as the state of a second optimizer for a
     GAN, override `make_state` and return a subclass of `TrainState`.
@@ -106,14 +106,14 @@ class Step:
       base_prng: A key, or a dict of keys, from which all other keys are derived: `initialize_model` uses it unchanged,
         and `prng_key(step)` folds the step in. Keys may be old-style or typed.
       model: An NNX module or its class, or a Linen module. The variables of an NNX module are copied into each initial
-        state; the module itself never changes. From a class, the step constructs the module with `nnx_model_args`,
-        `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. Pass None if your
-        override of `make_state` needs no model.
+        state; the module itself never changes. If a class is passed, the step constructs the module with
+        `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`, or `nnx.Rngs(**base_prng)` for a dict. Pass
+        None if your override of `make_state` needs no model.
       optimizer: An Optax transformation, which becomes `state.tx`.
       partitioner: Decides where the state and the batches live.
       train: True for a step that trains, which also needs an optimizer. `run` can read this as `self.train`.
       should_shard_batch: False if `begin` already places the batch on the devices.
-      nnx_model_args: Positional arguments of an NNX class; an empty tuple if it takes none.
+      nnx_model_args: Positional arguments of an NNX class; an empty tuple if the class takes none.
       begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts the steps within
         the loop. A schedule counts the steps of the run: `at(100)` fires at the update that makes `state.step` 100.
       end_actions: Actions that are called after `end`, with the outputs of the step. Their intervals work the same way.
@@ -207,9 +207,9 @@ class Step:
         return state, batch
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
-        """Computes `(state, outputs)` from one batch. It is compiled, so it must be pure.
+        """Computes `(state, outputs)` from one batch. This method is compiled, so it must be pure.
 
-        In training, it adds `updates_per_step` (1 by default) to `state.step`.
+        In training, `run` adds `updates_per_step` (1 by default) to `state.step`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -439,7 +439,7 @@ class Step:
         steps_per_dispatch: int = 1,
         **jit_kwargs: Any,
     ) -> None:
-        """Compiles `run` ahead of time for states and batches of these shapes, so that the first step doesn't compile.
+        """Compiles `run` ahead of time for the given shapes, so that the first step doesn't compile.
 
         Calling this method is optional. `Loop.compile` compiles everything that a loop needs.
 
@@ -456,8 +456,8 @@ class Step:
             `initialize_model`). With shapes, the hooks before `run` receive zeros that take no memory.
           evaluates: Whether to compile `run` for `evaluate`, which makes no update.
           steps_per_dispatch: The number of steps in one dispatch.
-          **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. Passing any discards everything
-            compiled so far.
+          **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. Passing any of them discards
+            everything compiled so far.
         """
         if jit_kwargs or state is None:
             self._compiled, self._jit_kwargs = {}, jit_kwargs
@@ -553,8 +553,8 @@ class Step:
     ) -> cost.Cost:
         """Returns the FLOPs and the memory of a compiled step.
 
-        Without arguments, the result describes the last call of `compile`. With a state and a batch, the step is first
-        compiled for them.
+        Without arguments, the result describes what the last call to `compile` compiled. With a state and a batch, the
+        step is first compiled for them.
 
         Args:
           state: See `compile`.
@@ -821,7 +821,7 @@ class Step:
         return state, batch
 
     def before_run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Runs the hooks that precede `run` on a prepared state and a batch from the dataset."""
+        """Passes a prepared state and a batch from the dataset through the hooks that precede `run`."""
         result = self.begin(state, self.preprocessed(batch))
         new_state, batch = checks.check_pair(result, f"{type(self).__name__}.begin", "(state, batch)")
         return state if new_state is state else self.prepare_state(new_state), batch
@@ -937,7 +937,7 @@ class Step:
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """The lists of begin actions and end actions. Each list also counts how often its actions have been called."""
+        """The step's lists of begin actions and end actions. Each list counts how often its actions were called."""
         return (self._begin_actions, self._end_actions)
 
 

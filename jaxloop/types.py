@@ -175,15 +175,17 @@ class MetricType(enum.Enum):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class MetricWithMetadata:
-    """A value with its kind, such as image or audio, for a writer. It is a pytree, so `Step.run` can return it.
+    """A value for a writer, together with its kind, such as image or audio.
+
+    This class is a pytree, so `Step.run` can return it.
 
     Attributes:
       value: An array of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, `[N, T, C]` for audio, and any
         shape for scalars and histograms. For text, a string, which only `Step.end` can return because jitted code
         can't return strings.
       type: The kind, which determines how a writer displays the value.
-      metadata: Hashable values for the writer, by name: `{"sample_rate": 16_000}` for audio, and `{"num_buckets": 30}`
-        for a histogram, for example.
+      metadata: Hashable values for the writer, by name. Examples are `{"sample_rate": 16_000}` for audio and
+        `{"num_buckets": 30}` for a histogram.
 
     >>> images = MetricWithMetadata(jnp.zeros([4, 8, 8, 1]), MetricType.IMAGE)
     >>> jax.tree.map(jnp.shape, images).value

@@ -114,14 +114,14 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns a message for each problem that a run would have, including how to fix it.
+        """Returns a message for each problem that a run would have. Each message explains how to fix the problem.
 
         Called by `OuterLoop.check`.
 
         Args:
           state: The shapes of the train state.
-          outputs: Outputs of the structure that the action would receive, with every number set to 1; None for a begin
-            action.
+          outputs: Outputs with the structure that the action would receive, but with every number set to 1; None for a
+            begin action.
         """
         return ()
 
@@ -145,8 +145,8 @@ class Action(abc.ABC):
 
         Args:
           step_num: The number of completed updates.
-          can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have run later steps
-            before it was killed, and this run repeats those steps.
+          can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have run steps after
+            `step_num` before it was killed, and this run repeats them.
         """
 
     def state_dict(self) -> Mapping[str, Any]:

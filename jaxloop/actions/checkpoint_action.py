@@ -57,7 +57,7 @@ class CheckpointAction(Action):
       clock: A function that returns the time in seconds.
 
     Raises:
-      OSError: The directory can't be written to.
+      OSError: If the directory can't be written to.
     """
 
     uses_outputs: bool = False  # An action with `best` sets its own attribute to True.
@@ -92,7 +92,7 @@ class CheckpointAction(Action):
 
     @property
     def keep(self) -> int | None:
-        """The number of newest checkpoints to keep; None if all are kept, or if a manager decides."""
+        """The number of newest checkpoints to keep; None if all are kept, or if an Orbax manager decides."""
         return self._keep
 
     @property
@@ -163,10 +163,10 @@ class CheckpointAction(Action):
         the program ends.
 
         Args:
-          step: The step, which names the checkpoint.
+          step: The step number, which becomes the name of the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: A dict with the value of the metric named by `best`; None if there is no such value.
+          metrics: A dict with the value of the metric named by `best`; None if there is no value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
           run: Like `metadata`, but for values of any size. `checkpoint.run` reads them. Saved only if `ckpt_manager` is
             a directory.

@@ -61,9 +61,9 @@ class EarlyStoppingAction(Action):
       patience: The number of consecutive measurements without an improvement after which the run ends. A period such as
         `after(steps=1000)` or `after(time=600)` ends the run when the best value is older than the period.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
-      min_delta: A value must be better than the best one by more than this to count as an improvement.
+      min_delta: A value counts as an improvement only if it is better than the best value by more than this.
       baseline: An improvement resets the patience only if the metric is also better than this value.
-      restore_best: Whether to keep a copy of the best state on the devices. The run then returns this state, with the
+      restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state, with the
         `step` at which it was reached, no matter how the run ends.
       interval: See `Action`.
     """

@@ -25,7 +25,7 @@ class LearningRateAction(WriterAction):
       background: Whether to write in a background thread; see `SummaryAction`.
 
     Raises:
-      ValueError: The optimizer state has no learning rate. The error is raised when the action is called.
+      ValueError: Raised when the action is called, if the optimizer state has no learning rate.
     """
 
     uses_outputs = False

@@ -89,8 +89,8 @@ class Progress:
 class ProgressAction(Action):
     """Shows the progress of a run: steps, time left, speed, the newest metrics, and results of evaluations.
 
-    It never waits for the devices, and shows the newest metrics that have arrived. Evaluation results and log lines
-    appear above the bar. In a multi-process job, only the first process shows anything.
+    The action never waits for the devices; it shows the newest metrics that have reached the host. Evaluation results
+    and log lines appear above the bar. In a multi-process job, only the first process shows anything.
 
     >>> import itertools
     >>> ticks = itertools.count(0.0, 2.0)
@@ -103,11 +103,12 @@ class ProgressAction(Action):
 
     Args:
       total_steps: The number of updates of the whole run; None to use the number that the loop passes.
-      interval: See `Action`. The default is ten times per second, so that the steps in between cost nothing.
+      interval: See `Action`. By default, the display is updated up to ten times per second, and the steps in between
+        cost nothing.
       bar: "tqdm" for a bar, "plain" for occasional lines, or "auto". "auto" means "tqdm" on a terminal and in a
-        notebook, where a bar can be redrawn, and "plain" in a file. If tqdm is not installed, "tqdm" means "plain". In
-        a file, both kinds print a line at most every 10 seconds, and less often in a long run.
-      min_seconds: The minimum time between two updates of the display, in seconds.
+        notebook, where a bar can be redrawn, and "plain" if the output goes to a file. If tqdm is not installed, "tqdm"
+        means "plain". In a file, both kinds print a line at most every 10 seconds, and less often in a long run.
+      min_seconds: The minimum number of seconds between two updates of the display.
       names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). For
         evaluations, all metrics are always shown.
       stream: The stream to write to; None for stderr, or stdout in a notebook.

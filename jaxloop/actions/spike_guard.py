@@ -41,7 +41,7 @@ class SpikeGuard(Action):
         since the preceding checkpoint, so check more often than you save.
 
     Raises:
-      RuntimeError: Raised during a run if a spike follows `at_most` returns, or if no checkpoint precedes the spike.
+      RuntimeError: Raised during a run if a spike occurs after `at_most` returns, or if no checkpoint precedes a spike.
     """
 
     def __init__(

@@ -99,7 +99,10 @@ class Partitioner(abc.ABC):
         return jax.tree.map(lambda _: shardings, state) if isinstance(shardings, Sharding) else shardings
 
     def place_state(self, state: Any) -> Any:
-        """Moves a state that was created elsewhere onto this partitioner's devices. By default, this is left to jit."""
+        """Moves a state that was created elsewhere onto this partitioner's devices.
+
+        The default implementation leaves this to `jax.jit`.
+        """
         return state
 
     def report(self, state: Any) -> Layout:
@@ -142,7 +145,7 @@ class Partitioner(abc.ABC):
         """Returns a partitioner that places everything in the same way on other devices, such as those of a topology.
 
         Raises:
-          ValueError: The mesh can't be built from these devices.
+          ValueError: If the mesh can't be built from these devices.
         """
         raise NotImplementedError(
             f"{type(self).__name__} can't be moved to other devices, which check(topology=...) needs. Define "

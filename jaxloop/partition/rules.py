@@ -16,7 +16,7 @@ from jaxloop.partition.partitioner import SMALL, Rules
 
 @final
 class RulesPartitioner(_LeafPartitioner):
-    r"""Shards the state of a model without partitioning metadata, according to rules for the paths of the leaves.
+    r"""Shards a state by rules that match the paths of its leaves, for models without partitioning metadata.
 
     A rule is a pair of a regular expression, which is searched for in the path of each leaf, and a `PartitionSpec`,
     which names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
@@ -35,8 +35,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: A rule names an axis that the mesh doesn't have. Once there is a state, the error is also raised if a
-        rule shards a parameter along an axis that doesn't exist or whose size can't be divided evenly across the mesh.
+      ValueError: If a rule names an axis that the mesh doesn't have. Also raised when a state is laid out, if a rule
+        splits an axis that a parameter doesn't have, or whose size can't be divided evenly across the mesh.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):

@@ -21,10 +21,10 @@ from jaxloop.types import nnx
 class SPMDPartitioner(_LaidOutPartitioner):
     """Splits the state according to the model's Flax partitioning metadata, and the batch over `data_axis`.
 
-    It reads `nn.with_partitioning(init, (None, "model"))` in Linen modules and `nnx.with_partitioning(init, (None,
-    "model"))` in NNX modules. The names in these annotations must be axes of the mesh. Logical names, which need rules,
-    come from Linen's `nn.with_logical_partitioning` and NNX's `nnx.with_partitioning`. Leaves without metadata are
-    replicated. The state is returned unboxed: its leaves are plain arrays.
+    In Linen modules, the names in `nn.with_partitioning(init, (None, "model"))` must be axes of the mesh, and the names
+    in `nn.with_logical_partitioning` are logical. In NNX modules, `nnx.with_partitioning(init, (None, "model"))`
+    accepts both kinds of names. `logical_axis_rules` maps logical names to axes of the mesh. Leaves without metadata
+    are replicated. The state is returned unboxed: its leaves are plain arrays.
 
     >>> from jaxloop.partition import create_mesh
     >>> rules = [("embed", None), ("hidden", "model")]
@@ -33,12 +33,12 @@ class SPMDPartitioner(_LaidOutPartitioner):
     Args:
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
-      logical_axis_rules: Pairs of a logical name and a mesh axis, a tuple of mesh axes, or None. As in Flax, an axis
-        whose Linen name has no rule is not split; such names are logged. `nn.with_logical_constraint` inside `run` uses
-        these rules too.
+      logical_axis_rules: Pairs of a logical name and a mesh axis, a tuple of mesh axes, or None. As in Flax, an axis is
+        not split if its logical name in a Linen module has no rule; such names are logged. `nn.with_logical_constraint`
+        inside `run` uses these rules too.
 
     Raises:
-      ValueError: A rule names an axis that the mesh does not have. Also raised when a state is laid out, if the model
+      ValueError: If a rule names an axis that the mesh doesn't have. Also raised when a state is laid out, if the model
         uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
