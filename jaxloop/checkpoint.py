@@ -107,7 +107,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the metadata that was saved in the checkpoint of a step; `{}` if none was saved.
+    """Returns the metadata that was saved in the checkpoint of a step, or `{}` if none was saved.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -124,7 +124,7 @@ def own_version() -> str:
 
 
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
-    """Returns the step of the best checkpoint in a directory; None if no checkpoint has the metric.
+    """Returns the step of the best checkpoint in a directory, or None if no checkpoint has the metric.
 
     If several checkpoints are equally good, the newest of them is chosen.
 
@@ -178,8 +178,8 @@ def restore(
       state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
         state is not donated.
       transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
-      any_optimizer: Whether the state may have a different optimizer, or none. Everything except `opt_state` is then
-        restored, and a message is logged.
+      any_optimizer: Whether to accept a state with a different optimizer, or with none. Everything except `opt_state`
+        is then restored, and a message is logged.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -356,7 +356,7 @@ def load_params(
         that used `PyTreeSave`. Alternatively, a file whose name ends in `.safetensors`; see `save_params`.
       step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
-        as `state.params`. It is not donated. None for nested dicts of arrays on JAX's default device.
+        as `state.params`. It is not donated. None to return nested dicts of arrays on JAX's default device.
       paths: Maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**": "backbone/**"}`; see
         `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned unchanged. None to load
         every leaf of `into` from the same path.
@@ -381,7 +381,7 @@ def load_params(
 
 
 def save_params(params: Any, path: epath.PathLike) -> None:
-    """Writes parameters to a file in the safetensors format, which other libraries also read.
+    """Writes parameters to a file in the safetensors format, which other libraries can also read.
 
     `load_params` reads such files, including those written by other libraries. Both functions need the extra
     `safetensors`. In the file, the slashes of jaxloop's paths are replaced by dots: `encoder/kernel` becomes
@@ -409,14 +409,14 @@ def save_params(params: Any, path: epath.PathLike) -> None:
 def load_variables(directory: epath.PathLike, step: int | str = "newest", *, into: Any = None) -> Any:
     """Loads all variables of a model from a checkpoint, but not the optimizer state.
 
-    For a Linen model, the result is what `module.apply` takes: `{"params": ..., "batch_stats": ..., **collections}`.
+    For a Linen model, the result is what `module.apply` accepts: `{"params": ..., "batch_stats": ..., **collections}`.
     For an NNX model, it is a dict with `params`, `batch_stats` and `collections`, the fields of a `TrainState`.
 
     Args:
       directory: See `load_params`.
       step: See `load_params`.
       into: A dict of the same form, such as `state.variables`, which determines the structure, shapes, dtypes and
-        shardings of the result. None for nested dicts of arrays on JAX's default device.
+        shardings of the result. None to return nested dicts of arrays on JAX's default device.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -463,7 +463,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the JSON dict that was saved as `run` in the checkpoint of a step; `{}` if none was saved.
+    """Returns the JSON dict that was saved as `run` in the checkpoint of a step, or `{}` if none was saved.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -560,11 +560,11 @@ class Checkpoint:
         return {key: value for key, value in self.custom_metadata.items() if not key.startswith(_OWN_PREFIX)}
 
     def run(self) -> dict[str, Any]:
-        """Returns the JSON dict that was saved as `run`; `{}` if none was saved."""
+        """Returns the JSON dict that was saved as `run`, or `{}` if none was saved."""
         return self.json(_RUN_ITEM)
 
     def json(self, item: str, filename: str = "metadata") -> dict[str, Any]:
-        """Returns the JSON dict in the file `filename` of an item; `{}` if there is no such file."""
+        """Returns the contents of an item's JSON file `filename` as a dict, or `{}` if there is no such file."""
         if not (self.path / item / filename).exists():
             return {}
         with _reading(self.path, f"{item}/{filename}"):
@@ -617,7 +617,7 @@ class Checkpoint:
         return all(path.endswith("/value") for path in self.leaves if path.startswith("params/"))
 
     def path_of_ema(self) -> str:
-        """Returns the path of the average of the parameters in the saved train state.
+        """Returns the path of the parameters' moving average in the saved train state.
 
         Raises:
           ValueError: The train state doesn't contain exactly one such average.
@@ -640,7 +640,7 @@ class Checkpoint:
         return _load_part(self, saved, into, paths)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the leaves at the paths in `wanted`, with the shapes, dtypes and shardings given there."""
+        """Returns the saved leaves by path, with the shapes, dtypes and shardings of the values in `wanted`."""
         tree, values = self._saved_tree(_ITEM), {}
         for group in _groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
@@ -660,9 +660,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """A context manager that converts errors raised while interpreting saved values to a `CheckpointError`.
+        """A context manager that turns errors in the interpretation of saved values into a `CheckpointError`.
 
-        The error names both the version of jaxloop that saved the checkpoint and the version that is running.
+        The error names both the version of jaxloop that saved the checkpoint and the current one.
 
         Raises:
           CheckpointError: The checkpoint has a different format, or the body of the `with` statement raised a KeyError
@@ -781,7 +781,7 @@ def _run_id_of(directory: epath.Path) -> str:
 
 
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
-    """Returns whether a checkpoint was deleted. If its files are still being deleted, waits until they are gone."""
+    """Returns whether a checkpoint has been deleted. If the deletion is in progress, first waits for it to finish."""
     path = absolute(directory) / str(step)
     names = None
     while path.exists():
@@ -989,7 +989,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template for restoring a state like this one, without keeping the arrays of this state alive."""
+    """Returns a template for restoring a state like `state`. The template doesn't keep the arrays of `state` alive."""
     return jax.tree.map(lambda leaf: leaf if _is_typed_key(leaf) else checks.shape_of(leaf), state)
 
 
@@ -1016,7 +1016,7 @@ class CheckpointWriter:
     """Saves checkpoints through an Orbax `CheckpointManager`, asynchronously if the manager is asynchronous.
 
     Args:
-      manager_or_directory: A directory, or an Orbax manager that saves a single item (with the current or the older
+      manager_or_directory: A directory, or an Orbax manager that saves a single item (through Orbax's current or older
         API). With a manager, only the state is saved, without a seal. For a directory, the writer creates its own
         manager at the first save, and a new one after `close` or a failed save.
       keep: For a directory, the number of newest checkpoints to keep; None to keep all.
@@ -1392,7 +1392,7 @@ def _saved_form(tree: Any, what: str) -> Any:
 
 
 def clear_leftovers(directory: epath.PathLike) -> list[str]:
-    """Removes the temporary directories left behind by killed saves. No save may be running in the directory.
+    """Removes the temporary directories left behind by interrupted saves. No save may be in progress in the directory.
 
     In a multi-process job, only the first process removes them.
 

@@ -158,15 +158,15 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
 def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
     """Reads up to `size` batches ahead in a background thread.
 
-    This helps if making a batch takes long because it reads files, uses the network, or runs NumPy or other code that
-    releases the GIL. It costs a few microseconds per batch. Even without prefetching, batches are made while the device
-    computes, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s prefetch by
+    This helps if making a batch takes a long time because it reads files, uses the network, or runs NumPy or other code
+    that releases the GIL. It costs a few microseconds per batch. Even without prefetching, batches are made while the
+    device computes, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s prefetch by
     themselves, so they don't need this function.
 
     If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
     the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
-    the position after the last returned batch. For tf.data, that position consists of an earlier saved state and a
-    number of batches to read again, so use tf.data's own `.prefetch` instead.
+    the position after the last returned batch. For tf.data, that position consists of an earlier saved state and the
+    number of batches that a resumed run must read again, so use tf.data's own `.prefetch` instead.
 
     >>> list(prefetch([1, 2, 3], size=2))
     [1, 2, 3]

@@ -100,10 +100,10 @@ def is_first_process() -> bool:
 
 
 def exit_without_waiting(error: SystemExit) -> None:
-    """Makes the program exit after an error in this process only, without waiting for the other processes.
+    """Makes this process exit after an error without waiting for the other processes.
 
-    The other processes may be waiting for this one. In contrast, a process that ends normally waits for the others; see
-    `shutdown_secs` in `initialize`.
+    Use this if only this process has an error, because the others may be waiting for it. In contrast, a process that
+    ends normally waits for the others; see `shutdown_secs` in `initialize`.
     """
 
     def exit_now() -> None:

@@ -48,7 +48,7 @@ def export(
       spec: The spec of the model's inputs, as for `initialize_model`. The size of each leading axis is replaced by
         `batch_size`. A list or a dict of inputs is passed to the exported function as one argument.
       path: The file to write. An existing file is replaced.
-      batch_size: The number of examples in a call; None to allow any number, which the model must support.
+      batch_size: The number of examples per call; None to allow any number, which the model must support.
       platforms: The platforms on which the program can run.
 
     Raises:

@@ -209,22 +209,22 @@ def replay(
 
     Args:
       path: The folder `<workdir>/failures/<step>`, or the work directory.
-      step: The step object of the run, or one that was created in the same way.
+      step: The run's step object, or one created in the same way.
       step_num: The number of the failed step, if `path` is a work directory; None for the most recent record.
-      state: A state with the same structure as that of the run. If its `step` is later than the step of the recorded
+      state: A state with the same structure as the run's state. If its `step` is later than the step of the recorded
         state, and the batches since then were recorded, the replay starts from this state. Otherwise, this state serves
-        as the template for restoring the recorded state. It is not donated. None to use a new state, if
-        `step.initialize_model` was called.
+        as the template for restoring the recorded state. It is not donated. None to use a new state, which requires an
+        earlier call to `step.initialize_model`.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may then differ in the last bits. Any steps before the failed one are still compiled, so `run` is first traced
         for them.
 
     Returns:
-      `(state, outputs)` of the failed step. An error that the step raised in the run is raised again.
+      `(state, outputs)` of the failed step. If the step raised an error in the run, that error is raised again.
 
     Raises:
       FileNotFoundError: If there is no such record.
-      ValueError: If the PRNG keys of `step` differ from those of the run, or if the state before the failed step is not
+      ValueError: If the PRNG keys of `step` differ from the run's keys, or if the state before the failed step is not
         available.
     """
     folder = _folder(path, step_num)

@@ -127,8 +127,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
 
     With a work directory, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
     `optax.inject_hyperparams` stores it), `history.jsonl`, and `checkpoints` with the newest and the best checkpoint.
-    If the run is interrupted, the same call resumes it from the newest checkpoint. Without a work directory, `fit`
-    writes no files.
+    If the run is interrupted, making the same call again resumes it from the newest checkpoint. Without a work
+    directory, `fit` writes no files.
 
     Args:
       model: Any model that `LossStep` accepts or, if `train_step` is given, a state.
@@ -145,7 +145,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
       train_step: A pure function `(state, batch) -> (state, outputs)` that replaces `loss` and `optimizer`. It is
         compiled for the devices. The state can be any pytree.
-      eval_step: A pure function `(state, batch) -> outputs` for evaluations, if there is a `train_step`.
+      eval_step: A pure function `(state, batch) -> outputs` for evaluations, if `train_step` is given.
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. The dataset is repeated as often as necessary.
       eval_interval: When to evaluate. An int counts epochs; a schedule such as `every(steps=500)` is exact to the step.
@@ -154,7 +154,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       log_name: The name of a subdirectory of the work directory to use for this run.
       hparams: Hyperparameters to write to the TensorBoard events and to the log: numbers, strings, and bools.
       monitor: The metric that decides which checkpoint is the best, such as "eval/accuracy". The default is "eval/loss"
-        if there is a `loss` and an `eval_dataset`.
+        if `loss` and `eval_dataset` are given.
       partitioner: Decides where the state and the batches are placed; None to use a single device. "auto" uses all
         devices: it replicates the state if it fits on each device, and otherwise shards it (`FSDPPartitioner`). The
         choice is logged.
@@ -164,8 +164,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: If True, `fit` doesn't train and allocates no memory for the state. It returns the report of
         `OuterLoop.check`, which contains the plan of the run and every problem found.
-      topology: The TPUs to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. Each batch must be the
-        global batch of all devices.
+      topology: The TPUs to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. Each batch must be a
+        global batch, with the rows for all devices.
 
     Returns:
       `(state, history)`, or the report if `dry_run` is True.
@@ -360,8 +360,8 @@ def lr_schedule(base_lr: float, steps_per_epoch: int, epochs: int = 100, warmup_
     - for `w <= t <= T`: `base_lr * (0.01 + 0.99 (1 + cos(pi (t - w) / (T - w))) / 2)`;
     - after `T`: `base_lr / 100`.
 
-    The cosine decay was proposed by Loshchilov and Hutter, https://arxiv.org/abs/1608.03983; the warm-up, by Goyal et
-    al., https://arxiv.org/abs/1706.02677.
+    The cosine decay was proposed by Loshchilov and Hutter, https://arxiv.org/abs/1608.03983, and the warm-up
+    by Goyal et al., https://arxiv.org/abs/1706.02677.
 
     Args:
       base_lr: The peak learning rate, which is reached at the end of the warm-up.

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     Attributes:
       elapsed: The progress of the run.
-      logs: The metrics: a (nested) dict of Python numbers and strings, with the keys that were committed.
+      logs: The metrics: a (nested) dict of Python numbers and strings, with the keys passed to `History.commit`.
     """
 
     elapsed: Elapsed

@@ -38,9 +38,9 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     (-3.0, 0.0)
 
     Args:
-      decay: A number from 0 to 1; the average then covers about `1 / (1 - decay)` updates. Or a function of the number
-        of earlier updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets a short run
-        forget its initial parameters.
+      decay: Either a number from 0 to 1, for an average over about `1 / (1 - decay)` updates, or a function of the
+        number of earlier updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets a
+        short run forget its initial parameters.
 
     Raises:
       ValueError: If `decay` is not between 0 and 1.
@@ -98,7 +98,7 @@ def ema_params(state: Any) -> Any:
 def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) -> optax.GradientTransformation:
     """Updates each parameter with the transformation of the first pattern that matches its path.
 
-    None freezes a parameter: it stays bit-identical, and the optimizer has no state for it.
+    A pattern mapped to None freezes its parameters: they stay bit-identical, and the optimizer has no state for them.
 
     >>> optimizer = by_path({"head/**": optax.sgd(1e-2), "body/embedding": None, "**": optax.sgd(1e-4)})
     >>> params = {"body": {"embedding": jnp.ones(3), "kernel": jnp.ones(3)}, "head": {"kernel": jnp.ones(3)}}
@@ -109,9 +109,9 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
 
     Args:
       transformations: An Optax transformation, or None, for each pattern; see `jaxloop.path_patterns.matches`. Patterns
-        with the same transformation object share its state. Different objects are independent: in one of them,
-        `optax.clip_by_global_norm` computes the norm over its own parameters only. To clip by the norm of all
-        gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
+        with the same transformation object share its state. Different objects are independent: an
+        `optax.clip_by_global_norm` in one of them computes the norm over that object's parameters only. To clip by the
+        norm of all gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 
     Raises:
       ValueError: If a pattern matches no parameter, or a parameter matches no pattern. The optimizer raises this error

@@ -74,7 +74,7 @@ def rewind(
         initial state.
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counted in updates from 1.
-      state: A state with the same structure as that of the run, or its shapes. None to use the state that
+      state: A state with the same structure as the run's state, or its shapes. None to use the state that
         `step.initialize_model` makes, if that method was called. If there is no earlier checkpoint, the run is repeated
         from this state, which is then donated.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
@@ -88,7 +88,7 @@ def rewind(
 
     Raises:
       FileNotFoundError: If there is no checkpoint before the step, and `state` is not from an earlier step.
-      RuntimeError: If the repeated steps differ from those of the run, for example because the devices are different.
+      RuntimeError: If the repeated steps differ from the original ones, for example because the devices are different.
       ValueError: If the run has no such step, or the dataset can't return to an earlier position.
     """
     checks.check_only_process("rewind")

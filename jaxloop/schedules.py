@@ -249,7 +249,7 @@ def at(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "Schedule":
-    """Returns a schedule that fires once, at the step that reaches a given point. As a `stop`, it ends the run there.
+    """Returns a schedule that fires once, at the step that reaches a given point. Used as a `stop`, it ends the run.
 
     `at(0)` fires before the first update of a run that begins at step 0. It doesn't fire when a run resumes.
 
@@ -268,9 +268,10 @@ def after(
     time: float | datetime.timedelta | None = None,
     loops: int | None = None,
 ) -> "After":
-    """Returns a schedule that fires at every step from a given point on. Takes exactly one argument, like `every`.
+    """Returns a schedule that fires at every step from a given point onward. Takes exactly one argument, like `every`.
 
-    `after(p).then(schedule)` fires like `schedule`, but counts in the unit of `p` start at `p`.
+    `after(p).then(schedule)` fires like `schedule`, but only from `p` onward. If both use the same unit, such as steps,
+    `schedule` starts to count at `p`.
 
     >>> [step for step in range(1, 6) if after(3)(Elapsed(step))]
     [3, 4, 5]
@@ -290,7 +291,8 @@ def last() -> Schedule:
     """Returns a schedule that fires after the last step of a run.
 
     A run also ends when its dataset is exhausted, or when an action stops it. `last()` doesn't fire after Ctrl-C or an
-    exception, because such a run can resume. If both parts of `every(1000) | last()` are due at a step, it fires once.
+    exception, because such a run can resume. If both parts of `every(1000) | last()` are due at the same step, the
+    combined schedule fires once.
 
     >>> last().fires(Elapsed(599), Elapsed(600, is_last=True))
     True
@@ -327,7 +329,7 @@ class Goal(NamedTuple):
     Attributes:
       step: The next step inside a loop.
       time: The next training time, in seconds.
-      loop: The number of the next loop at whose end something may be due for reasons other than a step or a time.
+      loop: The number of the next loop whose end may make something due, ignoring what `step` and `time` cover.
     """
 
     step: int
@@ -338,10 +340,10 @@ class Goal(NamedTuple):
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     """Returns the next step, time and loop at which any of the intervals may be due.
 
-    Until the first of these, the run doesn't need to check the intervals.
+    Before the first of these, the run doesn't need to check the intervals.
 
     Args:
-      intervals: Schedules or ints, which count loops.
+      intervals: Schedules, or ints that count loops.
       now: The progress of the run.
 
     >>> goal_of([every(30), every(100), 4], Elapsed(steps=70, loops=2))
@@ -354,7 +356,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. A value of None means never."""
+    """Returns the smallest of several steps or times. A value of None means never. Returns None if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -469,9 +471,10 @@ class After(_Point):
     """The schedule that `after(...)` returns. Unlike other schedules, it has a `then` method."""
 
     def then(self, schedule: Schedule) -> Schedule:
-        """Returns a schedule that fires like `schedule` from this point on.
+        """Returns a schedule that fires like `schedule`, but only from this point onward.
 
-        Counts in the unit of this point start here: `after(1000).then(every(500))` first fires at step 1500.
+        If both use the same unit, `schedule` starts to count at this point: `after(1000).then(every(500))` first fires
+        at step 1500.
         """
         if not isinstance(schedule, Schedule):
             raise TypeError(f"{self!r}.then(...) takes a schedule, got {schedule!r}. Write then(every(steps=100)).")

@@ -289,7 +289,7 @@ class _Torch(_Stateful):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in one epoch of a dataset, or remaining in an iterator; None if unknown.
+    """Returns the number of batches in one epoch of a dataset, or left in an iterator. Returns None if it is unknown.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)

@@ -97,7 +97,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the callbacks to call with each batch: either one that keeps a batch for counting FLOPs, or none."""
+        """Returns callbacks to call with each batch: one that keeps a batch if FLOPs must be counted, else none."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 
@@ -110,7 +110,7 @@ class Statistics:
 
         Args:
           state: The state at the end of the interval.
-          spent: The time report of the interval; None to use the interval since `begin_loop`.
+          spent: The time report of the interval; None to use the time since `begin_loop`.
           updates: The number of updates per batch. Each update counts as a step.
         """
         step, begin_time = self._step, self._begin[0]

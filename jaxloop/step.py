@@ -218,10 +218,11 @@ class Step:
         return state, outputs
 
     def num_examples(self, batch: types.Batch) -> int:
-        """Returns the number of examples in a batch from the dataset, which is the batch's weight in means.
+        """Returns the number of examples in a batch from the dataset. Means weight the batch by this number.
 
-        The default is the length of the leading axis. Override it if batches are padded, or if the leading axes of the
-        leaves differ. It may return any non-negative whole number: an int, a float, or an array with one element.
+        By default, this is the length of the leading axis. Override the method if batches are padded, or if the leading
+        axes of the leaves differ. It may return any non-negative whole number: an int, a float, or an array with one
+        element.
         """
         count = checks.num_examples(batch)
         if count is None and not self._has_logged_count:
@@ -234,10 +235,10 @@ class Step:
         return 1 if count is None else count
 
     def count_examples(self, batch: types.Batch) -> int:
-        """Returns `num_examples` as an int.
+        """Returns the result of `num_examples` as an int.
 
         Raises:
-          ValueError: If the number is negative or not whole.
+          ValueError: If the result is negative or not a whole number.
         """
         value = self.num_examples(batch)
         count = checks.whole_number(value)
@@ -287,7 +288,7 @@ class Step:
         )
 
     def initialize_model(self, spec: types.BatchSpec = None, log_num_params: bool = False, **init_kwargs: Any) -> Any:
-        """Makes the initial state, and places it on the devices with the partitioner.
+        """Makes the initial state and places it on the devices, using the partitioner.
 
         Args:
           spec: The spec of the model's input: a float32 shape (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or dicts,
@@ -380,7 +381,7 @@ class Step:
         a step: 160 FLOPs and 320 B of a device's memory: 148 B of arguments, 132 B of temporaries.
 
         Args:
-          state: A state, or its shapes from `abstract_state`, which need no memory.
+          state: A state, or its shapes from `abstract_state`, which take up no memory.
           batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and the
             cost of the step is added to the table.
         """
@@ -508,11 +509,11 @@ class Step:
         return self._compiled[key]
 
     def dispatcher(self, *, evaluates: bool = False, fuses: bool = False) -> tuple[Compiled, Callable[..., Any]]:
-        """Returns the compiled `run` and the function that dispatches it with a batch.
+        """Returns the compiled `run` and a function that dispatches it.
 
         Args:
-          evaluates: True for an evaluation, which doesn't donate the state.
-          fuses: True if one dispatch processes several stacked batches; see `place_stacked`.
+          evaluates: Whether to dispatch an evaluation, which doesn't donate the state.
+          fuses: Whether one dispatch processes several stacked batches; see `place_stacked`.
         """
         watch = None if evaluates else self._watch
         compiled = self._compiled_for(evaluates=evaluates, fuses=fuses, watch=watch)
@@ -533,7 +534,7 @@ class Step:
 
         Raises:
           TypeError, ValueError: If `run` doesn't return `(state, outputs)`, or changes the structure of the state.
-            Errors raised by `run` itself are passed on.
+            Errors raised by `run` itself are propagated.
         """
         if evaluates:
             evaluate = functools.wraps(self.run)(lambda state, batch: self._checked_outputs(state, batch))
@@ -640,7 +641,7 @@ class Step:
     def prepare_state(self, state: Any) -> Any:
         """Converts a state to the form that `run` needs: all leaves are arrays on the devices of the partitioner.
 
-        The state that this step returned or prepared last is not checked again.
+        The state that this step last returned or prepared is not checked again.
 
         Raises:
           ValueError: If the state was donated to an earlier call. (On several CPU devices, using such a state would
@@ -697,12 +698,12 @@ class Step:
         return state, outputs
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Describes the host code that a loop must run for each step, which prevents fusing the steps.
+        """Describes any host code that must run at each step, and therefore prevents a loop from fusing its steps.
 
         Returns None if there is no such code.
 
         Args:
-          evaluates: True for evaluations, False for training.
+          evaluates: Whether to describe the code for evaluations rather than for training.
         """
         for name in ("evaluate" if evaluates else "__call__", "end"):
             if self._has_own(name):
@@ -742,7 +743,7 @@ class Step:
 
     @contextlib.contextmanager
     def watched(self, watch: nonfinite.Watch | None, stopwatch: Stopwatch | None = None) -> Iterator[None]:
-        """A context manager in which the step uses the non-finite check and the stopwatch of a loop.
+        """A context manager that makes the step use a loop's non-finite check and stopwatch.
 
         Args:
           watch: The check for non-finite values, which follows the loop's `nan_policy`; None for no check.
@@ -768,7 +769,7 @@ class Step:
         return checks.check_result(self.end(state, outputs), f"{type(self).__name__}.end")
 
     def new_state(self) -> Any:
-        """Recreates the state that `initialize_model` last returned. Returns None if it was never called."""
+        """Recreates the state that `initialize_model` last returned; None if that method was never called."""
         return self._new_state and self._new_state()
 
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
@@ -800,7 +801,7 @@ class Step:
         return self.shard_batch(batch)
 
     def place_stacked(self, batches: types.Batch) -> types.Batch:
-        """Places a stack of batches on the devices. The batches are stacked along a new leading axis."""
+        """Places several batches, already stacked along a new leading axis, on the devices."""
         return self._partitioner.shard_stacked_batches(batches) if self._should_shard_batch else batches
 
     def _is_known(self, state: Any) -> bool:
@@ -843,7 +844,7 @@ class Step:
         return compiled.leave(carry), outputs
 
     def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Adds a note about the batch to an error raised by a step. If the batch is invalid, raises another error."""
+        """Adds a note about the batch to an error that a step raised. Raises another error if the batch is invalid."""
         if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch)
         if batch is None:
@@ -882,7 +883,7 @@ class Step:
 
     @property
     def train(self) -> bool:
-        """True if this step trains."""
+        """True if this step trains, False if it only evaluates."""
         return self._train
 
     @property
@@ -912,7 +913,7 @@ class Step:
 
     @property
     def num_params(self) -> int | None:
-        """The number of parameters; None before `initialize_model`."""
+        """The number of parameters; None before `initialize_model` is called."""
         return self._num_params
 
     @property

@@ -59,10 +59,10 @@ class TrainLoop(ActionLoop):
         before them run one by one. Only a time-based schedule, which can't be predicted, fires after the dispatch
         during which it becomes due. Results are the same, except that XLA may round the last bit differently.
         `Step.begin` is called for each batch with the state before the dispatch, and must not change that state. If the
-        step has actions or overrides `end`, a ValueError is raised. "auto" times 1 and 32 steps per dispatch on the
-        first 32 batches, using copies of the state, and keeps the faster setting, even when the run is resumed. For
-        these measurements, it calls the hooks before `run` more than once per batch. In a multi-process job, "auto"
-        means 1.
+        step has actions or overrides `end`, a ValueError is raised. "auto" compares the speed of 1 and 32 steps per
+        dispatch on the first 32 batches, using copies of the state. The run keeps the faster setting, even when it is
+        resumed. To measure the speed, the loop calls the hooks before `run` more than once per batch. In a
+        multi-process job, "auto" means 1.
       max_steps_in_flight: See `Loop`.
     """
 
@@ -108,5 +108,5 @@ class TrainLoop(ActionLoop):
 
     @property
     def nan_policy(self) -> nonfinite.NanPolicy:
-        """The reaction to NaN and infinity: "raise", "skip" or "ignore"."""
+        """The policy for NaN and infinity: "raise", "skip" or "ignore"."""
         return self.engine.stepper.guard.policy

@@ -60,7 +60,7 @@ class TrainState(train_state.TrainState):
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
         where `train` selects `model.train()` or `model.eval()` mode. For the other kinds of models that `LossStep`
         accepts, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
-      params: The parameters, which `tx` updates.
+      params: The parameters that `tx` updates.
       tx: The Optax optimizer.
       opt_state: The state of the optimizer.
       batch_stats: Running statistics of normalization layers; empty for a model without them.
@@ -87,7 +87,7 @@ class TrainState(train_state.TrainState):
           apply_fn: The forward pass; see `TrainState`.
           params: Any pytree of arrays, such as a dict, or an Equinox module whose leaves are all arrays.
           tx: The Optax optimizer.
-          **kwargs: The other fields.
+          **kwargs: Values of the other fields.
 
         Raises:
           TypeError: If a leaf of `params` is not an array.
@@ -114,7 +114,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of a Linen model, in the form that `apply_fn` takes: `params` and all collections."""
+        """The variables of a Linen model, as `apply_fn` expects them: a dict of `params` and all collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
                 "TrainState.variables is for Linen models, but this state holds an NNX model. "

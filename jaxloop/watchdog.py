@@ -78,13 +78,13 @@ class Watchdog:
         workdir: epath.PathLike | None,
         before_exit: Callable[[str], None] = lambda place: None,
     ) -> Iterator[None]:
-        """A context manager in which the watchdog watches the calling thread.
+        """A context manager that makes the watchdog watch the calling thread.
 
         Args:
           train: The engine of the train loop or, if nothing is trained, of the first eval loop.
           evals: The engines of the eval loops.
           workdir: The directory for the reports; if None, no reports are written.
-          before_exit: A function that the first process calls before it exits, with a description of the hang.
+          before_exit: A function that the first process calls with a description of the hang before it exits.
         """
         thread = _Watching(self, train, evals, workdir, before_exit)
         thread.start()

@@ -21,15 +21,15 @@ _METHODS = {
 
 @final
 class SummaryAction(WriterAction):
-    """Writes a summary of the steps since its last call.
+    """Writes a summary of all steps since the action was last called.
 
-    A scalar is written as its example-weighted mean over these steps, a `clu.metrics` object as its computed value, and
-    a statistic unchanged. Arrays of shape `[N, H, W, C]` are written as images, other arrays as histograms, and a
+    Scalars are written as example-weighted means over these steps, `clu.metrics` objects as their computed values, and
+    statistics unchanged. Arrays of shape `[N, H, W, C]` are written as images, other arrays as histograms, and a
     `MetricWithMetadata` according to its type: as images, videos, audio, text or histograms.
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
-    is saved and before the run ends. If the writer raises an error, the next call of the action raises it again, with a
+    is saved and before the run ends. If the writer raises an error, the next call to the action raises it again, with a
     note that lists the values that could not be written. A resumed run writes these values first.
 
     Args:
@@ -39,8 +39,8 @@ class SummaryAction(WriterAction):
         or call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
-      prefix: A prefix for each name, such as "eval/" to distinguish the `loss` of an eval loop from the `loss` of the
-        train loop.
+      prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from the `loss` of
+        the train loop.
       background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
         pass False to all actions that share it.
     """
@@ -119,7 +119,7 @@ class SummaryAction(WriterAction):
 
     @property
     def prefix(self) -> str:
-        """The prefix of each name."""
+        """The prefix that is added to each name."""
         return self._prefix
 
 

@@ -19,7 +19,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
     The writer uses tensorboardX if it is installed. Otherwise, if clu, TensorFlow and TensorBoard are installed, this
     function returns `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which
     would otherwise allocate their memory. With that writer, the first row takes seconds, and each later row takes about
-    fifty times as long as with tensorboardX. If these packages are missing too, this function logs a warning and
+    fifty times as long as with tensorboardX. If those packages are missing too, this function logs a warning and
     returns a writer that only logs scalars.
 
     In a multi-process job, only the first process writes files.

@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Moment:
-    """The start or the end of a run. It can be used as a key of `tasks` in place of a schedule."""
+    """A key of `tasks`, used in place of a schedule, for callbacks that run at the start or the end of a run."""
 
     def __init__(self, name: str):
         self._name = name

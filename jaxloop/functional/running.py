@@ -41,15 +41,15 @@ def loop(
 
     The callbacks are called in the order of the tasks, except that checkpoints come last. A callback is a function that
     takes up to four of the arguments `(state, batch, elapsed, loop_state)`, in this order and passed by position; any
-    further parameters need a default. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, with None
-    for parts that it doesn't change. It may also return just a state, unless the state is a tuple or a dictionary.
+    further parameters need a default. It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, with None in
+    place of parts that it doesn't change. It may also return just a state, unless the state is a tuple or a dictionary.
     jaxloop's `Step`s, `Action`s, and `Loop`s are callbacks too (a `Loop` runs on the current batch only), and so are
     objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
 
-    The logs of a step become one row of the history. While only one compiled function is called, the loop adds the rows
-    of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value. Ctrl-C ends the
-    loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results so far. On
-    SIGTERM, the loop does the same, and then exits with status 143.
+    The logs of a step become one row of the history. As long as each step calls only one compiled function, the loop
+    adds the rows of up to 32 steps at a time. The loop doesn't wait for the devices unless a callback reads a value.
+    Ctrl-C ends the loop after the step in flight, saves a checkpoint if the tasks include one, and returns the results
+    so far. On SIGTERM, the loop does the same, and then exits with status 143.
 
     If an action or a tool such as `checkpoint` is due at a step, the next batch is read before the callbacks are
     called, as in an `OuterLoop`. This way, `elapsed.is_last` is known, and a checkpoint stores the position before that
@@ -79,8 +79,8 @@ def loop(
     Raises:
       TypeError: A callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: The state was donated to an earlier call.
-      Exception: A callback or the dataset raised it. A note on the exception describes where and at which step it was
-        raised. Pending checkpoints are committed first.
+      Exception: A callback or the dataset raised an exception. It is raised again with a note that describes where and
+        at which step it occurred. Pending checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:

@@ -226,8 +226,8 @@ def inner_loop(
 
     Args:
       name: The name of the collection in which the values are logged.
-      run: A function that takes the arguments of a callback and returns what `loop` returns. The returned state is
-        ignored.
+      run: A function that accepts the same arguments as a callback and returns what `loop` returns. The returned
+        state is ignored.
       aggregation: "mean" (weighted by the number of examples), "sum", "min", "max", "last", or a function that takes
         the list of values.
     """
@@ -255,7 +255,7 @@ def step(
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
     can't be divided evenly across the devices. `broadcasts` are replicated, and `statics` are hashable compile-time
     constants. The function returns the same kinds of values as any callback; see `loop`. In a `loop`, `broadcasts` and
-    `statics` are None. To pass values for them, call the step in another callback:
+    `statics` are None. To pass values for them, call the step from another callback:
     `{every(1): lambda state, batch: test_step(state, batch, broadcasts=teacher)}`.
 
     Args:
@@ -269,7 +269,7 @@ def step(
 
 
 def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Partitioner | None = None) -> Any:
-    """A variant of `step` whose callback also updates the state, by the gradient of the losses.
+    """A variant of `step` whose callback also updates the state, using the gradient of the logged losses.
 
     The callback differentiates the sum of all losses logged with `add_loss`. The state must be a `TrainState`, and is
     donated. The rows of a batch must divide evenly across the devices.
