@@ -86,7 +86,9 @@ def _iterate(data: Any) -> Iterator[types.Batch]:
 
 @final
 class Passes:
-    """A dataset that can be iterated over several times. Each iteration calls `batches` to read one epoch.
+    """A dataset that can be iterated over several times.
+
+    Each `iter(...)` returns a new iterator, created by `batches`, over one epoch.
 
     >>> passes = Passes(lambda: ({"x": np.ones(n)} for n in (1, 2)))
     >>> passes.first()["x"].shape, [len(list(passes)) for _ in range(2)]

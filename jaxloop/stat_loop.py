@@ -93,7 +93,7 @@ class Statistics:
         self.peak_flops_per_sec: float | None = None
 
     def begin_loop(self) -> None:
-        """Starts the time interval that the statistics of a loop describe."""
+        """Starts the time interval over which a loop's statistics are measured."""
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:

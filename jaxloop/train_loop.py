@@ -50,19 +50,19 @@ class TrainLoop(ActionLoop):
         step: the state stays bit-identical, except that `state.step` increases. The outputs of a skipped step stay in
         the lists but have no weight in means. The step's `clu.metrics` are reset, unless they collect values.
         `outputs["jaxloop/skipped_steps"]` counts the skipped steps. During a step, "skip" needs device memory for a
-        second copy of the state. "ignore" checks nothing and costs nothing. On two CPU cores, "raise" multiplies the
-        time of a step by 1.0 for a small CNN, by 1.05 to 1.25 for 2M parameters in 193 leaves with Adam, and by 1.1 to
-        1.3 for a step of 0.1 ms. For "skip", these three factors are 1.0, 1.3 to 1.5, and 1.1 to 1.2.
+        second copy of the state. "ignore" checks nothing and costs nothing. On two CPU cores, a step with "raise" takes
+        1.0 times as long for a small CNN, 1.05 to 1.25 times as long for 2M parameters in 193 leaves with Adam, and 1.1
+        to 1.3 times as long for a 0.1 ms step. With "skip", the factors are 1.0, 1.3 to 1.5, and 1.1 to 1.2.
       steps_per_dispatch: The number of steps per dispatch. Each dispatch scans `run` over that many batches. This makes
         small models, whose steps take less time than their dispatch, several times faster. On a CPU, however, it makes
-        convolutions ten times slower. Schedules and the ends of loops and datasets stay exact, because the last steps
-        before them run one by one. Only a time-based schedule, which can't be predicted, fires after the dispatch
-        during which it becomes due. Results are the same, except that XLA may round the last bit differently.
-        `Step.begin` is called for each batch with the state before the dispatch, and must not change that state. If the
-        step has actions or overrides `end`, a ValueError is raised. "auto" compares the speed of 1 and 32 steps per
-        dispatch on the first 32 batches, using copies of the state. The run keeps the faster setting, even when it is
-        resumed. To measure the speed, the loop calls the hooks before `run` more than once per batch. In a
-        multi-process job, "auto" means 1.
+        convolutions ten times slower. Schedules still fire, and loops and datasets still end, at exactly the right
+        step, because the last steps before each of these points run one by one. Only a time-based schedule, which can't
+        be predicted, fires after the dispatch during which it becomes due. Results are the same, except that XLA may
+        round the last bit differently. `Step.begin` is called for each batch with the state before the dispatch, and
+        must not change that state. If the step has actions or overrides `end`, a ValueError is raised. "auto" compares
+        the speed of 1 and 32 steps per dispatch on the first 32 batches, using copies of the state. The run keeps the
+        faster setting, even when it is resumed. During this measurement, the hooks that come before `run` are called
+        more than once per batch. In a multi-process job, "auto" means 1.
       max_steps_in_flight: See `Loop`.
     """
 

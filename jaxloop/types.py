@@ -160,7 +160,7 @@ def _updated(state: Any, grads: Any) -> Any:
 
 
 class MetricType(enum.Enum):
-    """The kind of a value, such as image or audio, which determines how a writer displays the value."""
+    """The kind of value, such as image or audio, which determines how a writer displays it."""
 
     SCALAR = "scalar"
     IMAGE = "image"

@@ -17,12 +17,12 @@ _INTERVAL = every(steps=10)
 
 @final
 class SpikeGuard(Action):
-    """Returns to an earlier checkpoint when a train metric spikes, and leaves out the batches that caused the spike.
+    """Rolls back to an earlier checkpoint when a train metric spikes, and skips the batches that caused the spike.
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
-    `sigmas` times their standard deviation. The run then returns to the newest checkpoint before the spike, and
-    continues without the batches from the first to the last spike that the check found. From then on, it is
-    bit-identical to a run whose data never contained those batches. Each return adds a "detour" row to the history.
+    `sigmas` times their standard deviation. The run then rolls back to the newest checkpoint before the spike. When it
+    continues, it skips all batches from the first spike that the check found through the last one. From then on, it is
+    bit-identical to a run whose data never contained those batches. Each rollback adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and data that can return to an earlier position.
@@ -35,13 +35,13 @@ class SpikeGuard(Action):
       sigmas: The number of standard deviations above the mean that counts as a spike.
       window: The number of previous values to compare with. Until there are that many, only NaN and infinity count as
         spikes.
-      at_most: The maximum number of returns in a run. One more spike ends the run with an error. If the run is then
+      at_most: The maximum number of rollbacks in a run. One more spike ends the run with an error. If the run is then
         resumed, it starts from a checkpoint before that spike.
       interval: When to check the values since the last call. Each check waits for the devices. A spike undoes all steps
         since the preceding checkpoint, so check more often than you save.
 
     Raises:
-      RuntimeError: Raised during a run if a spike occurs after `at_most` returns, or if no checkpoint precedes a spike.
+      RuntimeError: Raised during a run if a spike occurs after `at_most` rollbacks, or before the first checkpoint.
     """
 
     def __init__(
