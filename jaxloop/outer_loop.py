@@ -274,6 +274,9 @@ class OuterLoop:
             self._close_actions(raise_errors=True)
             self._spent = first_loop.spent - spent_before
             ended = "stopped" if first_loop.engine.moments.stop_requested else "finished"
+            if ended == "stopped":
+                actions = [each.engine.moments.stopped_by for each in self._loops]
+                ended = next((f"stopped by {action}" for action in actions if action), ended)
             log.end(first_loop.step_num, requests.outermost.reason or ended)
             logging.info("%s", self._spent)
             if training is not None:

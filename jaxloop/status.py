@@ -5,6 +5,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 from etils import epath
@@ -25,14 +26,15 @@ class Status:
     Attributes:
       workdir: The work directory.
       state: "running"; "killed"; "silent" if that can't be determined because the run started on a different host; or
-        the reason why the run ended: "finished", "stopped", "SIGTERM", "error: ...". "no step was taken" if the last
-        start did not run a step and did not reach `total_steps`.
+        the reason why the run ended: "finished", "stopped", "stopped by EarlyStoppingAction", "SIGTERM", "error: ...".
+        "no step was taken" if the last start did not run a step and did not reach `total_steps`.
       step: The number of completed updates; None if the last start has not reached its first step.
       total_steps: The planned number of updates; None if only the data or a schedule ends the run.
       steps_per_sec: The speed between the last two log points; None if unknown.
       secs_left: The estimated time until the end, in seconds; None if unknown.
       metrics: For each path in the history, the newest value and its step: `{"test.accuracy": (100, 0.9)}`.
       checkpoint: The step of the newest checkpoint; None if there is none.
+      best_checkpoint: The step of the best checkpoint, if `CheckpointAction(best=...)` keeps one; otherwise None.
       starts: The number of times that the run was started.
       quiet_secs: The time since the last sign of life, in seconds.
     """
@@ -45,6 +47,7 @@ class Status:
     secs_left: float | None
     metrics: dict[str, tuple[int, Any]]
     checkpoint: int | None
+    best_checkpoint: int | None
     starts: int
     quiet_secs: float | None
 
@@ -55,7 +58,8 @@ class Status:
             speed = "" if self.steps_per_sec is None else f", {self.steps_per_sec:,.1f} steps/s"
             left = "" if self.secs_left is None else f", {duration(self.secs_left)} left"
             shown["step"] = f"{self.step:,}{of}{speed}{left}"
-        shown["checkpoint"] = "none" if self.checkpoint is None else f"step {self.checkpoint:,}"
+        best = "" if self.best_checkpoint is None else f", best step {self.best_checkpoint:,}"
+        shown["checkpoint"] = "none" if self.checkpoint is None else f"step {self.checkpoint:,}{best}"
         for name, (step, value) in self.metrics.items():
             number = f"{value:.4g}" if isinstance(value, float) else printable(value)
             shown[printable(name)] = f"{number} at step {step:,}"
@@ -92,7 +96,8 @@ def status(workdir: epath.PathLike) -> Status:
         steps_per_sec=speed,
         secs_left=(total - step) / speed if state == "running" and total is not None and speed else None,
         metrics=_newest_values(files.absolute(workdir) / HISTORY_FILE),
-        checkpoint=_newest_checkpoint(newest.described.get("checkpoints")),
+        checkpoint=_newest_of(checkpoint.all_steps, newest.described.get("checkpoints")),
+        best_checkpoint=_newest_of(_best_steps, newest.described.get("checkpoints")),
         starts=len(attempts),
         quiet_secs=max(now - seen_at, 0.0),
     )
@@ -110,12 +115,17 @@ def _state(attempt: run_log.Attempt, total_steps: int | None) -> str:
     return "running" if attempt.is_alive() else "killed"
 
 
-def _newest_checkpoint(directories: Any) -> int | None:
+def _newest_of(find: Callable[[str], Iterable[int]], directories: Any) -> int | None:
     steps: list[int] = []
     for directory in directories if isinstance(directories, list) else ():
-        with contextlib.suppress(OSError, TypeError, ValueError):
-            steps += checkpoint.all_steps(directory)
+        with contextlib.suppress(OSError, TypeError, ValueError, checkpoint.CheckpointError):
+            steps += find(directory)
     return max(steps, default=None)
+
+
+def _best_steps(directory: str) -> Iterable[int]:
+    best = checkpoint.best_step(directory)
+    return () if best is None else (best,)
 
 
 def _speed(attempt: run_log.Attempt, last: tuple[float, int]) -> float | None:

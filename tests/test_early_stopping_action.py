@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxloop
 from jaxloop import examples
 from jaxloop.actions import EarlyStoppingAction
 from jaxloop.history import History
@@ -232,3 +233,22 @@ def test_its_repr_names_metric_and_patience():
     assert repr(EarlyStoppingAction("loss", patience=3)) == "EarlyStoppingAction('loss', patience=3, interval=1)"
     action = EarlyStoppingAction("loss", after(steps=10), interval=every(5))
     assert repr(action) == "EarlyStoppingAction('loss', patience=after(steps=10), interval=every(steps=5))"
+
+
+def test_an_interval_that_leaves_too_few_measurements_to_stop_is_pointed_out(warnings_logged):
+    def run(**options):
+        step, state, batches = examples.tiny_regression(num_batches=40)
+        evaluated = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0])
+        stopping = jaxloop.EarlyStoppingAction("test/loss", patience=3, min_delta=1e9, **options)
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[stopping]), [evaluated])
+        spec = jaxloop.EvalSpec(batches[:2], interval=every(steps=4), name="test")
+        report = outer_loop.check(step.abstract_state([1, 3]), batches, eval_specs=[spec], train_total_steps=40)
+        state, _ = outer_loop(state, batches, eval_specs=[spec], train_total_steps=40)
+        return str(report), int(state.step), [text for text in warnings_logged() if "could not stop" in text]
+
+    report, steps, warnings = run()
+    assert "patience=3 can't end the run, although 'test/loss' is measured 10 times" in " ".join(report.split())
+    assert "EarlyStoppingAction  once, at step 40" in report
+    assert steps == 40 and len(warnings) == 1 and "it was called at 1 of 10 measurements of test/loss" in warnings[0]
+    report, steps, warnings = run(interval=every(steps=4))
+    assert report.startswith("No problem") and steps == 16 and len(warnings) == 1

@@ -188,7 +188,10 @@ class FailingAction(actions.Action):
     [
         ({}, "finished"),
         ({"end_actions": [FailingAction()]}, r"error: RuntimeError: no\nroom"),
-        ({"end_actions": [jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=100.0)]}, "stopped"),
+        (
+            {"end_actions": [jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=100.0)]},
+            "stopped by EarlyStoppingAction",
+        ),
     ],
 )
 def test_the_status_tells_how_a_run_ended(tmp_path, capsys, options, state):

@@ -29,6 +29,8 @@ class _Memory:
       waits: The number of measurements since then.
       seen_at: The progress at the most recent call.
       stopped: True if the action has ended the run.
+      num_used: The number of measurements that the action has used.
+      num_measured: The number of measurements in the history at the most recent call.
     """
 
     best: float | None = None
@@ -37,13 +39,16 @@ class _Memory:
     waits: int = 0
     seen_at: Elapsed | None = None
     stopped: bool = False
+    num_used: int = 0
+    num_measured: int = 0
 
 
 class EarlyStoppingAction(Action):
     """Ends the run when a metric no longer improves, or immediately if it becomes NaN.
 
-    Add it to the eval loop whose metric it monitors. You can also add it to the train loop, which calls the action
-    after the evaluations of the same step. When the action stops the run, it logs the reason.
+    Add it to the eval loop whose metric it monitors, which calls it after each evaluation. You can also add it to the
+    train loop with the interval of the evaluation: `interval=every(steps=100)`. The default interval, 1, means every
+    train loop, which may be the whole run. When the action stops the run, it logs the reason.
 
     Hooks:
       __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the `super()` method.
@@ -108,6 +113,11 @@ class EarlyStoppingAction(Action):
             raise ValueError(f"{self!r} can't set {name} to {value!r}.")
 
     @property
+    def patience(self) -> int | None:
+        """The number of measurements without an improvement that ends the run; None if the patience is a period."""
+        return None if self._unit else int(self._patience)
+
+    @property
     def monitors(self) -> Sequence[str]:
         return (self._monitor.name,)
 
@@ -151,6 +161,9 @@ class EarlyStoppingAction(Action):
         value = self._monitor.measured(outputs, history, now)
         if value is None:
             return
+        self._memory.num_used += 1
+        if history is not None and history.last(self._monitor.name) is not None:
+            self._memory.num_measured = len(history.collect(self._monitor.name))
         reason = self._reason_to_stop(state, value, now)
         self._memory.stopped = reason is not None
         if self._memory.stopped:
@@ -199,6 +212,12 @@ class EarlyStoppingAction(Action):
             logging.warning(
                 f"{self!r} could not stop the run: {name} was not measured at any of its calls. Let its interval "
                 "coincide with the evaluations, or give it to the end_actions of the eval loop."
+            )
+        elif not self._unit and not memory.stopped and memory.num_used <= self._patience < memory.num_measured:
+            logging.warning(
+                f"{self!r} could not stop the run: it was called at {memory.num_used} of {memory.num_measured} "
+                f"measurements of {name}. Give it to the end_actions of the eval loop, or pass the interval of the "
+                "evaluation."
             )
         self._is_over = True
         best_state, self.kept_state = self.kept_state, None

@@ -83,6 +83,7 @@ class Moments:
       last_beginning: The progress at which the begin actions were last checked.
       run: The run to which the loop belongs; None for a standalone loop.
       stop_requested: True if an action or an evaluation has requested that the run end.
+      stopped_by: The name of the action that has requested it; None if it was not an action.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -93,6 +94,7 @@ class Moments:
         self.last_beginning: Elapsed = Elapsed()
         self.run: Run | None = None
         self.stop_requested: bool = False
+        self.stopped_by: str | None = None
         self._spent_before = progress.stopwatch.spent()
 
     def attach(self, action: Action) -> None:
@@ -170,7 +172,7 @@ class Moments:
 
     def begin_call(self) -> None:
         """Prepares for a call to the loop."""
-        self.stop_requested = False
+        self.stop_requested, self.stopped_by = False, None
         for slot in self.agenda.slots:
             slot.is_requested = False
             if not self._stepper.call.trains:  # Several evaluations may run at the same step.
@@ -297,7 +299,7 @@ class Moments:
         if slot.next_interval is not None:
             self.agenda.reschedule(slot, slot.next_interval)
         if outputs.asks_to_stop:
-            self.stop_requested = True
+            self.stop_requested, self.stopped_by = True, type(slot.action).__name__
 
     @contextlib.contextmanager
     def _reporting_failure(self, slot: Slot) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from jaxloop import encoding, metrics
 from jaxloop.actions.action import Action
+from jaxloop.actions.early_stopping_action import EarlyStoppingAction
 from jaxloop.actions.monitor import Monitor
 from jaxloop.actions.summary_action import SummaryAction
 from jaxloop.forecast import At, Calls, Course
@@ -44,7 +45,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
     all_called = list(_called_actions(parts, course, found))
     for called in all_called:
         action, here = called.action, called.here
-        if not type(action).__module__.startswith("jaxloop."):
+        if not type(action).__module__.startswith("jaxloop.") or isinstance(action, EarlyStoppingAction):
             found.plan[type(action).__name__] = str(called.calls)
         _check_interval(called, course)
         with here:
@@ -140,6 +141,13 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
     else:
         there = [name for name in known if monitor.is_measured((), _history_of({name: known[name]}))]
         comes = [part.calls for part in parts if part.name in there and not part.trains and not part.calls.is_never]
+        patience = called.action.patience if isinstance(called.action, EarlyStoppingAction) else None
+        if patience and comes and called.calls.is_all and len(called.calls.steps) <= patience < len(comes[0].steps):
+            here.warn(
+                f"It is called {called.calls}, so patience={patience} can't end the run, although {monitor.name!r} is "
+                f"measured {comes[0]}. Give it to the end_actions of the eval loop, or pass the interval of the "
+                "evaluation."
+            )
         if comes and not called.calls.is_never and not any(map(called.calls.may_coincide, comes)):
             here.warn(
                 f"It is called {called.calls}, but {monitor.name!r} is not measured at any of these steps. Let its "
