@@ -40,11 +40,12 @@ def library(value: Any) -> str | None:
 
 @final
 class IndexIterator(Iterator[types.Batch]):
-    """An iterator over `make_batch(0)`, `make_batch(1)`, ...; see `jaxloop.data.from_index`."""
+    """An iterator over the batches of an `IndexedBatches`, in order."""
 
-    def __init__(self, make_batch: Callable[[int], types.Batch], num_batches: int | None):
-        self.make_batch: Callable[[int], types.Batch] = make_batch
-        self.num_batches: int | None = num_batches
+    def __init__(self, dataset: "IndexedBatches"):
+        self.inner: IndexedBatches = dataset
+        self.make_batch: Callable[[int], types.Batch] = dataset.make_batch
+        self.num_batches: int | None = dataset.num_batches
         self.next_index: int = 0
 
     def __next__(self) -> types.Batch:
@@ -72,13 +73,34 @@ class IndexIterator(Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """The dataset that `from_index` returns."""
+    """The dataset that `from_index`, `batched`, `mixture` and `from_state` return.
+
+    Attributes:
+      make_batch: A pure function that returns the batch with a given number.
+      num_batches: The number of batches in an epoch; None for an endless dataset.
+      firsts: Pairs `(size, number)` for the batch sizes that are known in advance, in ascending order: the number of
+        examples per batch, and the number of the first batch of that size.
+      transform_name: A description, for the fingerprint that identifies the dataset when a run resumes.
+      reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
+    """
 
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
+    firsts: tuple[tuple[int, int], ...] = ()
+    transform_name: str = ""
+    reads_state: bool = False
 
     def __iter__(self) -> IndexIterator:
-        return IndexIterator(self.make_batch, self.num_batches)
+        return IndexIterator(self)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """All sizes of batches, in ascending order; empty if they are not known in advance."""
+        return tuple(size for size, _ in self.firsts)
+
+    def first_of_each_size(self) -> list[types.Batch]:
+        """Returns the first batch of each size, in ascending order of size; the first batch if no sizes are known."""
+        return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
 
     @property
     def is_endless(self) -> bool:
@@ -93,6 +115,17 @@ class IndexedBatches(Iterable[types.Batch]):
 
 NO_DATA = IndexedBatches(lambda index: None, None)
 """The dataset of a run with `train_dataset=None`: endless batches of None. The position is the number of batches."""
+
+
+def indexed(data: Any) -> IndexedBatches | None:
+    """Returns the `IndexedBatches` from which a dataset or an iterator reads its batches; None if there is none.
+
+    >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
+    (True, True)
+    """
+    while data is not None and not isinstance(data, IndexedBatches):
+        data = getattr(data, "inner", None)
+    return data
 
 
 class Source:
@@ -319,6 +352,17 @@ def is_endless(data: Any) -> bool:
         return len(data) >= _ENDLESS  # Grain reports such a length for `.repeat()`.
     except Exception:
         return False
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Returns True if `data` is a dataset of Hugging Face's library `datasets`, which is not imported.
+
+    >>> is_hugging_face([])
+    False
+    """
+    module = sys.modules.get("datasets")
+    kinds = tuple(getattr(module, name) for name in ("Dataset", "IterableDataset") if hasattr(module, name))
+    return isinstance(data, kinds)
 
 
 def _has(value: Any, *methods: str) -> bool:
