@@ -115,7 +115,8 @@ class Loop:
 
         Args:
           state: A state with the same shapes as the one that the loop will be called with. It is not donated.
-          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`.
+          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. If it is the result of
+            `data.batched`, `data.mixture` or `from_index`, everything is compiled for each of its batch sizes.
         """
         self.engine.stepper.compile(state, batch)
 

@@ -122,7 +122,7 @@ class Training:
             state, _, _ = self._train(state)
         for _ in range(2):
             with contextlib.suppress(StopIteration):
-                return state, None if run.source is None else stepper.next_batch(run.source)
+                return state, None if run.source is None else stepper.next_batch(run.source, state)
             self._end_epoch()
         return state, None
 
