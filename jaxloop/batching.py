@@ -62,9 +62,11 @@ def batched(
         return source.take(np.arange(begin, end if total is None else min(end, total)))
 
     num_batches = None if total is None else sizes.number_after(total)
-    firsts = sizes.firsts(num_batches)
-    if total is not None and num_batches is not None:
-        firsts.setdefault(total - sizes.total(num_batches - 1), num_batches - 1)  # The last batch may be short.
+    if total is None or num_batches is None:
+        firsts = sizes.firsts(None)
+    else:
+        last = num_batches - 1  # It may be short.
+        firsts = {total - sizes.total(last): last, **sizes.firsts(last)}
     name = _name("batched", source=source.length, size=sizes.pieces, seed=seed, num_epochs=num_epochs)
     return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), name)
 
@@ -172,7 +174,7 @@ class _Sizes:
         return self._starts[place] + -(-(total - self._before[place]) // self._sizes[place])
 
     def firsts(self, num_batches: int | None) -> dict[int, int]:
-        """Returns the number of the first batch of each size, among the full batches of the first `num_batches`."""
+        """Returns the number of the first batch of each size, among the first `num_batches`."""
         starts = [start for start in self._starts if num_batches is None or start < num_batches]
         return {size: start for start, size in reversed(list(zip(starts, self._sizes, strict=False)))}
 
