@@ -68,7 +68,7 @@ def batched(
         last = num_batches - 1  # It may be short.
         firsts = {total - sizes.total(last): last, **sizes.firsts(last)}
     name = _name("batched", source=source.length, size=sizes.pieces, seed=seed, num_epochs=num_epochs)
-    return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), name)
+    return IndexedBatches(make_batch, num_batches, tuple(sorted(firsts.items())), sizes.total, name)
 
 
 def mixture(
@@ -131,7 +131,7 @@ def mixture(
         seed=seed,
     )
     firsts = () if size is None else tuple(sorted(sizes.firsts(None).items()))
-    return IndexedBatches(make_batch, None, firsts, name)
+    return IndexedBatches(make_batch, None, firsts, None if size is None else sizes.total, name)
 
 
 # Schedules of values ---------------------------------------------------------------------------------------
@@ -263,8 +263,12 @@ class _Source:
 def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], types.Batch], Callable[[int], Any]]:
     """Returns the number of examples (None if unknown), and functions that read several of them and one of them."""
     if is_hugging_face(rows) and hasattr(rows, "__len__"):
-        rows = rows.with_format("numpy")
-        return len(rows), lambda indices: rows[indices.tolist()], rows.__getitem__
+        if rows.format["type"] not in ("numpy", "custom"):  # Custom formats transform the rows.
+            kept = {name: rows.format[name] for name in ("columns", "output_all_columns")}
+            rows = rows.with_format("numpy", **kept)
+        as_array = lambda column: np.stack([np.asarray(each) for each in column]) if type(column) is list else column
+        take = lambda indices: {name: as_array(column) for name, column in rows[indices.tolist()].items()}
+        return len(rows), take, rows.__getitem__
     if isinstance(rows, IndexedBatches):
         return rows.num_batches, lambda indices: _stacked(name, map(rows.make_batch, indices.tolist())), rows.make_batch
     if is_function(rows):

@@ -276,6 +276,11 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
                 f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
                 "Convert it to NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
             )
+        case "pandas" | "polars" | "pyarrow":
+            return (
+                f"a {type(leaf).__name__}, but a jitted step takes NumPy or JAX arrays. For a Hugging Face dataset, "
+                'write dataset.with_format("numpy").'
+            )
     remedy = "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin."
     if isinstance(leaf, str | bytes):
         return f"the string {leaf!r}, which no device can hold. {remedy}"

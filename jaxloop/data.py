@@ -279,7 +279,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
         if data.reads_state:
             raise TypeError("shard_for_process can't divide the result of from_state, which one process must read.")
         firsts = tuple((size // count, number) for size, number in data.firsts)
-        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts)
+        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, num_before=None)
     if isinstance(data, list | tuple):
         return type(data)(_rows_of_process(batch, place, count) for batch in data)
     kinds = {base.__name__ for base in type(data).__mro__}

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.agreement import JointReader
-from jaxloop.sources import NO_DATA, indexed, is_function
+from jaxloop.sources import NO_DATA, check_format, indexed, is_function
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -25,6 +25,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
         dataset = dataset()
     if hasattr(dataset, "__next__"):
         return dataset
+    check_format(dataset)
     if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
         raise TypeError(
             f"A dataset must be an iterator or an iterable of batches, got {checks.describe(dataset)}. Give, for "

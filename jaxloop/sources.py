@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import operator
 import pathlib
 import re
@@ -80,6 +81,7 @@ class IndexedBatches(Iterable[types.Batch]):
       num_batches: The number of batches in an epoch; None for an endless dataset.
       firsts: Pairs `(size, number)` for the batch sizes that are known in advance, in ascending order: the number of
         examples per batch, and the number of the first batch of that size.
+      num_before: A function that returns the number of examples in all batches before a given one; None if unknown.
       transform_name: A description, for the fingerprint that identifies the dataset when a run resumes.
       reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
     """
@@ -87,6 +89,7 @@ class IndexedBatches(Iterable[types.Batch]):
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
     firsts: tuple[tuple[int, int], ...] = ()
+    num_before: Callable[[int], int] | None = None
     transform_name: str = ""
     reads_state: bool = False
 
@@ -587,6 +590,24 @@ def name_of(dataset: Any) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
+def fork_warning(data: Any) -> str | None:
+    """Returns a warning about a PyTorch loader that forks its worker processes, and the fix; None if it doesn't."""
+    loader = getattr(data, "_data", data)
+    while hasattr(loader, "inner"):
+        loader = loader.inner
+    if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
+        return None
+    context = getattr(loader, "multiprocessing_context", None)
+    # The first method is the default.
+    set_globally = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if (set_globally if context is None else context.get_start_method()) != "fork":
+        return None
+    return (
+        f"{name_of(loader)} forks its {loader.num_workers} workers, which may hang, because JAX has threads that hold "
+        'locks. Write DataLoader(..., multiprocessing_context="forkserver", persistent_workers=True).'
+    )
+
+
 # Checks ----------------------------------------------------------------------------------------------
 
 _REMEDY = (
@@ -609,6 +630,7 @@ def check_is_dataset(data: Any) -> None:
 
     >>> check_is_dataset([{"x": np.ones(2)}])
     """
+    check_format(data)
     is_array = lambda leaf: isinstance(leaf, np.ndarray | jax.Array) or _is_tensor(leaf)
     is_batch = isinstance(data, dict) or is_array(data)
     # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
@@ -619,6 +641,20 @@ def check_is_dataset(data: Any) -> None:
             what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
         hint = " If this is a single batch, write [batch]." if is_batch else ""
         raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {_REMEDY}{hint}")
+
+
+def check_format(data: Any) -> None:
+    """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows are not arrays or tensors."""
+    if not is_hugging_face(data):
+        return
+    formatting = getattr(data, "_formatting", None)  # Of an `IterableDataset`.
+    kind = data.format["type"] if hasattr(data, "format") else getattr(formatting, "format_type", None)
+    if kind not in ("numpy", "jax", "torch", "tensorflow", "custom"):
+        raise TypeError(
+            f"A Hugging Face {type(data).__name__} in the {kind or 'python'} format does not yield batches of arrays. "
+            'Write dataset.with_format("numpy").batch(32), without .batch(32) if its rows are batches already. For a '
+            "Dataset of examples in any format, write jaxloop.data.batched(dataset, 32)."
+        )
 
 
 def _describe(value: Any) -> str:

@@ -444,3 +444,16 @@ def test_an_error_in_the_function_names_its_place():
     with pytest.raises(ZeroDivisionError) as raised:
         jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data.from_state(lambda state, step: 1 // 0), num_steps=3)
     assert "in the dataset, after step 0" in str(raised.value.__notes__)
+
+
+def test_a_check_counts_the_examples_of_scheduled_sizes():
+    ends = []
+    for size in (data.batched(DATASET, {0: 4, 3: 8, 7: 12}), data.batched(DATASET, 4)):
+        step = Regression()
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
+        report = outer_loop.check(step.initialize_model([1, 3]), size, stop=jaxloop.at(samples=100))
+        assert not report.problems, str(report)
+        state, _ = outer_loop(step.initialize_model([1, 3]), size, stop=jaxloop.at(samples=100))
+        assert f"to step {int(state.step)};" in report.plan["train"]
+        ends.append(int(state.step))
+    assert ends == [12, 25]  # 3 x 4 + 4 x 8 + 5 x 12 >= 100

@@ -15,7 +15,7 @@ from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment, Part, State
 from jaxloop.preflight.report import Findings
-from jaxloop.sources import NO_DATA, indexed
+from jaxloop.sources import NO_DATA, fork_warning, indexed
 from jaxloop.specs import EvalSpec, RunSpec
 
 # The limits for reading an eval dataset of unknown length to its end.
@@ -55,6 +55,8 @@ def open_train_data(experiment: Experiment, state: State, found: Findings) -> Tr
     with found.at("the train data"):
         source = experiment.source_of(dataset)
         opened = TrainData(source)
+        if warning := fork_warning(source):
+            found.at("the train data").warn(warning)
         try:
             batch = source.peek()
         except StopIteration:
@@ -85,6 +87,9 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
     spec, train_loop = experiment.spec, experiment.train_loop
     rows = checks.num_examples(data.first[0]) if data.first else None
     updates = 1 if train_loop is None else train_loop.step.updates_per_step
+    declared = indexed(data.source)
+    if declared is not None and declared.num_before is not None and spec.epochs is None:
+        rows = declared.num_before
     course = Course(spec, begin, data.num_batches, rows or 1, updates)
     return course if spec.stop is None else course.ended_by(spec.stop)
 
