@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -355,6 +357,88 @@ def test_bad_mixtures_are_refused(make, error, message):
 def test_sources_whose_examples_differ_are_refused(other):
     with pytest.raises(ValueError, match=r"same structure, shapes and dtypes, got .* from 'a' and .* from 'b'"):
         next(iter(data.mixture({"a": X, "b": other}, {"a": 1, "b": 1}, 4)))
+
+
+# Hugging Face datasets ------------------------------------------------------------------------------------
+
+# pandas is installed with `datasets`. A custom format is a transformation that is applied when rows are read.
+FORMATS = [None, "numpy", "pandas", "arrow", "custom"]
+
+
+def hugging_face(kind, **options):
+    columns = {name: leaf.tolist() if name == "row" else list(leaf) for name, leaf in DATASET.items()}
+    rows = pytest.importorskip("datasets").Dataset.from_dict({**columns, "text": ["a"] * ROWS})
+    if kind == "custom":
+        return rows.with_transform(lambda found: {name: list(map(np.asarray, found[name])) for name in DATASET})
+    return rows.with_format(kind, columns=list(DATASET), **options)
+
+
+def streamed(kind):
+    return hugging_face(None).with_format(None).remove_columns("text").to_iterable_dataset().with_format(kind)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_hugging_face_datasets_in_any_format_are_converted(kind):
+    found = list(itertools.islice(data.batched(hugging_face(kind), {0: 4, 3: 8, 7: 12}, seed=3), 12))
+    for batch, expected in zip(found, scheduled(), strict=False):
+        assert batch.keys() == expected.keys() and {type(leaf) for leaf in batch.values()} == {np.ndarray}
+        jax.tree.map(np.testing.assert_array_equal, batch, expected)
+
+
+@pytest.mark.parametrize("kind", [None, "pandas", "arrow"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_hugging_face_datasets_without_arrays_are_refused(kind, is_streamed):
+    rows = streamed(kind) if is_streamed else hugging_face(kind)
+    message = rf"Hugging Face .*Dataset in the {kind or 'python'} format .*with_format\(.numpy.\).*data.batched"
+    step = Regression()
+    for read in (data.batches, lambda rows: jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), rows)):
+        with pytest.raises(TypeError, match=message):
+            read(rows)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("pandas", "a DataFrame"), ("arrow", "a Table")])
+def test_a_table_in_place_of_a_batch_is_refused(kind, what):
+    step = Regression()
+    with pytest.raises(TypeError, match=rf"batch is {what}, .*with_format\(.numpy.\)"):
+        jaxloop.LossStep(
+            jax.random.key(0), nn.Dense(1), OPTIMIZER, train=True, loss=lambda outputs, batch: outputs.mean()
+        )(step.initialize_model([1, 3]), next(hugging_face(kind).iter(batch_size=4)))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_hugging_face_datasets_of_arrays_are_taken_as_they_are(is_streamed):
+    batches = (streamed("numpy") if is_streamed else hugging_face("numpy").remove_columns("text")).batch(10)
+    assert rows_of(data.batches(batches)) == [list(range(begin, begin + 10)) for begin in range(0, ROWS, 10)]
+    assert data.batches(batches).kind == ("state_dict" if is_streamed else "unknown")
+
+
+class Rows:
+    """As much of a Hugging Face dataset as `batched` needs, for where the library is missing."""
+
+    def __init__(self, kind=None, columns=("x", "text")):
+        self.format = {"type": kind, "columns": columns, "output_all_columns": False}
+
+    def with_format(self, kind, columns, output_all_columns):
+        return Rows(kind, columns)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter([self[[row]] for row in range(ROWS)])
+
+    def __getitem__(self, rows):
+        assert self.format["type"] == "numpy" and type(rows) is list
+        return {"x": X[rows]}
+
+
+def test_the_format_of_a_hugging_face_dataset_decides(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(Dataset=Rows))
+    np.testing.assert_array_equal(next(iter(data.batched(Rows("pandas"), 5)))["x"], X[:5])
+    for kind in (None, "pandas", "polars"):
+        with pytest.raises(TypeError, match=rf"in the {kind or 'python'} format"):
+            data.batches(Rows(kind))
+    data.batches(Rows("numpy"))
 
 
 # Batches from the state -------------------------------------------------------------------------------------
