@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -43,7 +43,8 @@ def batched(
       size: The number of examples per batch, or a schedule of it.
       seed: A non-negative int to shuffle the examples differently in each epoch; None to keep their order. Shuffling
         takes 8 bytes per example and epoch, for two epochs at a time.
-      num_epochs: The number of epochs; None to repeat the examples without an end.
+      num_epochs: The number of epochs; None to repeat the examples without an end. Don't combine it with
+        `train_epochs`, which would repeat the same order.
 
     Raises:
       TypeError: The examples can't be read by index, or another argument has the wrong type.
@@ -141,7 +142,9 @@ def _schedule(name: str, schedule: Mapping[Any, Any]) -> dict[int, Any]:
     """Returns a schedule as a dict in ascending order. Raises an error unless it begins at batch 0."""
     for key in schedule:
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
-            raise TypeError(f"{name} must be a dict from batch numbers, which are ints, to values, got the key {key!r}.")
+            raise TypeError(
+                f"{name} must be a dict from batch numbers, which are ints, to values, got the key {key!r}."
+            )
     if not schedule or min(schedule) != 0:
         got = f"begins at batch {min(schedule)}" if schedule else "is empty"
         raise ValueError(f"{name} must begin at batch 0, as in {{0: ..., 1000: ...}}, but it {got}.")
@@ -191,9 +194,8 @@ def _shares(weights: Any, names: Sequence[str]) -> tuple[list[int], list[list[in
 
 def _integers(name: str, weights: Mapping[str, Any], names: Sequence[str]) -> list[int]:
     if set(weights) != set(names):
-        raise ValueError(
-            f"{name} must have the names of the sources, {checks.listed(names)}, got {checks.listed(map(str, weights))}."
-        )
+        got = checks.listed(map(str, weights)) or "no names"
+        raise ValueError(f"{name} must have the names of the sources, {checks.listed(names)}, got {got}.")
     for key, value in weights.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be numbers, got {value!r} for {key!r}.")
@@ -233,8 +235,10 @@ class _Source:
         if seed is not None and self.length is None:
             raise ValueError(f"{name} has no known number of examples, so it can't be shuffled with seed={seed}.")
         # Two epochs, because a batch may contain examples of both.
-        shuffled = lambda epoch: np.random.default_rng([seed, place, epoch]).permutation(self.length)
-        self._order = None if seed is None else functools.lru_cache(maxsize=2)(shuffled)
+        self._order = None if seed is None else functools.lru_cache(maxsize=2)(self._shuffled(int(seed), place))
+
+    def _shuffled(self, seed: int, place: int) -> Callable[[int], np.ndarray]:
+        return lambda epoch: np.random.default_rng([seed, place, epoch]).permutation(self.length or 0)
 
     def take(self, places: np.ndarray) -> types.Batch:
         """Returns the examples at these places of the stream, as a batch."""
@@ -242,7 +246,7 @@ class _Source:
 
     def one(self, place: int) -> Any:
         """Returns the element at this place of the stream."""
-        return self._checked(self._one(int(self._rows_at(np.asarray([place]))[0])))
+        return _present(self._name, self._one(int(self._rows_at(np.asarray([place]))[0])))
 
     def _rows_at(self, places: np.ndarray) -> np.ndarray:
         if self.length is None:
@@ -253,11 +257,6 @@ class _Source:
                 chosen = epochs == epoch
                 rows[chosen] = self._order(epoch)[rows[chosen]]
         return rows
-
-    def _checked(self, element: Any) -> Any:
-        if element is None:
-            raise ValueError(f"{self._name} has no element at one of its indices: don't filter a dataset before this.")
-        return element
 
 
 def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], types.Batch], Callable[[int], Any]]:
@@ -292,12 +291,16 @@ def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], ty
     return length, lambda indices: _stacked(name, (rows[index] for index in indices.tolist())), rows.__getitem__
 
 
-def _stacked(name: str, examples: Any) -> types.Batch:
-    examples = list(examples)
-    if any(example is None for example in examples):
-        raise ValueError(f"{name} has no example at one of its indices. Don't filter a dataset that is read by index.")
+def _present(name: str, element: Any) -> Any:
+    if element is None:  # Grain's `MapDataset.filter` leaves holes.
+        raise ValueError(f"{name} has nothing at one of its indices. Don't filter a dataset that is read by index.")
+    return element
+
+
+def _stacked(name: str, examples: Iterable[Any]) -> types.Batch:
+    present = [_present(name, example) for example in examples]
     try:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *present)
     except ValueError as error:
         error.add_note(f"in {name}, whose examples must have the same structure and shapes to form a batch")
         raise

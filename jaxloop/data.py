@@ -258,7 +258,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: A dataset of one of these kinds.
+      data: A dataset of one of these kinds. The results of `batched` and `mixture` count as results of `from_index`.
       process_index: The index of the process; None for `jax.process_index()`.
       process_count: The number of processes; None for `jax.process_count()`.
 

@@ -126,8 +126,14 @@ def indexed(data: Any) -> IndexedBatches | None:
     >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
     (True, True)
     """
-    while data is not None and not isinstance(data, IndexedBatches):
-        data = getattr(data, "inner", None)
+    data = _innermost(data)
+    return data if isinstance(data, IndexedBatches) else None
+
+
+def _innermost(data: Any) -> Any:
+    """Returns what an iterator or a dataset of this library reads from; any other dataset is returned unchanged."""
+    while type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner"):
+        data = data.inner
     return data
 
 
@@ -592,9 +598,7 @@ def name_of(dataset: Any) -> str:
 
 def fork_warning(data: Any) -> str | None:
     """Returns a warning about a PyTorch loader that forks its worker processes, and the fix; None if it doesn't."""
-    loader = getattr(data, "_data", data)
-    while hasattr(loader, "inner"):
-        loader = loader.inner
+    loader = _innermost(data)
     if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
         return None
     context = getattr(loader, "multiprocessing_context", None)

@@ -176,7 +176,7 @@ def test_each_epoch_has_each_example_once(size, seed, num_epochs):
     dataset = data.batched(DATASET, size, seed=seed, num_epochs=num_epochs)
     rows = rows_of(dataset)
     assert len(rows) == len(dataset) == data.num_batches(dataset)
-    flat = sum(rows, [])
+    flat = list(itertools.chain(*rows))
     epochs = [flat[begin : begin + ROWS] for begin in range(0, len(flat), ROWS)]
     assert len(epochs) == num_epochs and all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
     if seed is not None:

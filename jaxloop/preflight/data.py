@@ -43,8 +43,9 @@ class TrainData:
     def to_compile(self) -> Sequence[types.Batch]:
         """The batches to compile the step for: the first one, or the first of each size that the dataset declares."""
         declared = indexed(self.source)
-        has_sizes = declared is not None and bool(declared.firsts) and bool(self.first)
-        return declared.first_of_each_size() if has_sizes else self.first
+        if declared is None or not declared.firsts or not self.first:
+            return self.first
+        return declared.first_of_each_size()
 
 
 def open_train_data(experiment: Experiment, state: State, found: Findings) -> TrainData:
