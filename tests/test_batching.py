@@ -140,6 +140,18 @@ def test_each_size_is_compiled_once_without_a_warning_and_samples_are_exact(warn
     assert history.collect("samples") == np.cumsum(expected).tolist()
 
 
+def test_declared_sizes_leave_room_for_others(warnings_logged):
+    step = Regression()
+    loop, state = jaxloop.TrainLoop(step), step.initialize_model([1, 3])
+    step.max_batch_shapes = 2
+    state, _ = loop(state, scheduled(), num_steps=8)  # Three sizes.
+    batch_of = lambda rows: {name: leaf[:rows] for name, leaf in DATASET.items()}
+    state, _ = loop(state, [batch_of(3)], num_steps=1)
+    assert warnings_logged() == []  # A short batch is fine.
+    with pytest.raises(ValueError, match="has had 2 shapes, and max_batch_shapes=2"):
+        loop(state, [batch_of(5)], num_steps=1)
+
+
 def test_an_undeclared_size_still_warns(warnings_logged):
     batches = scheduled()
     train([batches.make_batch(number) for number in range(8)], 8)
