@@ -2,7 +2,7 @@
 
 import importlib.util
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -276,6 +276,11 @@ def _problem_of_batch_leaf(leaf: Any) -> str | None:
                 f"a torch.Tensor ({leaf.dtype}{list(leaf.shape)}), but a jitted step takes NumPy or JAX arrays. "
                 "Convert it to NumPy in Step.begin: return state, jax.tree.map(np.asarray, batch)."
             )
+        case "pandas" | "polars" | "pyarrow":
+            return (
+                f"a {type(leaf).__name__}, but a jitted step takes NumPy or JAX arrays. For a Hugging Face dataset, "
+                'write dataset.with_format("numpy").'
+            )
     remedy = "Drop it, or convert it to numbers, in Step.preprocess_batch or Step.begin."
     if isinstance(leaf, str | bytes):
         return f"the string {leaf!r}, which no device can hold. {remedy}"
@@ -324,12 +329,15 @@ class BatchWatch:
     """Checks the batches of a step for changes, and for dtypes that JAX would silently convert.
 
     Attributes:
+      declared_sizes: The numbers of rows that the dataset has declared in advance. A batch that differs from the first
+        one only in having such a number of rows causes no warning, and doesn't count toward the limit.
       num_rows: The number of rows of the last batch; None if its leaves differ in the length of their leading axis.
       form: A value that is the same for all batches whose leaves have the same names, shapes and dtypes. None before
         the first batch.
     """
 
     def __init__(self):
+        self.declared_sizes: Collection[int] = ()
         self.num_rows: int | None = None
         self.form: list[Any] | None = None
         self._seen: set[tuple[Any, ...]] = set()
@@ -391,10 +399,12 @@ class BatchWatch:
         if not self._seen and floats:
             logging.warning("In %r, %s", step, _float64_warning(floats))
         key = tuple(sorted(leaves.items()))
-        if self._seen and key not in self._seen:
+        is_declared = num_examples(batch) in self.declared_sizes and self._differs_in_rows(by_path)
+        if self._seen and key not in self._seen and not is_declared:
             self._warn_of_change(by_path, leaves, step)
         self._arrays = self._arrays or self._shapes_by_path(by_path)
-        self._seen.add(key)
+        if not is_declared:
+            self._seen.add(key)
         self.form, self._leaves = form, leaves
         self.num_rows = num_examples(batch)
         items = dict(enumerate(batch)) if type(batch) in (tuple, list) else batch if type(batch) is dict else {}
@@ -430,13 +440,19 @@ class BatchWatch:
     def _shapes_by_path(by_path: dict[str, Any]) -> dict[str, Any]:
         return {path: (_dtype(leaf), np.shape(leaf)) for path, leaf in by_path.items()}
 
-    def _is_short(self, by_path: dict[str, Any]) -> bool:
-        """Returns whether a batch differs from the first one only in that it has fewer rows."""
+    def _differs_in_rows(self, by_path: dict[str, Any]) -> bool:
+        """Returns whether a batch differs from the first one only in the number of rows."""
         now = self._shapes_by_path(by_path)
         if now.keys() != self._arrays.keys() or now == self._arrays:
             return False
         pairs = [(now[path], self._arrays[path]) for path in now]
-        return all(one[0] == two[0] and one[1][1:] == two[1][1:] and one[1][:1] <= two[1][:1] for one, two in pairs)
+        return all(one[0] == two[0] and one[1][1:] == two[1][1:] for one, two in pairs)
+
+    def _is_short(self, by_path: dict[str, Any]) -> bool:
+        """Returns whether a batch differs from the first one only in that it has fewer rows."""
+        return self._differs_in_rows(by_path) and all(
+            np.shape(leaf)[:1] <= self._arrays[path][1][:1] for path, leaf in by_path.items()
+        )
 
 
 def _dtype(leaf: Any) -> Any:

@@ -1,5 +1,6 @@
 """Converts datasets of any kind to iterators over NumPy batches. The iterators track their position."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -7,16 +8,20 @@ import jax
 import numpy as np
 
 from jaxloop import checks, types
+from jaxloop.batching import batched, mixture
 from jaxloop.fingerprint import describe_source
 from jaxloop.position import PositionedIterator, skippable, with_options
 from jaxloop.sources import IndexedBatches, is_endless, is_function, library, num_batches
 
 __all__ = [
     "Passes",
+    "batched",
     "batches",
     "from_index",
+    "from_state",
     "is_endless",
     "is_one_pass",
+    "mixture",
     "num_batches",
     "numpy_batch",
     "peek",
@@ -207,6 +212,34 @@ def from_index(make_batch: Callable[[int], types.Batch], num_batches: int | None
     return IndexedBatches(make_batch, num_batches)
 
 
+def from_state(make_batch: Callable[[Any, int], types.Batch]) -> IndexedBatches:
+    """Returns an endless training dataset whose batches depend on the train state, as in active learning.
+
+    Each batch is `make_batch(state, step)`, where `state` is the train state before the update and `step` is the number
+    of completed updates, as an int. If the function is pure, a resumed run continues with exactly the same batches.
+
+    This costs performance: no batch can be made ahead, and each step is dispatched on its own. If the function reads a
+    value of the state on the host, the host waits for the previous step, and the devices wait for the batch. If it only
+    calls compiled functions, as when a policy acts in a compiled environment, the host doesn't wait.
+
+    The step donates the state, so the function must not keep it, and the batch must not contain any of its arrays.
+    Evaluations, `fit`, `jaxloop.functional.loop` and jobs with several processes don't accept this dataset.
+
+    >>> from jaxloop import TrainLoop, examples
+    >>> step, state, batches = examples.tiny_regression()
+    >>> hardest = lambda state, step: batches[int(abs(state.params["bias"][0]) > 0.1)]
+    >>> state, outputs = TrainLoop(step)(state, from_state(hardest), num_steps=5)
+    >>> len(outputs["loss"])
+    5
+
+    Args:
+      make_batch: A pure function of the train state and the step.
+    """
+    if not callable(make_batch):
+        raise TypeError(f"from_state takes a function of the state and the step, got {checks.describe(make_batch)}.")
+    return IndexedBatches(lambda index: make_batch, None, transform_name="from_state", reads_state=True)
+
+
 # Several processes ---------------------------------------------------------------------------------------
 
 
@@ -228,7 +261,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: A dataset of one of the kinds listed above.
+      data: A dataset of one of the kinds listed above. The results of `batched` and `mixture` count as results of
+        `from_index`.
       process_index: The index of the process; None for `jax.process_index()`.
       process_count: The number of processes; None for `jax.process_count()`.
 
@@ -246,7 +280,10 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
         return data
     if isinstance(data, IndexedBatches):
         make_batch = lambda index: _rows_of_process(data.make_batch(index), place, count)
-        return IndexedBatches(make_batch, data.num_batches)
+        if data.reads_state:
+            raise TypeError("shard_for_process can't divide the result of from_state, which one process must read.")
+        firsts = tuple((size // count, number) for size, number in data.firsts)
+        return dataclasses.replace(data, make_batch=make_batch, firsts=firsts, num_before=None)
     if isinstance(data, list | tuple):
         return type(data)(_rows_of_process(batch, place, count) for batch in data)
     kinds = {base.__name__ for base in type(data).__mro__}

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.agreement import JointReader
-from jaxloop.sources import NO_DATA, is_function
+from jaxloop.sources import NO_DATA, check_format, indexed, is_function
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -25,6 +25,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
         dataset = dataset()
     if hasattr(dataset, "__next__"):
         return dataset
+    check_format(dataset)
     if isinstance(dataset, str | bytes | dict | np.ndarray | jax.Array) or not hasattr(dataset, "__iter__"):
         raise TypeError(
             f"A dataset must be an iterator or an iterable of batches, got {checks.describe(dataset)}. Give, for "
@@ -52,6 +53,7 @@ class Feed(Iterator[types.Batch]):
       dataset: The iterator.
       joint: The reader that all processes share; None if there is only one process.
       ahead: The batches that were read but not used yet.
+      reads_state: True if the dataset yields functions that make the batches; see `jaxloop.data.from_state`.
       has_ended: True if the dataset has ended and all of its batches were used.
     """
 
@@ -64,6 +66,8 @@ class Feed(Iterator[types.Batch]):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
+        found = indexed(dataset)
+        self.reads_state: bool = found is not None and found.reads_state
         self._read = dataset.__next__ if read is None else lambda: read(dataset)
         self.joint: JointReader | None = join and join(self._read)
         if self.joint is not None:
@@ -81,9 +85,13 @@ class Feed(Iterator[types.Batch]):
         if self.joint is not None:
             self.joint.begin(limit, len(self.ahead))
 
-    def reader_fn(self) -> Callable[[], types.Batch]:
-        """Returns a function that reads the next batch. The function is valid until another method is called."""
-        return self._read if not self.ahead and self._error is None else self._next
+    def reader_fn(self, state: Any = None, step_num: int = 0) -> Callable[[], types.Batch]:
+        """Returns a function that reads the next batch. The function is valid until another method is called.
+
+        If `reads_state` is True, it may be called only once, and the batch is made from `state` and `step_num`.
+        """
+        read = self._read if not self.ahead and self._error is None else self._next
+        return (lambda: read()(state, step_num)) if self.reads_state else read
 
     def __iter__(self) -> Iterator[types.Batch]:
         return self

@@ -115,7 +115,8 @@ class Loop:
 
         Args:
           state: A state with the shapes of the one that will be passed to the loop. It is not donated.
-          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`.
+          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. For the result of
+            `data.batched`, `data.mixture` or `from_index`, everything is compiled for each of its batch sizes.
         """
         self.engine.stepper.compile(state, batch)
 

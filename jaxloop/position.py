@@ -263,6 +263,11 @@ class PositionedIterator(Iterator[types.Batch]):
         """True if the dataset is known to be endless."""
         return is_endless(self._dataset)
 
+    @property
+    def inner(self) -> Any:
+        """The dataset, or the iterator from which the batches are read."""
+        return self._dataset
+
     def __length_hint__(self) -> int:
         if self._prefetch:  # The thread has read an unknown number of batches ahead.
             return NotImplemented
@@ -532,6 +537,11 @@ class DataWithOptions(Iterable[types.Batch]):
     def is_endless(self) -> bool:
         """True if an epoch is known to be endless."""
         return is_endless(self.data)
+
+    @property
+    def inner(self) -> Any:
+        """The dataset without the options."""
+        return self.data
 
     def __len__(self) -> int:
         return len(self.data)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import operator
 import pathlib
 import re
@@ -40,11 +41,12 @@ def library(value: Any) -> str | None:
 
 @final
 class IndexIterator(Iterator[types.Batch]):
-    """An iterator over `make_batch(0)`, `make_batch(1)`, ...; see `jaxloop.data.from_index`."""
+    """An iterator over the batches of an `IndexedBatches`, in order."""
 
-    def __init__(self, make_batch: Callable[[int], types.Batch], num_batches: int | None):
-        self.make_batch: Callable[[int], types.Batch] = make_batch
-        self.num_batches: int | None = num_batches
+    def __init__(self, dataset: "IndexedBatches"):
+        self.inner: IndexedBatches = dataset
+        self.make_batch: Callable[[int], types.Batch] = dataset.make_batch
+        self.num_batches: int | None = dataset.num_batches
         self.next_index: int = 0
 
     def __next__(self) -> types.Batch:
@@ -72,13 +74,36 @@ class IndexIterator(Iterator[types.Batch]):
 @final
 @dataclasses.dataclass(frozen=True)
 class IndexedBatches(Iterable[types.Batch]):
-    """The dataset that `from_index` returns."""
+    """The dataset that `from_index`, `batched`, `mixture` and `from_state` return.
+
+    Attributes:
+      make_batch: A pure function that returns the batch with a given number.
+      num_batches: The number of batches in an epoch; None for an endless dataset.
+      firsts: Pairs `(size, number)` for the batch sizes that are known in advance, in ascending order: the number of
+        examples per batch, and the number of the first batch of that size.
+      num_before: A function that returns the number of examples in all batches before a given one; None if unknown.
+      transform_name: A description, for the fingerprint that identifies the dataset when a run resumes.
+      reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
+    """
 
     make_batch: Callable[[int], types.Batch]
     num_batches: int | None
+    firsts: tuple[tuple[int, int], ...] = ()
+    num_before: Callable[[int], int] | None = None
+    transform_name: str = ""
+    reads_state: bool = False
 
     def __iter__(self) -> IndexIterator:
-        return IndexIterator(self.make_batch, self.num_batches)
+        return IndexIterator(self)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """All sizes of batches, in ascending order; empty if they are not known in advance."""
+        return tuple(size for size, _ in self.firsts)
+
+    def first_of_each_size(self) -> list[types.Batch]:
+        """Returns the first batch of each size, in ascending order of size; the first batch if no sizes are known."""
+        return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
 
     @property
     def is_endless(self) -> bool:
@@ -93,6 +118,23 @@ class IndexedBatches(Iterable[types.Batch]):
 
 NO_DATA = IndexedBatches(lambda index: None, None)
 """The dataset of a run with `train_dataset=None`: endless batches of None. The position is the number of batches."""
+
+
+def indexed(data: Any) -> IndexedBatches | None:
+    """Returns the `IndexedBatches` from which a dataset or an iterator reads its batches; None if there is none.
+
+    >>> indexed(iter(NO_DATA)) is NO_DATA, indexed([1]) is None
+    (True, True)
+    """
+    data = _innermost(data)
+    return data if isinstance(data, IndexedBatches) else None
+
+
+def _innermost(data: Any) -> Any:
+    """Returns what an iterator or a dataset of this library reads from; any other dataset is returned unchanged."""
+    while type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner"):
+        data = data.inner
+    return data
 
 
 class Source:
@@ -321,6 +363,17 @@ def is_endless(data: Any) -> bool:
         return False
 
 
+def is_hugging_face(data: Any) -> bool:
+    """Returns True if `data` is a dataset of Hugging Face's library `datasets`, which is not imported.
+
+    >>> is_hugging_face([])
+    False
+    """
+    module = sys.modules.get("datasets")
+    kinds = tuple(getattr(module, name) for name in ("Dataset", "IterableDataset") if hasattr(module, name))
+    return isinstance(data, kinds)
+
+
 def _has(value: Any, *methods: str) -> bool:
     return all(callable(getattr(value, name, None)) for name in methods)
 
@@ -543,6 +596,22 @@ def name_of(dataset: Any) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
+def fork_warning(data: Any) -> str | None:
+    """Returns a warning about a PyTorch loader that forks its worker processes, and the fix; None if it doesn't."""
+    loader = _innermost(data)
+    if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
+        return None
+    context = getattr(loader, "multiprocessing_context", None)
+    # The first method is the default.
+    set_globally = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if (set_globally if context is None else context.get_start_method()) != "fork":
+        return None
+    return (
+        f"{name_of(loader)} forks its {loader.num_workers} workers, which may hang, because JAX has threads that hold "
+        'locks. Write DataLoader(..., multiprocessing_context="forkserver", persistent_workers=True).'
+    )
+
+
 # Checks ----------------------------------------------------------------------------------------------
 
 _REMEDY = (
@@ -565,6 +634,7 @@ def check_is_dataset(data: Any) -> None:
 
     >>> check_is_dataset([{"x": np.ones(2)}])
     """
+    check_format(data)
     is_array = lambda leaf: isinstance(leaf, np.ndarray | jax.Array) or _is_tensor(leaf)
     is_batch = isinstance(data, dict) or is_array(data)
     # A list of arrays is probably a list of batches, but a tuple of arrays is probably one batch.
@@ -575,6 +645,20 @@ def check_is_dataset(data: Any) -> None:
             what = f"a {what} of arrays, ({', '.join(map(_describe, data))})"
         hint = " If this is a single batch, write [batch]." if is_batch else ""
         raise TypeError(f"A dataset must be an iterator or an iterable of batches, got {what}. {_REMEDY}{hint}")
+
+
+def check_format(data: Any) -> None:
+    """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows are not arrays or tensors."""
+    if not is_hugging_face(data):
+        return
+    formatting = getattr(data, "_formatting", None)  # Of an `IterableDataset`.
+    kind = data.format["type"] if hasattr(data, "format") else getattr(formatting, "format_type", None)
+    if kind not in ("numpy", "jax", "torch", "tensorflow", "custom"):
+        raise TypeError(
+            f"A Hugging Face {type(data).__name__} in the {kind or 'python'} format does not yield batches of arrays. "
+            'Write dataset.with_format("numpy").batch(32), without .batch(32) if its rows are batches already. For a '
+            "Dataset of examples in any format, write jaxloop.data.batched(dataset, 32)."
+        )
 
 
 def _describe(value: Any) -> str:

@@ -15,7 +15,7 @@ from jaxloop.evaluations import Evaluations
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.run_log import RunLog
 from jaxloop.schedules import Elapsed
-from jaxloop.sources import reshuffles
+from jaxloop.sources import fork_warning, reshuffles
 from jaxloop.specs import CheckpointSpec, RunSpec, evaluations_in
 from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, go_to
 
@@ -122,7 +122,7 @@ class Training:
             state, _, _ = self._train(state)
         for _ in range(2):
             with contextlib.suppress(StopIteration):
-                return state, None if run.source is None else stepper.next_batch(run.source)
+                return state, None if run.source is None else stepper.next_batch(run.source, state)
             self._end_epoch()
         return state, None
 
@@ -383,6 +383,8 @@ class Training:
     def _open_source(self, resumed: Resumed | None) -> None:
         run, spec, is_epoch = self.run, self.checkpoint_spec, self.spec.epochs is not None
         run.source = source = self.source_of(self.spec.data)
+        if warning := fork_warning(source):
+            logging.warning("%s", warning)
         if resumed is None or spec is None or (is_epoch and resumed.is_between_passes):
             if spec is not None and self.savers:
                 self._warn_of_inexact_resume(source)

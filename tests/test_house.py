@@ -22,7 +22,7 @@ lock schedules timing run_log accounts layout cost topology partition.partitione
 partition.single_device partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp
 partition.rules partition.spmd partition.explicit partition.choice partition models metrics output_queue engine
 engine.ledger nonfinite history seal path_patterns optimizers safetensors_file checkpoint
-read_ahead fingerprint sources position data actions.action
+read_ahead fingerprint sources batching position data actions.action
 actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
 actions.summary_action actions.event_file actions.writers actions.action_list actions commands compiled step feed

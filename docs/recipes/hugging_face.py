@@ -23,22 +23,15 @@ def loss(logits, batch):
 
 # With `datasets.load_dataset(...)`, the rest is the same.
 images, labels = load_digits(return_X_y=True)
-rows = Dataset.from_dict({"image": list((images / 16).astype(np.float32)), "label": labels}).with_format("numpy")
+rows = Dataset.from_dict({"image": list((images / 16).astype(np.float32)), "label": labels})
 train_rows, test_rows = rows.select(range(900)), rows.select(range(900, 1797))
-
-
-def batch_of(number):
-    """Returns a batch that depends only on its number, so that a resumed run reads the same ones."""
-    chosen = np.random.default_rng(number).choice(len(train_rows), 64)
-    batch = train_rows[chosen]
-    return {"image": batch["image"], "label": batch["label"]}
-
 
 step = jaxloop.LossStep(jax.random.key(0), MLP(), optax.adam(3e-3), train=True, loss=loss)
 eval_step = jaxloop.LossStep(jax.random.key(0), MLP(), loss=loss)
 outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step)])
-test = jaxloop.EvalSpec(list(test_rows.iter(batch_size=300)), name="test")
-outer_loop(step.initialize_model([1, 64]), jaxloop.from_index(batch_of), 600, 200, [test])
+train = jaxloop.data.batched(train_rows, 64, seed=0)  # Shuffled in each epoch; the format of the rows doesn't matter.
+test = jaxloop.EvalSpec(jaxloop.data.batched(test_rows, 300, num_epochs=1), name="test")
+outer_loop(step.initialize_model([1, 64]), train, 600, 200, [test])
 
 for steps, accuracy in zip(*outer_loop.history.collect("steps", "test.accuracy"), strict=True):
     print(f"step {steps}: test accuracy {accuracy:.1%}")

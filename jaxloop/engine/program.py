@@ -101,7 +101,8 @@ class Program:
         It ends early when the data ends, at the deadline, or after a signal or a request to pause. Every step runs
         through this code and `_run_one`, so they determine the overhead of a loop.
         """
-        clock, read, interrupt, deadline = dispatches.clock, feed.reader_fn(), dispatches.interrupt, dispatches.deadline
+        clock, interrupt, deadline = dispatches.clock, dispatches.interrupt, dispatches.deadline
+        read = feed.reader_fn(dispatches.state, dispatches.step_num)
         observers, add_outputs, add_number = self.observers, dispatches.outputs.append, dispatches.num_examples.append
         run_one, enter, leave = self._run_one, self._compiled.enter, self._compiled.leave
         if self.custom_step is not None:

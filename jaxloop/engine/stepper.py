@@ -1,5 +1,6 @@
 """The stepper of a loop, which reads batches, runs and counts steps, and collects their outputs."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
@@ -14,6 +15,7 @@ from jaxloop.engine.progress import Progress
 from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
+from jaxloop.sources import indexed
 from jaxloop.step import Step
 
 # The devices hold the scalars of at most this many steps until something reads them.
@@ -154,9 +156,11 @@ class Stepper:
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
         """Compiles everything that steps on batches like this one will need; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
+        dataset = indexed(batch)
+        batches = [batch] if dataset is None else dataset.first_of_each_size()
         with self._step.watched(self.guard.watch):
-            for number in sorted({at_once, 1}, reverse=True):
-                self._step.compile(state, batch, evaluates=self.evaluates, steps_per_dispatch=number)
+            for each, number in itertools.product(batches, sorted({at_once, 1}, reverse=True)):
+                self._step.compile(state, each, evaluates=self.evaluates, steps_per_dispatch=number)
 
     # A call ------------------------------------------------------------------------------------------
 
@@ -180,6 +184,12 @@ class Stepper:
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None) -> None:
         """Prepares to read at most `num_batches` batches from an iterator; None for no limit."""
         call, feed = self.call, self._feed_of(dataset)
+        if feed.reads_state:
+            if problem := self.problem_of_data(dataset):
+                raise ValueError(problem)
+            if self.steps_per_dispatch is None:
+                logging.info("steps_per_dispatch='auto' uses 1, because from_state reads the state before each step.")
+                self.steps_per_dispatch = 1
         feed.begin(num_batches)
         if self._job.is_shared and not feed.num_ahead:
             self.source.mark()  # From here on, batches are read ahead. Some sources then don't know their position.
@@ -222,7 +232,7 @@ class Stepper:
         program, queue, feed = call.program, call.queue, self._feed
         assert program is not None and queue is not None
         clock_is_shared = self._job.is_shared and secs < math.inf  # Runs step by step.
-        if program.custom_step is not None or clock_is_shared:
+        if program.custom_step is not None or clock_is_shared or feed.reads_state:
             room = 1
         else:
             room = min(left, -(-(step - self._progress.steps) // call.updates))
@@ -359,7 +369,26 @@ class Stepper:
         if self._feed.dataset is not dataset:
             read = self._loop._get_next_batch if checks.is_user_defined(self._loop, "_get_next_batch") else None
             self._feed = Feed(dataset, read, self._join if self._job.is_shared else None)
+            if not self.evaluates:
+                found = indexed(dataset)
+                self._step.batch_watch.declared_sizes = () if found is None else found.batch_sizes
         return self._feed
+
+    def problem_of_data(self, dataset: Any) -> str | None:
+        """Returns the reason why the steps can't run on a dataset that reads the state, or None if they can."""
+        found = indexed(dataset)
+        if found is None or not found.reads_state:
+            return None
+        if self.evaluates or not self.call.trains:
+            return "from_state makes training data. Give an evaluation batches that don't depend on the state."
+        if self._job.is_shared:
+            return "from_state works in a single process only, because a batch must be counted before it is made."
+        if (self.steps_per_dispatch or 1) > 1:
+            return (
+                f"steps_per_dispatch={self.steps_per_dispatch} runs several steps at once, but from_state makes each "
+                "batch from the newest state. Use steps_per_dispatch=1."
+            )
+        return None
 
     def _join(self, read: Callable[[], types.Batch]) -> agreement.JointReader:
         """Returns a reader that reads batches together with the other processes."""
@@ -395,9 +424,9 @@ class Stepper:
         with self._progress.stopwatch.counting("data"):
             return self._feed.has_more()
 
-    def next_batch(self, dataset: Iterator[types.Batch]) -> types.Batch:
-        """Returns the batch that the next step would receive."""
-        return next(self._feed_of(dataset))
+    def next_batch(self, dataset: Iterator[types.Batch], state: Any) -> types.Batch:
+        """Returns the batch that the next step would receive with this state."""
+        return self._feed_of(dataset).reader_fn(state, self._progress.steps)()
 
     def set_source(self, source: Any) -> None:
         """Sets the source that counts the batches of the next call, starting at its current count.

@@ -54,7 +54,7 @@ def _without_invalid_counts(experiment: Experiment) -> Experiment:
 
 def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Action, Calls]:
     train_loop, state, parts = experiment.train_loop, check_state(given, found.at("the state")), []
-    data = open_train_data(experiment, found)
+    data = open_train_data(experiment, state, found)
     begin = check_checkpoints(experiment, state, data, found)
     course = course_of(experiment, begin, data)
     if train_loop is not None:
@@ -65,7 +65,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     for name, loop, spec in experiment.evaluations:
         parts.append(_check_evaluation(name, loop, spec, experiment, course, state, found))
     if train_loop is not None:
-        check_memory(parts[0], state, data.first, experiment.topology)
+        check_memory(parts[0], state, data.to_compile, experiment.topology)
     calls = check_actions(parts, course, state.shapes, found)
     if train_loop is not None:
         _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))

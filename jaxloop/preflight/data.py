@@ -8,14 +8,14 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxloop import checks, types
+from jaxloop import checks, metrics, types
 from jaxloop.data import is_endless, is_one_pass, num_batches
 from jaxloop.feed import as_iterator
 from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
-from jaxloop.preflight.experiment import Experiment, Part
+from jaxloop.preflight.experiment import Experiment, Part, State
 from jaxloop.preflight.report import Findings
-from jaxloop.sources import NO_DATA
+from jaxloop.sources import NO_DATA, fork_warning, indexed
 from jaxloop.specs import EvalSpec, RunSpec
 
 # The limits for reading an eval dataset of unknown length to its end.
@@ -39,8 +39,16 @@ class TrainData:
     first: Sequence[types.Batch] = ()
     num_batches: int | None = None
 
+    @property
+    def to_compile(self) -> Sequence[types.Batch]:
+        """The batches to compile the step for: the first one, or the first of each size that the dataset declares."""
+        declared = indexed(self.source)
+        if declared is None or not declared.firsts or not self.first:
+            return self.first
+        return declared.first_of_each_size()
 
-def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
+
+def open_train_data(experiment: Experiment, state: State, found: Findings) -> TrainData:
     """Opens the training dataset and reads its first batch, which the run will use first."""
     dataset, opened = experiment.spec.data, TrainData()
     if experiment.train_loop is None:
@@ -48,10 +56,18 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     with found.at("the train data"):
         source = experiment.source_of(dataset)
         opened = TrainData(source)
+        if warning := fork_warning(source):
+            found.at("the train data").warn(warning)
         try:
             batch = source.peek()
         except StopIteration:
             raise checks.empty_dataset(dataset) from None
+        declared = indexed(source)
+        if declared is not None and declared.reads_state:
+            if problem := experiment.train_loop.engine.stepper.problem_of_data(source):
+                found.at("the train data").error(problem)
+            found.plan["train data"] = "endless batches, made from the state before each step"
+            return TrainData(source, _batch_from_state(batch, state))
         known = num_batches(source if is_one_pass(dataset) else dataset)
         count = f"{known:,} batches" if known is not None else "endless batches" if is_endless(source) else "batches"
         shown = f"{count} of {checks.batch_in_words(batch)}"
@@ -60,11 +76,21 @@ def open_train_data(experiment: Experiment, found: Findings) -> TrainData:
     return opened
 
 
+def _batch_from_state(make_batch: Any, state: State) -> Sequence[types.Batch]:
+    """Returns a list with the batch that `from_state` makes from the state; empty if only its shapes are known."""
+    if state.values is None:
+        return ()
+    return [make_batch(state.values, int(metrics.fetch(getattr(state.values, "step", 0))))]
+
+
 def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
     """Returns the predicted course of the run from the point where it begins."""
     spec, train_loop = experiment.spec, experiment.train_loop
     rows = checks.num_examples(data.first[0]) if data.first else None
     updates = 1 if train_loop is None else train_loop.step.updates_per_step
+    declared = indexed(data.source)
+    if declared is not None and declared.num_before is not None and spec.epochs is None:
+        rows = declared.num_before
     course = Course(spec, begin, data.num_batches, rows or 1, updates)
     return course if spec.stop is None else course.ended_by(spec.stop)
 

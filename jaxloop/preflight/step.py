@@ -215,14 +215,21 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
-    """Compiles the train step, and checks the memory that it and the state need, for a topology if one is given."""
+    """Compiles the train step, and checks the memory that it and the state need, for a topology if one is given.
+
+    Args:
+      part: The train loop.
+      state: The state that was passed to the check.
+      first: The first batch of each size, in ascending order of size; empty if it is unknown.
+      topology: The TPUs to compile for; None for the devices of the step.
+    """
     if state.shapes is None or not first:
         return
     step, here = part.loop.step, part.here
     if topology is not None:
         with here:
             if not part.is_open:
-                _check_topology(here, step, state.shapes, first[0], topology)
+                _check_topology(here, step, state.shapes, first[-1], topology)
         return
     with here:
         layout = step.partitioner.report(state.shapes)
@@ -230,7 +237,8 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
     if part.is_open or here.has_errors:  # It can't be compiled, or its batch is unknown.
         return
     with here:
-        part.loop.compile(_state_for_begin(state, step), first[0])
+        for batch in first:
+            part.loop.compile(_state_for_begin(state, step), batch)
         cost = step.cost_analysis()
         memory = partition.memory_of(jax.local_devices()[0])
         flops = "" if cost.flops is None else f"{cost.flops:.3g} FLOPs; "

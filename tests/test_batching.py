@@ -1,0 +1,555 @@
+"""Batches of scheduled sizes, mixtures of scheduled weights, and batches that depend on the state."""
+
+import collections
+import itertools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxloop
+import jaxloop.functional as jf
+from jaxloop import data, every
+
+ROWS = 100
+X = np.random.default_rng(0).normal(size=[ROWS, 3]).astype(np.float32)
+DATASET = {"x": X, "y": X.sum(axis=-1, keepdims=True), "row": np.arange(ROWS, dtype=np.int32)}
+OPTIMIZER = optax.sgd(0.05)
+
+
+class Regression(jaxloop.Step):
+    """Reports the rows of its batches, as one number, and lists the sizes for which it was traced."""
+
+    def __init__(self):
+        super().__init__(jax.random.key(0), nn.Dense(1), OPTIMIZER, train=True)
+        self.traced = []
+
+    def run(self, state, batch):
+        self.traced.append(len(batch["x"]))
+
+        def loss_fn(params):
+            return ((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "rows": (batch["row"] + 1).sum()}
+
+
+def train(dataset, total_steps, directory=None, **options):
+    """Returns the step, the state, and the history of a run, which saves after every step and resumes."""
+    step = Regression()
+    actions = [] if directory is None else [jaxloop.CheckpointAction(directory, interval=every(steps=1))]
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=actions, **options),
+        checkpoint_spec=directory and jaxloop.CheckpointSpec(directory),
+        log_interval=every(steps=1),
+    )
+    state, _ = outer_loop(step.initialize_model([1, 3]), dataset, train_total_steps=total_steps)
+    return step, state, outer_loop.history
+
+
+def assert_same(one, two):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def scheduled():
+    return data.batched(DATASET, {0: 4, 3: 8, 7: 12}, seed=3)
+
+
+def mixed(size=None):
+    even, odd = ({name: leaf[start::2] for name, leaf in DATASET.items()} for start in (0, 1))
+    weights = {0: {"even": 3, "odd": 1}, 4: {"even": 0, "odd": 1}, 6: {"even": 0.4, "odd": 0.6}}
+    return data.mixture({"odd": odd, "even": even}, weights, size or {0: 4, 5: 6}, seed=3)
+
+
+def from_state():
+    def make_batch(state, step):
+        rows = (np.arange(4) + step + int(abs(state.params["kernel"][0, 0]) * 1000)) % ROWS
+        return {name: leaf[rows] for name, leaf in DATASET.items()}
+
+    return data.from_state(make_batch)
+
+
+def rows_of(batches, number=None):
+    return [batch["row"].tolist() for batch in itertools.islice(batches, number)]
+
+
+# Resuming -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [scheduled, mixed, from_state])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_run_resumed_after_every_step_has_the_same_batches_and_the_same_bits(make, prefetch, tmp_path, logs):
+    dataset = lambda: data.prefetch(make(), prefetch) if prefetch else make()
+    total = 10
+    _, state, history = train(dataset(), total)
+    for step_num in range(1, total + 1):
+        _, resumed, again = train(dataset(), step_num, tmp_path / "run")
+    assert sum("Resumed at step" in message for message in logs.messages) == total - 1
+    assert_same(state, resumed)
+    for path in ("train.rows", "train.loss", "samples"):
+        assert history.collect(path) == again.collect(path)
+
+
+@pytest.mark.parametrize("make", [scheduled, mixed])
+def test_a_position_holds_the_number_of_the_next_batch_alone(make):
+    iterator = data.batches(make())
+    everything = rows_of(iterator, 9)
+    saved = iterator.position()
+    assert (saved.kind, saved.state) == ("index", 9)
+    again = data.batches(make())
+    again.seek(data.batches(make()).position())
+    assert rows_of(again, 9) == everything
+    asked = []
+    far = data.batches(data.from_index(lambda number: asked.append(number) or make().make_batch(number)))
+    far.set_state({**data.batches(data.from_index(lambda number: None)).get_state(), "count": 10**9, "state": 10**9})
+    assert len(next(far)["row"]) and set(asked) <= {0, 10**9}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: data.batched(DATASET, {0: 4, 3: 8, 8: 12}, seed=3),
+        lambda: data.batched(DATASET, {0: 4, 3: 8, 7: 12}, seed=4),
+        lambda: data.batched({name: leaf[:90] for name, leaf in DATASET.items()}, {0: 4, 3: 8, 7: 12}, seed=3),
+        mixed,
+        lambda: data.from_index(scheduled().make_batch),
+    ],
+)
+def test_a_run_does_not_resume_with_another_dataset(other):
+    iterator = data.batches(scheduled())
+    next(iterator)
+    with pytest.raises(ValueError, match="The position in the data was saved from a different dataset"):
+        data.batches(other()).set_state(iterator.get_state())
+
+
+# Sizes ----------------------------------------------------------------------------------------------------
+
+
+def test_each_size_is_compiled_once_without_a_warning_and_samples_are_exact(warnings_logged):
+    sizes = {number: 2 + number // 2 for number in range(0, 40, 2)}  # 20 sizes, more than max_batch_shapes.
+    step, _, history = train(data.batched(DATASET, {**sizes, 40: 2, 42: 5}), 44)
+    assert warnings_logged() == []
+    assert step.traced == list(range(2, 22))
+    expected = [sizes[number - number % 2] for number in range(40)] + [2, 2, 5, 5]
+    assert history.collect("samples") == np.cumsum(expected).tolist()
+
+
+def test_declared_sizes_leave_room_for_others(warnings_logged):
+    step = Regression()
+    loop, state = jaxloop.TrainLoop(step), step.initialize_model([1, 3])
+    step.max_batch_shapes = 2
+    state, _ = loop(state, scheduled(), num_steps=8)  # Three sizes.
+    batch_of = lambda rows: {name: leaf[:rows] for name, leaf in DATASET.items()}
+    state, _ = loop(state, [batch_of(3)], num_steps=1)
+    assert warnings_logged() == []  # A short batch is fine.
+    with pytest.raises(ValueError, match="has had 2 shapes, and max_batch_shapes=2"):
+        loop(state, [batch_of(5)], num_steps=1)
+
+
+def test_an_undeclared_size_still_warns(warnings_logged):
+    batches = scheduled()
+    train([batches.make_batch(number) for number in range(8)], 8)
+    assert any("compiles again for each shape" in text for text in warnings_logged())
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 2])
+def test_all_sizes_can_be_compiled_before_the_run(steps_per_dispatch):
+    dataset, step = scheduled(), Regression()
+    assert dataset.batch_sizes == (4, 8, 12)
+    loop, state = jaxloop.TrainLoop(step, steps_per_dispatch=steps_per_dispatch), step.initialize_model([1, 3])
+    loop.compile(state, dataset)
+    assert set(step.traced) == {4, 8, 12}
+    traced = len(step.traced)
+    loop(state, dataset, num_steps=20)
+    assert len(step.traced) == traced
+
+
+def test_a_check_compiles_all_sizes_and_reports_the_largest():
+    plans = []
+    for dataset in (data.batched(DATASET, 64), data.batched(DATASET, {0: 4, 3: 64})):
+        step = Regression()
+        report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.initialize_model([1, 3]), dataset, 10)
+        assert not report.problems, str(report)
+        plans.append(report.plan["step"])
+        assert set(step.traced) == set(dataset.batch_sizes)
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 250, {0: 3, 2: 11, 5: 1}])
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("num_epochs", [1, 3])
+def test_each_epoch_has_each_example_once(size, seed, num_epochs):
+    dataset = data.batched(DATASET, size, seed=seed, num_epochs=num_epochs)
+    rows = rows_of(dataset)
+    assert len(rows) == len(dataset) == data.num_batches(dataset)
+    flat = list(itertools.chain(*rows))
+    epochs = [flat[begin : begin + ROWS] for begin in range(0, len(flat), ROWS)]
+    assert len(epochs) == num_epochs and all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    if seed is not None:
+        assert len(set(map(tuple, epochs))) == num_epochs
+    sizes = size if isinstance(size, dict) else {0: size}
+    expected = [sizes[max(start for start in sizes if start <= number)] for number in range(len(rows))]
+    assert list(map(len, rows[:-1])) == expected[:-1] and 0 < len(rows[-1]) <= expected[-1]  # The last may be short.
+    assert set(dataset.batch_sizes) == set(map(len, rows))
+    assert [len(batch["row"]) for batch in dataset.first_of_each_size()] == list(dataset.batch_sizes)
+
+
+class ByIndex:
+    """A sequence that is not a list, like many datasets of examples."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        return {name: leaf[row] for name, leaf in DATASET.items()}
+
+
+def grain_rows():
+    return pytest.importorskip("grain").MapDataset.source(ByIndex())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [ByIndex()[row] for row in range(ROWS)],
+        ByIndex,
+        grain_rows,
+        lambda: ByIndex().__getitem__,
+        lambda: data.from_index(ByIndex().__getitem__, ROWS),
+        lambda: jax.tree.map(jnp.asarray, DATASET),
+    ],
+    ids="list,sequence,grain,function,from_index,jax".split(","),
+)
+def test_examples_may_be_given_in_many_forms(make):
+    expected = list(itertools.islice(data.batched(DATASET, 6), 16))
+    jax.tree.map(np.testing.assert_array_equal, list(itertools.islice(data.batched(make(), 6), 16)), expected)
+
+
+def test_an_endless_grain_dataset_keeps_its_own_order():
+    rows = grain_rows().shuffle(seed=1).repeat()
+    assert rows_of(data.batched(rows, 30), 10) == [
+        [int(rows[row]["row"]) for row in range(begin, begin + 30)] for begin in range(0, 300, 30)
+    ]
+
+
+def test_each_process_reads_its_rows_of_each_batch():
+    parts = [data.shard_for_process(scheduled(), process_index=place, process_count=2) for place in (0, 1)]
+    assert [part.batch_sizes for part in parts] == [(2, 4, 6)] * 2
+    both = zip(*(rows_of(part, 10) for part in parts), strict=True)
+    assert [one + two for one, two in both] == rows_of(scheduled(), 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: data.batched(DATASET, 0), ValueError, r"size\) must be a positive int, or a dict.*got 0"),
+        (lambda: data.batched(DATASET, {0: 4, 5: -1}), ValueError, "got -1"),
+        (lambda: data.batched(DATASET, {0: 4, 5: 2.0}), TypeError, "got 2.0"),
+        (lambda: data.batched(DATASET, True), TypeError, "got True"),
+        (lambda: data.batched(DATASET, {5: 4}), ValueError, "must begin at batch 0.*but it begins at batch 5"),
+        (lambda: data.batched(DATASET, {-1: 4, 0: 5}), ValueError, "begins at batch -1"),
+        (lambda: data.batched(DATASET, {}), ValueError, "but it is empty"),
+        (lambda: data.batched(DATASET, {0: 4, 1.5: 5}), TypeError, "got the key 1.5"),
+        (lambda: data.batched(DATASET, 4, num_epochs=0), ValueError, "num_epochs.*got 0"),
+        (lambda: data.batched(DATASET, 4, seed=-1), ValueError, "seed must be a non-negative int or None, got -1"),
+        (lambda: data.batched(DATASET, 4, seed="a"), TypeError, "seed must be a non-negative int or None, got 'a'"),
+        (lambda: data.batched([], 4), ValueError, "has no examples"),
+        (lambda: data.batched({}, 4), ValueError, "arrays with a common leading axis"),
+        (lambda: data.batched({"x": X, "y": X[:3]}, 4), ValueError, "common leading axis.*float32.3, 3."),
+        (lambda: data.batched({"x": X, "y": 3}, 4), ValueError, "common leading axis"),
+        (lambda: data.batched(iter([1]), 4), TypeError, "read by their index, got list_iterator"),
+        (lambda: data.batched("abc", 4), TypeError, "read by their index, got str"),
+        (lambda: data.batched(lambda row: row, 4, seed=1), ValueError, "can't be shuffled"),
+        (lambda: data.batched(lambda row: row, 4, num_epochs=1), ValueError, "known number of examples"),
+        (lambda: next(iter(data.batched([1, None], 2))), ValueError, "Don't filter a dataset"),
+        (lambda: next(iter(data.batched([np.ones(2), np.ones(3)], 2))), ValueError, "same shape"),
+    ],
+)
+def test_bad_examples_and_sizes_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# Mixtures -------------------------------------------------------------------------------------------------
+
+SOURCES = {"a": np.arange(0, 1000), "b": np.arange(1000, 1010), "c": np.arange(2000, 2500)}
+
+
+def source_of(value):
+    return "abc"[value // 1000]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        ({"a": 1, "b": 1, "c": 1}, 7),
+        ({"a": 0.70001, "b": 0.001, "c": 0.29899}, {0: 3, 10: 64, 50: 5}),
+        ({0: {"a": 1, "b": 0, "c": 0}, 20: {"a": 0, "b": 2, "c": 1}, 40: {"a": 1, "b": 1, "c": 9}}, {0: 8, 30: 4}),
+        ({number: {"a": 100 - number, "b": 3, "c": number} for number in range(100)}, 2),
+    ],
+)
+def test_a_mixture_keeps_to_its_weights_and_repeats_each_source_whole(weights, size, seed):
+    batches = list(itertools.islice(data.mixture(SOURCES, weights, size, seed=seed), 100))
+    pieces = weights if 0 in weights else {0: weights}
+    due, drawn = collections.Counter(), collections.defaultdict(list)
+    for number, batch in enumerate(batches):
+        now = pieces[max(start for start in pieces if start <= number)]
+        for name, weight in now.items():
+            due[name] += len(batch) * weight / sum(now.values())
+        for value in batch.tolist():
+            drawn[source_of(value)].append(value)
+        for name in SOURCES:
+            assert abs(len(drawn[name]) - due[name]) < len(SOURCES)
+    for name, values in drawn.items():
+        length = len(SOURCES[name])
+        for begin in range(0, len(values) - length, length):
+            assert sorted(values[begin : begin + length]) == SOURCES[name].tolist()
+        if seed is None:
+            assert values == [int(SOURCES[name][place % length]) for place in range(len(values))]
+
+
+def test_a_weight_of_0_draws_nothing_and_the_order_of_the_sources_does_not_matter():
+    weights = {"a": 0.5, "b": 0.0, "c": 0.5}
+    one = list(itertools.islice(data.mixture(SOURCES, weights, 6, seed=2), 50))
+    other = data.mixture(dict(reversed(SOURCES.items())), dict(reversed(weights.items())), 6, seed=2)
+    np.testing.assert_array_equal(one, list(itertools.islice(other, 50)))
+    assert {source_of(value) for batch in one for value in batch.tolist()} == {"a", "c"}
+
+
+def test_a_mixture_of_batches_takes_each_batch_from_one_source():
+    grain = pytest.importorskip("grain")
+    sources = {
+        "grain": grain.MapDataset.source(SOURCES["a"]).batch(4),
+        "index": data.from_index(lambda number: np.full(6, 2000 + number)),
+        "list": [np.arange(1000, 1002), np.arange(1002, 1004)],
+    }
+    weights = {0: {"grain": 1, "index": 1, "list": 0}, 4: {"grain": 0, "index": 1, "list": 3}}
+    found = [batch.tolist() for batch in itertools.islice(data.mixture(sources, weights), 8)]
+    assert [source_of(batch[0]) for batch in found] == ["a", "c", "a", "c", "b", "c", "b", "b"]
+    assert found[2] == [4, 5, 6, 7] and found[-1] == [1000, 1001]
+
+
+ONE = {"a": np.arange(4)}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: data.mixture(SOURCES, {"a": 0, "b": 0, "c": 0}, 4), ValueError, "positive, finite sum, got 0"),
+        (lambda: data.mixture(ONE, {"a": -1}, 4), ValueError, "finite and not negative, got -1 for 'a'"),
+        (lambda: data.mixture(ONE, {"a": float("nan")}, 4), ValueError, "finite and not negative, got nan"),
+        (lambda: data.mixture(ONE, {"a": float("inf")}, 4), ValueError, "finite and not negative, got inf"),
+        (lambda: data.mixture(ONE, {"a": "1"}, 4), TypeError, "must be numbers, got '1' for 'a'"),
+        (lambda: data.mixture(SOURCES, {"a": 1, "c": 1}, 4), ValueError, "names of the sources, a, b, c, got a, c"),
+        (lambda: data.mixture(ONE, {"a": 1, "d": 1}, 4), ValueError, "names of the sources, a, got a, d"),
+        (lambda: data.mixture(ONE, {5: {"a": 1}}, 4), ValueError, "weights.*must begin at batch 0.*begins at batch 5"),
+        (lambda: data.mixture(ONE, {0: {"a": 1}, 7: {"b": 1}}, 4), ValueError, "weights.* at batch 7 must have the"),
+        (lambda: data.mixture(ONE, {}, 4), ValueError, "must have the names of the sources"),
+        (lambda: data.mixture(ONE, 0.5, 4), TypeError, "must be a dict of weights by name"),
+        (lambda: data.mixture(ONE, {"a": 1}, {2: 4}), ValueError, "size.*must begin at batch 0"),
+        (lambda: data.mixture([np.arange(4)], {"a": 1}, 4), TypeError, "takes a dict of datasets by name, got list"),
+        (lambda: data.mixture({}, {}, 4), TypeError, "takes a dict of datasets by name"),
+        (lambda: data.mixture({"a": iter([1])}, {"a": 1}, 4), TypeError, r"mixture\(sources\['a'\]\) must be examples"),
+        (lambda: data.mixture({"a": np.zeros([0, 3])}, {"a": 1}, 4), ValueError, r"sources\['a'\]\) has no examples"),
+    ],
+)
+def test_bad_mixtures_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("other", [X[:, :2], X.astype(np.float16), {"x": X}])
+def test_sources_whose_examples_differ_are_refused(other):
+    with pytest.raises(ValueError, match=r"same structure, shapes and dtypes, got .* from 'a' and .* from 'b'"):
+        next(iter(data.mixture({"a": X, "b": other}, {"a": 1, "b": 1}, 4)))
+
+
+# Hugging Face datasets ------------------------------------------------------------------------------------
+
+# pandas is installed with `datasets`. A custom format is a transformation that is applied when rows are read.
+FORMATS = [None, "numpy", "pandas", "arrow", "custom"]
+
+
+def hugging_face(kind, **options):
+    columns = {name: leaf.tolist() if name == "row" else list(leaf) for name, leaf in DATASET.items()}
+    rows = pytest.importorskip("datasets").Dataset.from_dict({**columns, "text": ["a"] * ROWS})
+    if kind == "custom":
+        return rows.with_transform(lambda found: {name: list(map(np.asarray, found[name])) for name in DATASET})
+    return rows.with_format(kind, columns=list(DATASET), **options)
+
+
+def streamed(kind):
+    return hugging_face(None).with_format(None).remove_columns("text").to_iterable_dataset().with_format(kind)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_hugging_face_datasets_in_any_format_are_converted(kind):
+    found = list(itertools.islice(data.batched(hugging_face(kind), {0: 4, 3: 8, 7: 12}, seed=3), 12))
+    for batch, expected in zip(found, scheduled(), strict=False):
+        assert batch.keys() == expected.keys() and {type(leaf) for leaf in batch.values()} == {np.ndarray}
+        jax.tree.map(np.testing.assert_array_equal, batch, expected)
+
+
+@pytest.mark.parametrize("kind", [None, "pandas", "arrow"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_hugging_face_datasets_without_arrays_are_refused(kind, is_streamed):
+    rows = streamed(kind) if is_streamed else hugging_face(kind)
+    message = rf"Hugging Face .*Dataset in the {kind or 'python'} format .*with_format\(.numpy.\).*data.batched"
+    step = Regression()
+    for read in (data.batches, lambda rows: jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), rows)):
+        with pytest.raises(TypeError, match=message):
+            read(rows)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("pandas", "a DataFrame"), ("arrow", "a Table")])
+def test_a_table_in_place_of_a_batch_is_refused(kind, what):
+    step = Regression()
+    with pytest.raises(TypeError, match=rf"batch is {what}, .*with_format\(.numpy.\)"):
+        jaxloop.LossStep(
+            jax.random.key(0), nn.Dense(1), OPTIMIZER, train=True, loss=lambda outputs, batch: outputs.mean()
+        )(step.initialize_model([1, 3]), next(hugging_face(kind).iter(batch_size=4)))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_hugging_face_datasets_of_arrays_are_taken_as_they_are(is_streamed):
+    batches = (streamed("numpy") if is_streamed else hugging_face("numpy").remove_columns("text")).batch(10)
+    assert rows_of(data.batches(batches)) == [list(range(begin, begin + 10)) for begin in range(0, ROWS, 10)]
+    assert data.batches(batches).kind == ("state_dict" if is_streamed else "unknown")
+
+
+class Rows:
+    """As much of a Hugging Face dataset as `batched` needs, for where the library is missing."""
+
+    def __init__(self, kind=None, columns=("x", "text")):
+        self.format = {"type": kind, "columns": columns, "output_all_columns": False}
+
+    def with_format(self, kind, columns, output_all_columns):
+        return Rows(kind, columns)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter([self[[row]] for row in range(ROWS)])
+
+    def __getitem__(self, rows):
+        assert self.format["type"] == "numpy" and type(rows) is list
+        return {"x": X[rows]}
+
+
+def test_the_format_of_a_hugging_face_dataset_decides(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(Dataset=Rows))
+    np.testing.assert_array_equal(next(iter(data.batched(Rows("pandas"), 5)))["x"], X[:5])
+    for kind in (None, "pandas", "polars"):
+        with pytest.raises(TypeError, match=rf"in the {kind or 'python'} format"):
+            data.batches(Rows(kind))
+    data.batches(Rows("numpy"))
+
+
+# Batches from the state -------------------------------------------------------------------------------------
+
+
+def test_each_batch_is_made_from_the_newest_state_at_its_step():
+    step, seen = Regression(), []
+
+    def make_batch(state, step_num):
+        assert type(step_num) is int and int(state.step) == step_num
+        seen.append(float(state.params["kernel"][0, 0]))
+        return {name: leaf[step_num : step_num + 4] for name, leaf in DATASET.items()}
+
+    loop = jaxloop.TrainLoop(step)
+    state, outputs = loop(step.initialize_model([1, 3]), data.from_state(make_batch), num_steps=6)
+    assert len(set(seen)) == 6 and loop.num_examples == [4] * 6
+    assert outputs["rows"] == [sum(range(number + 1, number + 5)) for number in range(6)]
+    state, outputs = loop(state, data.from_state(make_batch), num_steps=2)
+    assert outputs["rows"][0] == 7 + 8 + 9 + 10
+
+
+def test_auto_runs_it_step_by_step_and_says_so(logs):
+    _, state, _ = train(from_state(), 40, steps_per_dispatch="auto")
+    assert any("'auto' uses 1, because from_state reads the state" in message for message in logs.messages)
+    assert_same(state, train(from_state(), 40)[1])
+
+
+def test_a_check_makes_the_batch_from_the_state():
+    step = Regression()
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
+    for state in (step.initialize_model([1, 3]), step.abstract_state([1, 3])):
+        report = outer_loop.check(state, from_state(), 10)
+        assert not report.problems and "made from the state" in report.plan["train data"], str(report)
+    wrong = data.from_state(lambda state, step: {"x": "text"})
+    report = outer_loop.check(step.initialize_model([1, 3]), wrong, 10)
+    assert "the string 'text'" in str(report) and not report.ok
+
+
+def test_a_step_of_such_a_run_can_be_repeated(tmp_path):
+    _, _, history = train(from_state(), 6, tmp_path)
+    step = Regression()
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(tmp_path, interval=every(steps=1))]),
+        checkpoint_spec=jaxloop.CheckpointSpec(tmp_path),
+        log_interval=every(steps=1),
+    )
+    before = jaxloop.rewind(tmp_path, outer_loop, 4, state=step.initialize_model([1, 3]), train_dataset=from_state())
+    assert int((before.batch["row"] + 1).sum()) == history.collect("train.rows")[3]
+
+
+def evaluate(step, state):
+    return jaxloop.EvalLoop(step)(state, from_state(), num_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "message"),
+    [
+        (lambda step, state: data.from_state([1]), TypeError, "takes a function of the state and the step, got list"),
+        (evaluate, ValueError, "from_state makes training data"),
+        (
+            lambda step, state: jaxloop.TrainLoop(step, steps_per_dispatch=4)(state, from_state(), num_steps=8),
+            ValueError,
+            "steps_per_dispatch=4 runs several steps at once",
+        ),
+        (lambda step, state: jf.loop(state, from_state(), {every(1): step}, stop=3), TypeError, "jf.loop doesn't"),
+        (
+            lambda step, state: jaxloop.fit(step, from_state(), train_total_steps=3),
+            TypeError,
+            "fit doesn't accept from_state",
+        ),
+    ],
+)
+def test_what_can_not_read_the_state_refuses_it(run, error, message):
+    step = Regression()
+    with pytest.raises(error, match=message):
+        run(step, step.initialize_model([1, 3]))
+
+
+def test_a_check_reports_several_steps_per_dispatch():
+    step = Regression()
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, steps_per_dispatch=4))
+    assert "runs several steps at once" in str(outer_loop.check(step.initialize_model([1, 3]), from_state(), 8))
+
+
+def test_an_error_in_the_function_names_its_place():
+    step = Regression()
+    with pytest.raises(ZeroDivisionError) as raised:
+        jaxloop.TrainLoop(step)(step.initialize_model([1, 3]), data.from_state(lambda state, step: 1 // 0), num_steps=3)
+    assert "in the dataset, after step 0" in str(raised.value.__notes__)
+
+
+def test_a_check_counts_the_examples_of_scheduled_sizes():
+    ends = []
+    for size in (data.batched(DATASET, {0: 4, 3: 8, 7: 12}), data.batched(DATASET, 4)):
+        step = Regression()
+        outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step))
+        report = outer_loop.check(step.initialize_model([1, 3]), size, stop=jaxloop.at(samples=100))
+        assert not report.problems, str(report)
+        state, _ = outer_loop(step.initialize_model([1, 3]), size, stop=jaxloop.at(samples=100))
+        assert f"to step {int(state.step)};" in report.plan["train"]
+        ends.append(int(state.step))
+    assert ends == [12, 25]  # 3 x 4 + 4 x 8 + 5 x 12 >= 100
