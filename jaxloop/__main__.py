@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "status": "how far each run is",
         "goodput": "where the wall time of the runs went, in total",
         "compare": "the runs in the order of the best value of a metric",
-        "report": "one HTML page about each run, with curves",
+        "report": "one HTML page about a run, with curves",
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=f"Prints {text}.")

@@ -360,7 +360,8 @@ def load_params(
       paths: Maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**": "backbone/**"}`; see
         `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned unchanged. None to load
         every leaf of `into` from the same path.
-      ema: Whether to load the average of the parameters that `LossStep(ema=...)` keeps, instead of the parameters.
+      ema: Whether to load the average of the parameters, which `LossStep(ema=...)` or `jaxloop.optimizers.ema` keeps,
+        instead of the parameters.
 
     Returns:
       The parameters, in the structure of `into`.
@@ -415,8 +416,9 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
     Args:
       directory: See `load_params`.
       step: See `load_params`.
-      into: A dict of the same form, such as `state.variables`, which determines the structure, shapes, dtypes and
-        shardings of the result. None to return nested dicts of arrays on JAX's default device.
+      into: A dict of the same form, which determines the structure, shapes, dtypes and shardings of the result:
+        `state.variables` for a Linen model; the `params`, `batch_stats` and `collections` of the state, under these
+        names, for an NNX model. None to return nested dicts of arrays on JAX's default device.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
@@ -442,6 +444,8 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
     """Calls a function with the checkpoint of a step, "newest" or "best"."""
     if step == "best":
         best = best_step(directory)
+        if best is None and not all_steps(directory):
+            raise FileNotFoundError(f"No checkpoint in {directory}.")
         if best is None:
             raise FileNotFoundError(
                 f"No checkpoint in {directory} is known to be the best. Save them with CheckpointAction(directory, "

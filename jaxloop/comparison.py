@@ -11,7 +11,7 @@ from typing import Any, final
 
 from etils import epath
 
-from jaxloop import accounts, files, run_log
+from jaxloop import accounts, checks, files, run_log
 from jaxloop.actions.monitor import Monitor
 from jaxloop.history import HISTORY_FILE
 from jaxloop.text import printable
@@ -87,7 +87,8 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]
     if all(run["best"] is None for run in runs):
-        raise ValueError(f"No history has a finite value of {printable(by)!r}. Give its path, such as test.accuracy.")
+        there = checks.listed(sorted({path for workdir in workdirs for path in _paths(workdir)}))
+        raise ValueError(f"No history has a finite value of {printable(by)!r}. There is: {there}. Give one of these.")
     sign = -1.0 if monitor.mode == "max" else 1.0
     runs.sort(key=lambda run: math.inf if run["best"] is None else sign * run["best"])
     grouped: dict[Any, list[dict[str, Any]]] = {}
@@ -136,6 +137,16 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
                 if isinstance(value, int | float) and math.isfinite(value) and value == float(number):
                     return float(value), int(row["elapsed"]["steps"])
     return None, None
+
+
+def _paths(workdir: epath.PathLike) -> set[str]:
+    """Returns the paths in the newest rows of a history."""
+    paths: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in files.read_bytes(files.absolute(workdir) / HISTORY_FILE).splitlines()[-100:]:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                paths |= dict(run_log.flat(files.parse_json(line)["logs"])).keys()
+    return paths
 
 
 def _group(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

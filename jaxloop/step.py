@@ -294,7 +294,7 @@ class Step:
           spec: The spec of the model's input: a float32 shape (`[1, 28, 28, 1]`), a `(shape, dtype)` pair, or dicts,
             lists and named tuples of these. The model is initialized with arrays of ones. Arrays and keys in the spec
             are passed to the model unchanged. For a model with several inputs, pass either a list of specs by position
-            (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused if the model is an NNX class or
+            (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused if the model is an NNX module or
             None.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments of `model.init` (Linen) or of the constructor (NNX).

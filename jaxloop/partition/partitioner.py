@@ -37,7 +37,7 @@ class Partitioner(abc.ABC):
     @property
     @abc.abstractmethod
     def mesh(self) -> Mesh | None:
-        """The device mesh; None on a single device. Its axes are automatic (GSPMD)."""
+        """The device mesh; None on a single device. Except for `ExplicitPartitioner`, its axes are automatic."""
 
     @property
     @abc.abstractmethod
