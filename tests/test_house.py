@@ -21,17 +21,16 @@ ORDER = """types structures flat_state text files encoding compilation_cache dis
 lock schedules timing run_log accounts layout cost topology partition.partitioner partition.meshes
 partition.single_device partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp
 partition.rules partition.spmd partition.explicit partition.choice partition models metrics output_queue engine
-engine.ledger nonfinite history seal path_patterns optimizers checkpoint
-read_ahead fingerprint sources position data actions.action
-actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
-actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
-actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions commands compiled step feed
-engine.program loss_step function_step exporting counting engine.progress engine.agenda engine.stepper engine.moments
-engine.engine loop stat_loop action_loop train_loop eval_loop specs forecast detours whole_run evaluations training
-preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
-failures watchdog outer_loop rewinding functional.log_entries functional.loop_state functional.tools
-functional.callbacks functional.running functional fitting testing examples launch comparison status html_report
-__main__
+engine.ledger nonfinite history seal path_patterns optimizers checkpoint read_ahead fingerprint sources position data
+actions.action actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action
+actions.spike_guard actions.learning_rate_action actions.periodic_action actions.profile_action
+actions.progress_action actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list
+actions commands compiled step feed engine.program loss_step function_step exporting counting engine.progress
+engine.agenda engine.stepper engine.moments engine.engine loop stat_loop action_loop train_loop eval_loop specs
+forecast detours whole_run evaluations training preflight.report preflight.experiment preflight.step preflight.data
+preflight.checkpoints preflight.actions preflight failures watchdog outer_loop rewinding functional.log_entries
+functional.loop_state functional.tools functional.callbacks functional.running functional fitting testing examples
+launch comparison status html_report __main__
 """.split()
 
 
@@ -93,7 +92,7 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
         "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
-        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu'};"
+        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb', 'aim', 'comet_ml'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -19,7 +19,7 @@ class Action(abc.ABC):
       monitors, check: Used by `OuterLoop.check`, before a run.
       before_checkpoint, state_dict: Called before a checkpoint is saved, in this order.
       load_state_dict: Called when a run resumes from a checkpoint, before its first step.
-      begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`, in this order.
+      begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
       finish: Called when a run has ended without an error or an interruption, before `close`.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
       close: Called at the end of an `OuterLoop`'s run, however it ends.

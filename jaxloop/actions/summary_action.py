@@ -35,9 +35,9 @@ class SummaryAction(WriterAction):
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
         `jaxloop.actions.MlflowWriter`, or any object with the methods of `clu.metric_writers.MetricWriter`. Only
-        `write_scalars` and `flush` are required; outputs for which a method is missing cause one warning. You own the writer: it is flushed when a run ends, but not closed. If you
-        write to it yourself during a run, it must be thread-safe, as the writers that `default_writer` returns are.
-        Otherwise, call this action's `flush` first.
+        `write_scalars` and `flush` are required; outputs for which a method is missing cause one warning. You own the
+        writer: it is flushed when a run ends, but not closed. If you write to it yourself during a run, it must be
+        thread-safe, as the writers of jaxloop are. Otherwise, call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
       prefix: A prefix for each name, such as "eval/", which distinguishes the `loss` of an eval loop from that of the

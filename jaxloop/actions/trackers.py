@@ -99,8 +99,8 @@ class _TrackerWriter(abc.ABC):
             with self._using():
                 self._flush()
 
-    def _flush(self) -> None:
-        """Does nothing, as every write waits until it is stored."""
+    def _flush(self) -> None:  # noqa: B027 (to override, or not)
+        """Returns when the tracker has stored everything. Does nothing if every write waits for that."""
 
     def close(self) -> None:
         """Ends the tracked run. A later write continues it."""
@@ -189,9 +189,10 @@ class MlflowWriter(_TrackerWriter):
     ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
-    It uses `MlflowClient` with the id of its run, so it leaves the active run of your threads alone. MLflow can't delete
-    points, so those that it has are read back and not written again. Characters that MLflow doesn't allow in a name
-    become underscores. A param that MLflow has already keeps its value; if the new one differs, a warning is logged.
+    It uses `MlflowClient` with the id of its run, so it leaves the active run of your threads alone. MLflow can't
+    delete points, so those that it has are read back and not written again. Characters that MLflow doesn't allow in a
+    name become underscores. A param that MLflow has already keeps its value; if the new one differs, a warning is
+    logged.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.

@@ -25,7 +25,8 @@ PAUSE_SECS = 0.1
 """The number of seconds for which a new thread collects calls, unless an action waits for them."""
 
 _METHODS = frozenset(
-    f"write_{kind}" for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams", "notes")
+    f"write_{kind}"
+    for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams", "notes")
 ) | {"flush", "resume"}
 """The methods of a writer that a checkpoint may name."""
 
@@ -313,8 +314,8 @@ class WriterAction(Action):
         super().__init__(interval)
         if missing := [name for name in ("write_scalars", "flush") if not hasattr(summary_writer, name)]:
             raise TypeError(
-                f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}, "
-                f"which lacks {' and '.join(missing)}. jaxloop.default_writer(workdir) makes one."
+                f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
+                f"jaxloop.default_writer(workdir) makes one. This one lacks {' and '.join(missing)}."
             )
         self._summary_writer = summary_writer
         self._queue = WriterQueue.of(summary_writer, background)
