@@ -287,18 +287,23 @@ def test_a_tracker_that_has_not_received_everything_is_an_error(comet, tmp_path)
         actions.SummaryAction(writer).flush()
 
 
-def test_trackio_and_mlflow_that_can_not_write_raise(tmp_path):
-    pytest.importorskip("trackio")
-    writer = actions.TrackioWriter(tmp_path, "digits")
-    writer._storage = types.SimpleNamespace(init_db=lambda project: (tmp_path / "nowhere" / "file").read_text())
-    with pytest.raises(FileNotFoundError) as caught:
-        writer.write_scalars(1, {"loss": 0.5})
-    assert "in TrackioWriter" in caught.value.__notes__[0]
-    pytest.importorskip("mlflow")
-    writer = actions.MlflowWriter(tmp_path, f"sqlite:///{tmp_path}/nowhere/mlflow.db")
+@pytest.mark.filterwarnings("ignore")  # Of the packages.
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
+def test_a_database_that_can_not_be_written_is_an_error(tracker, tmp_path, monkeypatch):
+    package, path = pytest.importorskip(tracker), tmp_path / "file"
+    path.touch()
+    if tracker == "mlflow":
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        writer = actions.MlflowWriter(tmp_path, "http://127.0.0.1:9")  # Nobody listens there.
+    else:
+        monkeypatch.setattr(package.sqlite_storage, "TRACKIO_DIR", path)
+        writer = actions.TrackioWriter(tmp_path, "digits")
+    action = actions.SummaryAction(writer, background=False)
     with pytest.raises(Exception) as caught:
-        writer.write_scalars(1, {"loss": 0.5})
-    assert "in MlflowWriter" in caught.value.__notes__[0]
+        action(None, {"loss": 0.5}, step_num=7)
+    notes = "\n".join(caught.value.__notes__)
+    assert f"in {type(writer).__name__}, whose tracked run is" in notes
+    assert "in SummaryAction(interval=1), after step 7: write_scalars of loss" in notes
 
 
 # Bad input ----------------------------------------------------------------------------------------------------------
@@ -367,6 +372,7 @@ def test_a_kind_that_a_writer_can_not_store_is_skipped_with_one_warning(comet, t
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "trackers.md"
 
 
+@pytest.mark.filterwarnings("ignore")  # Of the packages.
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb", "aim", "comet"])
 def test_the_program_of_the_page_runs_with_each_writer(tracker, request, tmp_path, monkeypatch):
     if tracker in ("wandb", "comet"):  # They need a server.
