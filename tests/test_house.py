@@ -126,7 +126,10 @@ def test_the_public_names_are_where_they_shall_be(module, name):
 
 # What others call, by a contract of theirs, and what is as another class of ours says.
 OF_A_CONTRACT = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
-AS_ANOTHER = ("actions.writers.LogWriter",)
+AS_ANOTHER = (
+    "actions.writers.LogWriter",
+    *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb", "Aim", "Comet")),
+)
 
 
 def public_definitions():
