@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -20,7 +21,7 @@ PROGRAM = pathlib.Path(__file__).parent / "programs" / "tracking.py"
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb", "aim"])
 def test_after_sigkill_a_tracker_shows_the_points_of_the_history(tracker, tmp_path):
     pytest.importorskip(tracker)
-    command = [sys.executable, PROGRAM, tmp_path, tracker, "2", "0"]
+    command = [sys.executable, PROGRAM, tmp_path, tracker, "2", "1"]  # Before the first checkpoint, and after one.
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
@@ -128,7 +129,7 @@ def write_all(writer):
     writer.write_hparams({"lr": 0.1})
     writer.write_notes({"seed": 3})
     writer.write_scalars(5, {"loss": np.float32(0.5)})
-    writer.write_texts(5, {"text": "so"})
+    writer.write_texts(5, {"text": "1 < 2"})
     writer.write_images(5, {"image": np.ones([2, 4, 4, 1], np.float32)})
     if hasattr(writer, "write_histograms"):
         writer.write_histograms(5, {"weights": np.arange(6.0)}, {"weights": 8})
@@ -147,7 +148,7 @@ def test_the_calls_of_wandb(wandb, tmp_path):
         ("define_metric", "*", {"step_metric": "jaxloop/step"}),
         ("config.update", {"seed": 3, "lr": 0.1}, {"allow_val_change": True}),
         ("log", {"loss": 0.5, "jaxloop/step": 5}),
-        ("log", {"text": ("Html", "so", {}), "jaxloop/step": 5}),
+        ("log", {"text": ("Html", "<pre>1 &lt; 2</pre>", {}), "jaxloop/step": 5}),
         (
             "log",
             {"image/0": ("Image", (4, 4, 3), {}), "image/1": ("Image", (4, 4, 3), {}), "jaxloop/step": 5},
@@ -174,6 +175,23 @@ def test_a_run_of_wandb_goes_on_without_the_points_that_the_server_has(wandb, tm
     assert [call for call in calls if call[0] == "log"] == [("log", {"accuracy": 0.25, "jaxloop/step": 6})]
 
 
+def test_offline_parts_of_after_the_checkpoint_are_deleted(wandb, tmp_path):
+    parts = lambda: sorted(path.name for path in (tmp_path / "wandb").iterdir())
+    writer = actions.WandbWriter(tmp_path)
+    writer.write_scalars(5, {"loss": 0.5})
+    run = writer.position()["run"]
+    before, after, other = names = [f"offline-run-1-{run}", f"offline-run-2-{run}-1", "offline-run-3-other"]
+    (tmp_path / "wandb" / before).mkdir(parents=True)
+    position = writer.position()
+    for name in (after, other):
+        (tmp_path / "wandb" / name).mkdir()
+    assert parts() == names
+    actions.WandbWriter(tmp_path).resume(5, position)
+    assert parts() == [before, other]
+    actions.WandbWriter(tmp_path).resume(0, None)
+    assert parts() == [other]
+
+
 def test_the_calls_of_aim(aim, tmp_path):
     writer = actions.AimWriter(tmp_path, tmp_path / "repo", experiment="digits")
     write_all(writer)
@@ -185,7 +203,7 @@ def test_the_calls_of_aim(aim, tmp_path):
         ("set", "hparams", {"lr": 0.1}),
         ("set", "notes", {"seed": 3}),
         ("track", 0.5, {"name": "loss", "step": 5}),
-        ("track", ("Text", "so", {}), {"name": "text", "step": 5}),
+        ("track", ("Text", "1 < 2", {}), {"name": "text", "step": 5}),
         ("track", ("Image", (4, 4, 3), {}), {"name": "image/0", "step": 5}),
         ("track", ("Image", (4, 4, 3), {}), {"name": "image/1", "step": 5}),
         ("track", ("Distribution", (6,), {"bin_count": 8}), {"name": "weights", "step": 5}),
@@ -266,6 +284,19 @@ def test_a_point_that_changed_is_written_too_and_reported(comet, tmp_path, logs)
     assert "the tracked run has loss=0.5 for step 6, and now it is 0.25" in logs.text
 
 
+@pytest.mark.parametrize(
+    ("stored", "value"),
+    [("NaN", math.nan), ("1.7976931348623157E308", math.inf), ("-Infinity", -math.inf), ("0.1", np.float32(0.1))],
+)
+def test_a_value_is_known_again_as_a_tracker_stores_it(stored, value, comet, tmp_path):
+    writer = actions.CometWriter(tmp_path)
+    writer.write_scalars(5, {"loss": 0.5})
+    comet.metrics.append({"metricName": "loss", "metricValue": stored, "step": 6})
+    writer.resume(5, writer.position())
+    writer.write_scalars(6, {"loss": value})
+    assert len(comet.metrics) == 2
+
+
 def test_an_error_names_the_tracker_the_action_and_the_step_and_nothing_is_lost_or_doubled(comet, tmp_path):
     comet.fails = 1
     with pytest.raises(ConnectionError) as caught:
@@ -277,6 +308,16 @@ def test_an_error_names_the_tracker_the_action_and_the_step_and_nothing_is_lost_
     assert [step for step, _ in losses(comet)] == list(range(1, 1001))
     assert len(set(comet.keys)) == 1
     assert all(len(list(group)) == 1 for _, group in itertools.groupby(sorted(each[:2] for each in comet.points)))
+
+
+def test_a_row_that_was_written_in_part_is_completed(comet, tmp_path):
+    writer, row = actions.CometWriter(tmp_path), {"loss": 0.5, "accuracy": 0.25}
+    comet.fails = 1
+    with pytest.raises(ConnectionError):
+        writer.write_scalars(1, row)
+    assert losses(comet) == [(1, 0.5)]
+    writer.write_scalars(1, row)
+    assert comet.points == [(1, "loss", 0.5), (1, "accuracy", 0.25)]
 
 
 def test_a_tracker_that_has_not_received_everything_is_an_error(comet, tmp_path):

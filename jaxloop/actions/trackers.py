@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import html
 import importlib
 import json
 import math
@@ -395,7 +396,8 @@ class WandbWriter(_TrackerWriter):
                 yield from ((name, at, value) for name, value in row.items() if value is not None)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._write(step, {name: self._module.Html(text) for name, text in texts.items()})
+        new = self._module.Html
+        self._write(step, {name: new(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()})
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
         self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
@@ -570,7 +572,8 @@ def _is_same(name: str, known: Any, value: Any) -> bool:
     if not isinstance(value, float) or "jaxloop/" in name:
         return True
     try:
-        known = float(known)
+        # MLflow stores the largest number instead of infinity.
+        known, value = np.nan_to_num([float(known), value], nan=math.nan).tolist()
     except (TypeError, ValueError):
         return False
     return math.isclose(known, value, rel_tol=1e-6) or (math.isnan(known) and math.isnan(value))

@@ -203,6 +203,11 @@ def start(directory, tracker):
     return pid
 
 
+def num_rows(directory):
+    rows = directory / "history.jsonl"
+    return rows.read_bytes().count(b"\n") if rows.exists() else 0
+
+
 def kill_and_resume(directory, tracker, kills, seed):
     """Kills a run at random moments, and lets it end; returns the number of kills, and in what the tracker differs."""
     directory.mkdir(parents=True)
@@ -213,19 +218,16 @@ def kill_and_resume(directory, tracker, kills, seed):
     rng, killed, was_killed = random.Random(seed), 0, True
     while was_killed:
         begins, pid = time.monotonic(), start(directory, tracker)
-        # Half of the time after the first rows of this process, when most happens.
-        rows = directory / "history.jsonl"
-        if rng.random() < 0.7:
-            size = rows.stat().st_size if rows.exists() else 0
-            while not (rows.exists() and rows.stat().st_size > size) and time.monotonic() < begins + 60:
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                    break
-                time.sleep(0.01)
-            delay = rng.uniform(0, NUM_STEPS * PACE_SECS / 3)
-        else:
-            delay = rng.uniform(0, 3)
         if killed < kills:
-            time.sleep(delay)
+            if rng.random() < 0.7:  # Mostly after some steps, when most happens.
+                number = num_rows(directory) + rng.choice([1, SAVE + 1])
+                while num_rows(directory) < number and time.monotonic() < begins + 60:
+                    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                        break
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, SAVE * PACE_SECS))
+            else:
+                time.sleep(rng.uniform(0, 3))
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         was_killed = code == -signal.SIGKILL
