@@ -152,17 +152,20 @@ def records_in(data, block=32768):
 
 def aim_points(directory):
     aim = importlib.import_module("aim")
-    names, points = aim.Repo(str(directory)).list_all_runs(), {}
+    names, points, empty = aim.Repo(str(directory)).list_all_runs(), {}, 0
     for name in names:
         options = {"system_tracking_interval": None, "capture_terminal_logs": False}
         run = aim.Run(name, repo=str(directory), force_resume=True, **options)  # To be read, it must not be read-only.
+        if not list(run.metrics()):  # Aim chooses the hash, so a kill while it makes a run leaves an empty one.
+            empty += 1
+            continue
         assert (run["hparams"]["lr"], run["notes"]["seed"]) == (0.1, 3)
         for series in run.metrics():
             frame = series.dataframe()
             pairs = zip(frame["step"], frame["value"], strict=True)
             points.setdefault(series.name, []).extend([int(step), float(value)] for step, value in pairs)
     media = [[step, None] for step in range(10, NUM_STEPS + 1, 10)]  # Only looked at by eye.
-    return points | {"more/text": media, "more/image": media}, len(names)
+    return points | {"more/text": media, "more/image": media}, len(names) - empty
 
 
 WRITERS = {
