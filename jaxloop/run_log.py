@@ -62,6 +62,7 @@ class RunLog:
         self._path = os.path.join(files.absolute(workdir), FILE) if has_log else None
         self._spent, self._clock = spent, clock
         self._run = ""
+        self.notes: dict[str, Any] = {}
         self._descriptor: int | None = None
         self._pulse: Any = None
         self._newest_line = -math.inf
@@ -72,6 +73,7 @@ class RunLog:
         Args:
           **described: A description of the run, as JSON types. The program's Git commit is added to the notes.
         """
+        self.notes = described.pop("notes", {})
         if self._path is None:
             return
         self._run = secrets.token_hex(8)
@@ -86,8 +88,8 @@ class RunLog:
                     os.unlink(_pulse_path(earlier[-1].run))
             now = self._clock()
             process = {"since": _started_at(now), "pid": os.getpid(), "host": socket.gethostname()}
-            notes = _commit() | described.pop("notes", {})
-            self._write("start", now, **process, **described, notes=notes, environment=_environment())
+            self.notes = _commit() | self.notes
+            self._write("start", now, **process, **described, notes=self.notes, environment=_environment())
 
     def begin(self, step: int) -> None:
         """Writes the line that records the step at which the run begins or resumes."""

@@ -71,6 +71,7 @@ class Training:
             checks.check_multiple("state.step", step_num, loop.step)
         for action in dict.fromkeys(action for each in self._loops for action in each.actions):
             action.begin_run(step_num, can_resume=self.checkpoint_spec is not None)
+            action.write_notes(self.log.notes)
         self._open_data(resumed)
         run_info.eval_intervals = [each.spec.when_due for each in self.evaluations.items]
         run_info.evaluate, run_info.end_data = self.evaluations.evaluate, self._end_epoch

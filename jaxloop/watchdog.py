@@ -240,7 +240,7 @@ _WAITING_FOR_PROCESSES = {
 }
 _WAITING = {each.__code__ for each in (metrics.wait, metrics.fetch)}
 _READING = {each.__code__ for each in (Feed.take, Feed.has_more)}
-_HOOKS = {"__call__", "begin_run", "finish", "flush", "close", "before_checkpoint"}
+_HOOKS = {"__call__", "begin_run", "write_notes", "finish", "flush", "close", "before_checkpoint"}
 _STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
 
 

@@ -53,6 +53,7 @@ from programs import (
     stubborn,
     summaries,
     topologies,
+    tracking,
     whole_run,
 )
 
@@ -940,6 +941,16 @@ def event_files(arena: Arena, count: int, seed: int, per_run: int = 4) -> Broken
         yield len(kills), [f"{api}, killed at {kills}: {name}: {found.get(name)}" for name in names]
 
 
+def trackers(arena: Arena, count: int, seed: int) -> Broken:
+    """Kills runs at random moments: in the end, each tracker that is installed shows the points of the history."""
+    for number, tracker in enumerate(TRACKERS):
+        kills = count // len(TRACKERS) + (number < count % len(TRACKERS))
+        command = [sys.executable, tracking.__file__, str(arena.new_directory(tracker)), tracker, str(kills), str(seed)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        result = json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else {"problems": [run.stderr]}
+        yield kills, result["problems"]
+
+
 def transformer(arena: Arena, count: int, seed: int) -> Broken:
     """Kills the transformer's example in one of two processes."""
     for _ in range(count):
@@ -1183,6 +1194,9 @@ Row = tuple[str, int, int, float]
 FORMAT = "{:<60} {:>6} {:>6} {:>8.1f}"
 
 
+TRACKERS = [name for name in tracking.WRITERS if importlib.util.find_spec(name) is not None]
+if TRACKERS:
+    PARTS["trackers"] = (trackers, 20)
 if importlib.util.find_spec("libtpu") is not None:
     PARTS["topologies"] = (topology_checks, 3)
 

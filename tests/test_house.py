@@ -25,7 +25,7 @@ engine.ledger nonfinite history seal path_patterns optimizers safetensors_file c
 read_ahead fingerprint sources batching position data actions.action
 actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
-actions.summary_action actions.event_file actions.writers actions.action_list actions commands compiled step feed
+actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions commands compiled step feed
 engine.program loss_step function_step exporting counting engine.progress engine.agenda engine.stepper engine.moments
 engine.engine loop stat_loop action_loop train_loop eval_loop specs forecast detours whole_run evaluations training
 preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
@@ -93,7 +93,7 @@ def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
         "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
-        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu'};"
+        "'tqdm', 'equinox', 'haiku', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb', 'aim', 'comet_ml'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -127,7 +127,10 @@ def test_the_public_names_are_where_they_shall_be(module, name):
 
 # What others call, by a contract of theirs, and what is as another class of ours says.
 OF_A_CONTRACT = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
-AS_ANOTHER = ("actions.writers.LogWriter",)
+AS_ANOTHER = (
+    "actions.writers.LogWriter",
+    *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb", "Aim", "Comet")),
+)
 
 
 def public_definitions():

@@ -19,7 +19,7 @@ class Action(abc.ABC):
       monitors, check: Used by `OuterLoop.check`, before a run.
       before_checkpoint, state_dict: Called before a checkpoint is saved, in this order.
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
-      begin_run: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
+      begin_run, write_notes: Called when an `OuterLoop` begins or resumes a run, after `load_state_dict`.
       finish: Called when a run has ended without an error or an interruption, before `close`.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
       close: Called at the end of an `OuterLoop`'s run, even if an error ended the run.
@@ -148,6 +148,9 @@ class Action(abc.ABC):
           can_resume: True if the run has a `CheckpointSpec`. In that case, an earlier process may have run steps after
             `step_num` before it was killed, and this run repeats them.
         """
+
+    def write_notes(self, notes: Mapping[str, Any]) -> None:  # noqa: B027 (to override, or not)
+        """Records the notes of a run: `OuterLoop.notes` and, if the run has a log, the program's commit."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the data that the action keeps between calls: numbers, strings, arrays, lists and dicts."""

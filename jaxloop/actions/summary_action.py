@@ -33,10 +33,11 @@ class SummaryAction(WriterAction):
     note that lists the values that could not be written. A resumed run writes these values first.
 
     Args:
-      summary_writer: `jaxloop.actions.default_writer(workdir)`, or any object with the methods of
-        `clu.metric_writers.MetricWriter`. You own the writer: it is flushed when a run ends, but not closed. If you
-        write to it yourself during a run, either use a thread-safe writer, such as those that `default_writer` returns,
-        or call this action's `flush` first.
+      summary_writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
+        `jaxloop.actions.MlflowWriter`, or any object with the methods of `clu.metric_writers.MetricWriter`. Only
+        `write_scalars` and `flush` are required; outputs for which a method is missing cause one warning. You own the
+        writer: it is flushed when a run ends, but not closed. If you write to it yourself during a run, it must be
+        thread-safe, as the writers of jaxloop are. Otherwise, call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from the `loss` of
@@ -66,12 +67,13 @@ class SummaryAction(WriterAction):
         if scalars:
             values = {self._prefix + name: value for name, value in scalars.items()}
             calls.append(Call(self, step_num, "write_scalars", values))
-        calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in _METHODS]
+        methods = self._methods()
+        calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in methods]
         if self._flush_each_call:
             calls.append(Call(self, step_num, "flush"))
         self._queue.put(*calls, waits=self._flush_each_call)
         self._warn_of_rewrites(step_num, set(scalars))
-        for name, reason in _not_written(outputs, scalars, media).items():
+        for name, reason in _not_written(outputs, scalars, media, self._methods()).items():
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
@@ -89,6 +91,10 @@ class SummaryAction(WriterAction):
             options["num_buckets"] = {name: metadata["num_buckets"]} if "num_buckets" in metadata else None
         value = str(metric.value) if metric.type is types.MetricType.TEXT else metric.value
         return Call(self, step, _METHODS[metric.type], {name: value}, options)
+
+    def _methods(self) -> dict[types.MetricType, str]:
+        """Returns the methods that the writer has, by the type of their values."""
+        return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def _warn_of_rewrites(self, step: int, names: set[str]) -> None:
         last_step, last_names = self._last_written
@@ -110,11 +116,11 @@ class SummaryAction(WriterAction):
         scalars, media = metrics.scalars_and_media(outputs)
         for name, metric in media.items():
             try:
-                if metric.type in _METHODS:
+                if metric.type in self._methods():
                     self._call(0, name, metric)
             except ValueError as error:
                 yield str(error)
-        for name, reason in _not_written(outputs, scalars, media).items():
+        for name, reason in _not_written(outputs, scalars, media, self._methods()).items():
             yield f"SummaryAction does not write the output {name!r}: {reason}."
 
     @property
@@ -124,10 +130,17 @@ class SummaryAction(WriterAction):
 
 
 def _not_written(
-    outputs: types.Output, scalars: Mapping[str, float], media: Mapping[str, types.MetricWithMetadata]
+    outputs: types.Output,
+    scalars: Mapping[str, float],
+    media: Mapping[str, types.MetricWithMetadata],
+    methods: Mapping[types.MetricType, str],
 ) -> dict[str, str]:
     """Returns the names of the outputs that are not written, with the reasons."""
-    reasons = {name: f"its type is {metric.type}" for name, metric in media.items() if metric.type not in _METHODS}
+    reasons = {}
+    for name, metric in media.items():
+        if metric.type not in methods:
+            method = _METHODS.get(metric.type)
+            reasons[name] = f"its writer has no {method}" if method else f"its type is {metric.type}"
     for name in sorted((outputs or {}).keys() - {*scalars, *media, types.STOP_LOOP}):
         value = (outputs or {})[name]
         is_empty = value is None or (isinstance(value, list) and all(item is None for item in value))

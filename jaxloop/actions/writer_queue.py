@@ -25,7 +25,8 @@ PAUSE_SECS = 0.1
 """The number of seconds for which a new thread collects calls, unless an action waits for them."""
 
 _METHODS = frozenset(
-    f"write_{kind}" for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams")
+    f"write_{kind}"
+    for kind in ("scalars", "texts", "images", "videos", "audios", "histograms", "summaries", "hparams", "notes")
 ) | {"flush", "resume"}
 """The methods of a writer that a checkpoint may name."""
 
@@ -311,10 +312,10 @@ class WriterAction(Action):
 
     def __init__(self, summary_writer: Any, interval: int | Schedule, background: bool):
         super().__init__(interval)
-        if not hasattr(summary_writer, "write_scalars"):
+        if missing := [name for name in ("write_scalars", "flush") if not hasattr(summary_writer, name)]:
             raise TypeError(
                 f"{type(self).__name__} takes a writer with the methods of clu's MetricWriter, got {summary_writer!r}. "
-                "jaxloop.default_writer(workdir) makes one."
+                f"jaxloop.default_writer(workdir) makes one. This one lacks {' and '.join(missing)}."
             )
         self._summary_writer = summary_writer
         self._queue = WriterQueue.of(summary_writer, background)
@@ -330,6 +331,10 @@ class WriterAction(Action):
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         if can_resume:
             self._queue.begin_run(self, step_num)
+
+    def write_notes(self, notes: Mapping[str, Any]) -> None:
+        if notes and hasattr(self._summary_writer, "write_notes"):
+            self._queue.put(Call(self, 0, "write_notes", options={"notes": notes}))
 
     def state_dict(self) -> Mapping[str, Any]:
         return self._queue.state_dict(self)

@@ -148,11 +148,11 @@ class TensorBoardWriter(LogWriter):
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
         for name, image in images.items():
-            self._add(self._events.add_images, name, _batch(image, 4), step, dataformats="NHWC")
+            self._add(self._events.add_images, name, as_batch(image, 4), step, dataformats="NHWC")
 
     def write_videos(self, step: int, videos: Mapping[str, Any]) -> None:
         for name, video in videos.items():
-            self._add(self._events.add_video, name, _batch(video, 5), step, dataformats="NTHWC")
+            self._add(self._events.add_video, name, as_batch(video, 5), step, dataformats="NTHWC")
 
     def write_audios(self, step: int, audios: Mapping[str, Any], *, sample_rate: int) -> None:
         for name, audio in audios.items():
@@ -198,6 +198,7 @@ class TensorBoardWriter(LogWriter):
                 logging.warning("%r is not written to the event file: pip install %s fixes it.", name, error.name)
 
 
-def _batch(value: Any, num_axes: int) -> np.ndarray:
+def as_batch(value: Any, num_axes: int) -> np.ndarray:
+    """Returns a value as an array with this many axes, the first of which may be missing."""
     array = np.asarray(value)
     return array if array.ndim == num_axes else array[None]

@@ -1,0 +1,593 @@
+"""Writers for experiment trackers: MLflow, trackio, Weights & Biases, Aim and Comet."""
+
+import abc
+import contextlib
+import html
+import importlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, final
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from jaxloop import files
+from jaxloop.actions.writers import as_batch
+from jaxloop.text import printable
+
+
+class _TrackerWriter(abc.ABC):
+    """The base class of the writers for trackers: keeps the identity of the tracked run, and skips what it has.
+
+    The identity is in a file in the work directory before the first point is written, and in each checkpoint. After a
+    resume or an error, the points that the tracker has already are read back before the next write, and these are not
+    written again. Thread-safe. A subclass has a method for each kind of values that its tracker can store.
+    """
+
+    _package: ClassVar[str]
+    _extra: ClassVar[str]
+
+    def __init__(self, workdir: epath.PathLike):
+        try:
+            self._module: Any = importlib.import_module(self._package)
+        except ModuleNotFoundError as error:
+            text = f"{type(self).__name__} needs the package {error.name}: pip install 'jaxloop[{self._extra}]'."
+            raise ModuleNotFoundError(text, name=error.name) from error
+        self._workdir = files.absolute(workdir)
+        self._file = self._workdir / f"tracked_run_{self._extra}.json"
+        self._lock = threading.RLock()
+        self._id: str | None = None
+        self._is_open, self._is_described = False, True
+        self._hparams: dict[str, Any] = {}
+        self._notes: dict[str, Any] = {}
+        # The values that the tracker has, by name and step; None if they have to be read back.
+        self._known: dict[tuple[str, int], list[Any]] | None = {}
+        self._has_warned = False
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Opens the tracked run `self._id`, or creates it."""
+
+    @abc.abstractmethod
+    def _describe(self) -> None:
+        """Writes the hyperparameters and the notes, again if need be."""
+
+    @abc.abstractmethod
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes a row of points."""
+
+    @abc.abstractmethod
+    def _points(self, step: int) -> Iterable[tuple[str, int, Any]]:
+        """Yields the names, steps and values of the points that the tracker has from a step on."""
+
+    @abc.abstractmethod
+    def _close(self) -> None:
+        """Closes the tracked run, after all its points are stored."""
+
+    def _new_id(self) -> str:
+        return secrets.token_hex(16)
+
+    def _name(self, name: str) -> str:
+        """Returns the name under which the tracker stores a value."""
+        return name
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        self._write(step, {name: float(value) for name, value in scalars.items()})
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        """Keeps the hyperparameters, which are written before the next point."""
+        with self._lock:
+            self._hparams |= hparams
+            self._is_described = False
+
+    def write_notes(self, notes: Mapping[str, Any]) -> None:
+        """Keeps the notes of the run, which are written before the next point."""
+        with self._lock:
+            self._notes |= notes
+            self._is_described = False
+
+    def flush(self) -> None:
+        """Returns when the tracker has stored everything."""
+        if self._is_open or not self._is_described:
+            with self._using():
+                self._flush()
+
+    def _flush(self) -> None:  # noqa: B027 (to override, or not)
+        """Returns when the tracker has stored everything. Does nothing if every write waits for that."""
+
+    def close(self) -> None:
+        """Ends the tracked run. A later write continues it."""
+        self.flush()
+        self._end()
+
+    def position(self) -> dict[str, Any]:
+        """Returns the identity of the tracked run, to be stored in a checkpoint."""
+        return {"run": self._id}
+
+    def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
+        """Continues the tracked run of a checkpoint, or that of a run that was killed before its first checkpoint."""
+        with self._lock:
+            self._end()
+            saved = (position or {}).get("run")
+            if saved is None and self._file.exists():
+                try:
+                    saved = files.parse_json(files.read_bytes(self._file))["run"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{self._file} is damaged. Delete it to begin a new tracked run.") from error
+            if saved is not None and not (isinstance(saved, str) and re.fullmatch("[0-9a-z]{8,64}", saved)):
+                raise ValueError(f"{saved!r} is no tracked run of {type(self).__name__}.")
+            self._id, self._known = saved, None if saved else {}
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the values that the tracker doesn't have."""
+        with self._using():
+            if self._known is None:
+                self._known = {}
+                for name, at, value in self._points(step):
+                    self._known.setdefault((name, at), []).append(value)
+            new = {}
+            for name, value in values.items():
+                name = self._name(name)
+                known = self._known.get((name, step), [])
+                place = next((place for place, each in enumerate(known) if _is_same(name, each, value)), None)
+                if place is not None:
+                    del known[place]
+                    continue
+                new[name] = value
+                if known and not self._has_warned:
+                    self._has_warned = True
+                    logging.warning(
+                        f"{type(self).__name__}: the tracked run has {printable(name)}={known[0]} for step {step}, and "
+                        f"now it is {value}. A tracker can't replace points, so it shows both."
+                    )
+            if new:
+                self._log(step, new)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Opens the tracked run. After an error, the next write first reads back what was stored."""
+        with self._lock:
+            try:
+                if self._id is None:
+                    files.prepare_directory(self._workdir)
+                    self._id = self._new_id()
+                    new = self._workdir / f"{self._file.name}.new"
+                    new.write_text(json.dumps({"run": self._id}))
+                    new.replace(self._file)
+                if not self._is_open:
+                    self._open()
+                    self._is_open = True
+                if not self._is_described:
+                    self._describe()
+                    self._is_described = True
+                yield
+            except Exception as error:
+                self._known = None
+                error.add_note(f"in {type(self).__name__}, whose tracked run is {self._id}")
+                raise
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                self._close()
+
+
+@final
+class MlflowWriter(_TrackerWriter):
+    """Writes to MLflow: scalars as metrics, images and texts as artifacts, hyperparameters as params, notes as tags.
+
+    >>> import jaxloop
+    >>> def summaries(workdir):
+    ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
+    ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
+
+    It uses `MlflowClient` with the id of its run, so it leaves the active run of your threads alone. MLflow can't
+    delete points, so those that it has are read back and not written again. Characters that MLflow doesn't allow in a
+    name become underscores. A param that MLflow has already keeps its value; if the new one differs, a warning is
+    logged.
+
+    Args:
+      workdir: The work directory of the run, which stores the identity of the tracked run.
+      tracking_uri: The tracking server or the database; None for MLflow's default.
+      experiment: The name of the experiment, which is created if it doesn't exist.
+      run_name: The name of a new tracked run; None for the name of the work directory.
+
+    Raises:
+      ModuleNotFoundError: MLflow is not installed.
+    """
+
+    _package, _extra = "mlflow", "mlflow"
+
+    def __init__(
+        self,
+        workdir: epath.PathLike,
+        tracking_uri: str | None = None,
+        experiment: str = "Default",
+        *,
+        run_name: str | None = None,
+    ):
+        super().__init__(workdir)
+        self._uri, self._experiment, self._run_name = tracking_uri, experiment, run_name or self._workdir.name
+        self._client: Any = None
+        self._run = ""
+
+    def _open(self) -> None:
+        self._client = self._module.MlflowClient(self._uri)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        # Found by a tag that is known before the run exists, so that a kill in between leaves no second run.
+        found = self._client.search_runs([number], f"tags.`jaxloop.run` = '{self._id}'")
+        tags = {"jaxloop.run": self._id}
+        run = found[0] if found else self._client.create_run(number, tags=tags, run_name=self._run_name)
+        self._run = run.info.run_id
+        self._client.update_run(self._run, status="RUNNING")
+
+    def _describe(self) -> None:
+        has, new = self._client.get_run(self._run).data.params, []
+        for name, value in self._hparams.items():
+            name = self._name(name)
+            if name not in has:
+                new.append(self._module.entities.Param(name, str(value)))
+            elif has[name] != str(value)[: len(has[name])]:
+                logging.warning(f"MlflowWriter: MLflow keeps the param {name}={has[name]}, and now it is {value}.")
+        tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in self._notes.items()]
+        self._client.log_batch(self._run, params=new, tags=tags, synchronous=True)
+
+    def _name(self, name: str) -> str:
+        return re.sub(r"[^\w.\-/ :]", "_", name, flags=re.ASCII)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        now, new = int(time.time() * 1000), self._module.entities.Metric
+        metrics = [new(name, value, now, step) for name, value in values.items()]
+        for first in range(0, len(metrics), 1000):  # MLflow takes no more at once.
+            self._client.log_batch(self._run, metrics=metrics[first : first + 1000], synchronous=True)
+
+    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+        for name in self._client.get_run(self._run).data.metrics:
+            for metric in self._client.get_metric_history(self._run, name):
+                if metric.step >= step:
+                    yield name, metric.step, metric.value
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        with self._using():
+            for name, text in texts.items():  # Artifacts of the same path are replaced.
+                self._client.log_text(self._run, text, f"{self._name(name)}/{step:09d}.txt")
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        with self._using():
+            for name, image in images.items():
+                for number, each in enumerate(_pictures(image)):
+                    self._client.log_image(self._run, each, f"{self._name(name)}/{step:09d}_{number}.png")
+
+    def _close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+@final
+class TrackioWriter(_TrackerWriter):
+    """Writes to trackio's database on this machine: scalars, images, texts and histograms; notes are in the config.
+
+    >>> import jaxloop
+    >>> def summaries(workdir):
+    ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
+
+    It writes each row in one transaction, without trackio's own thread, which would drop rows that can't be written.
+    `trackio.sync(project, space_id=...)` copies the project to a Hugging Face Space.
+
+    Args:
+      workdir: The work directory of the run, which stores the identity of the tracked run.
+      project: The name of the project.
+      run_name: The name of the tracked run; None for the name of the work directory.
+
+    Raises:
+      ModuleNotFoundError: trackio is not installed.
+    """
+
+    _package, _extra = "trackio", "trackio"
+
+    def __init__(self, workdir: epath.PathLike, project: str, *, run_name: str | None = None):
+        super().__init__(workdir)
+        self._storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        self._reserved = frozenset(importlib.import_module("trackio.utils").RESERVED_KEYS)
+        self._project, self._run_name = project, run_name or self._workdir.name
+        self._config: dict[str, Any] | None = None  # Still to be written, with the next row.
+
+    def _open(self) -> None:
+        self._storage.init_db(self._project)
+
+    def _describe(self) -> None:
+        self._config = {**self._notes, **self._hparams}
+
+    def _name(self, name: str) -> str:
+        return f"__{name}" if name in self._reserved else name  # As trackio does.
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        run = {"project": self._project, "run": self._run_name, "run_id": self._id}
+        row = {name: self._stored(value, step) for name, value in values.items()}
+        self._storage.bulk_log(**run, metrics_list=[row], steps=[step], config=self._config)
+        self._config = None
+
+    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+        for row in self._storage.get_logs(self._project, self._run_name, run_id=self._id):
+            if row["step"] >= step:
+                yield from ((name, row["step"], row[name]) for name in row.keys() - {"step", "timestamp"})
+
+    def _stored(self, value: Any, step: int) -> Any:
+        if hasattr(value, "_save"):  # As trackio's own `Run.log` does; there is no public way without its thread.
+            value._save(self._project, self._run_name, step)
+        return value._to_dict() if hasattr(value, "_to_dict") else value
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._write(step, {name: self._module.Markdown(text) for name, text in texts.items()})
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
+
+    def write_histograms(
+        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        bins, new = num_buckets or {}, self._module.Histogram
+        self._write(step, {name: new(each, num_bins=bins.get(name) or 64) for name, each in arrays.items()})
+
+    def _close(self) -> None:
+        pass
+
+
+@final
+class WandbWriter(_TrackerWriter):
+    """Writes to Weights & Biases: scalars, images, texts and histograms; hyperparameters and notes are in the config.
+
+    >>> import jaxloop
+    >>> def summaries(workdir):
+    ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
+
+    The x axis is `jaxloop/step`, because W&B drops rows whose own step is lower than that of the row before. Only
+    `wandb.finish` waits until W&B has stored everything, so each flush (before a checkpoint is saved) finishes the W&B
+    run, and the next write resumes it, which takes a few seconds online. Online, points that W&B has are read back and
+    not written again. Offline, each such part is a directory `wandb/offline-run-*` in the work directory, and a resumed
+    run deletes those after its checkpoint; `wandb sync --include-offline wandb/offline-run-*` uploads them.
+
+    Args:
+      workdir: The work directory of the run, which stores the identity of the tracked run.
+      project: The name of the project.
+      **options: Further arguments of `wandb.init`, except for `id`, `resume`, `dir` and `reinit`.
+
+    Raises:
+      ModuleNotFoundError: wandb is not installed.
+      TypeError: An option is one that the writer sets itself.
+    """
+
+    _package, _extra = "wandb", "wandb"
+
+    def __init__(self, workdir: epath.PathLike, project: str | None = None, **options: Any):
+        _check_options(self, options, ("id", "resume", "dir", "reinit"))
+        super().__init__(workdir)
+        self._options = {"project": project, **options}
+        self._run: Any = None
+
+    def _open(self) -> None:
+        own = {"id": self._id, "resume": "allow", "dir": os.fspath(self._workdir), "reinit": "create_new"}
+        self._run = self._module.init(**own, **self._options)
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def _describe(self) -> None:
+        self._run.config.update({**self._notes, **self._hparams}, allow_val_change=True)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({**values, _STEP: step})
+
+    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+        if self._run.offline:
+            return
+        run = self._module.Api().run(f"{self._run.entity}/{self._run.project}/{self._id}")
+        for row in run.scan_history(use_cache=False):
+            at = row.get(_STEP)
+            if at is not None and at >= step:
+                yield from ((name, at, value) for name, value in row.items() if value is not None)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        new = self._module.Html
+        self._write(step, {name: new(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()})
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
+
+    def write_histograms(
+        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        bins, new = num_buckets or {}, self._module.Histogram
+        self._write(step, {name: new(each, num_bins=bins.get(name) or 64) for name, each in arrays.items()})
+
+    def _flush(self) -> None:
+        self._end()
+
+    def _close(self) -> None:
+        self._run.finish()
+
+    def position(self) -> dict[str, Any]:
+        return {**super().position(), "parts": [path.name for path in self._offline_parts()]}
+
+    def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
+        super().resume(step, position)
+        for path in self._offline_parts():
+            if path.name not in (position or {}).get("parts", ()):
+                shutil.rmtree(path)
+
+    def _offline_parts(self) -> list[epath.Path]:
+        return [] if self._id is None else sorted(self._workdir.glob(f"wandb/offline-run-*-{self._id}*"))
+
+
+@final
+class AimWriter(_TrackerWriter):
+    """Writes to Aim: scalars, images, texts and histograms (as distributions).
+
+    >>> import jaxloop
+    >>> def summaries(workdir):
+    ...     return jaxloop.SummaryAction(jaxloop.actions.AimWriter(workdir, "runs"), jaxloop.every(steps=100))
+
+    Aim has one value for each name and step, so repeated steps replace their points. Hyperparameters and notes are
+    `run["hparams"]` and `run["notes"]`.
+
+    Args:
+      workdir: The work directory of the run, which stores the identity of the tracked run.
+      repo: The directory or the server of the Aim repository; None for Aim's default.
+      **options: Further arguments of `aim.Run`, except for `run_hash` and `force_resume`.
+
+    Raises:
+      ModuleNotFoundError: Aim is not installed.
+      TypeError: An option is one that the writer sets itself.
+    """
+
+    _package, _extra = "aim", "aim"
+
+    def __init__(self, workdir: epath.PathLike, repo: epath.PathLike | None = None, **options: Any):
+        _check_options(self, options, ("run_hash", "force_resume"))
+        super().__init__(workdir)
+        self._options = {"repo": None if repo is None else os.fspath(repo), **options}
+        self._run: Any = None
+
+    def _new_id(self) -> str:
+        run = self._module.Run(**self._options)
+        run.close()
+        return run.hash
+
+    def _open(self) -> None:
+        # A killed process leaves its lock on the run.
+        self._run = self._module.Run(run_hash=self._id, force_resume=self._run is None, **self._options)
+
+    def _describe(self) -> None:
+        self._run["hparams"], self._run["notes"] = self._hparams, self._notes
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._run.track(value, name=name, step=step)
+
+    def _points(self, step: int) -> Iterable[tuple[str, int, Any]]:
+        return ()
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._write(step, {name: self._module.Text(text) for name, text in texts.items()})
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
+
+    def write_histograms(
+        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        bins, new = num_buckets or {}, self._module.Distribution
+        self._write(step, {name: new(each, bin_count=bins.get(name) or 64) for name, each in arrays.items()})
+
+    def _flush(self) -> None:
+        self._end()
+
+    def _close(self) -> None:
+        self._run.close()
+
+
+@final
+class CometWriter(_TrackerWriter):
+    """Writes to Comet: scalars, images, and texts as assets; notes are "others".
+
+    >>> import jaxloop
+    >>> def summaries(workdir):
+    ...     return jaxloop.SummaryAction(jaxloop.actions.CometWriter(workdir, "digits"), jaxloop.every(steps=100))
+
+    Metrics that Comet has are read back and not written again; images and texts of the same name and step are
+    replaced. Each flush waits until Comet has received everything. Comet writes the archive of an offline experiment
+    when it ends, so a killed process would lose it: this writer only writes online.
+
+    Args:
+      workdir: The work directory of the run, which stores the identity of the tracked run.
+      project: The name of the project.
+      **options: Further arguments of `comet_ml.start`, except for `experiment_key`, `mode` and `online`.
+
+    Raises:
+      ModuleNotFoundError: comet_ml is not installed.
+      TypeError: An option is one that the writer sets itself.
+    """
+
+    _package, _extra = "comet_ml", "comet"
+
+    def __init__(self, workdir: epath.PathLike, project: str | None = None, **options: Any):
+        _check_options(self, options, ("experiment_key", "mode", "online"))
+        super().__init__(workdir)
+        self._options = {"project_name": project, **options}
+        self._run: Any = None
+
+    def _open(self) -> None:
+        own = {"experiment_key": self._id, "mode": "get_or_create", "online": True}
+        self._run = self._module.start(**own, **self._options)
+
+    def _describe(self) -> None:
+        self._run.log_parameters(self._hparams)
+        self._run.log_others(self._notes)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log_metrics(values, step=step)
+
+    def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
+        experiment = self._module.API(api_key=self._options.get("api_key")).get_experiment_by_key(self._id)
+        for each in (experiment and experiment.get_metrics()) or ():
+            if each["step"] is not None and each["step"] >= step:
+                yield each["metricName"], each["step"], each["metricValue"]
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        with self._using():
+            for name, text in texts.items():
+                self._run.log_asset_data(text, name=f"{name}/{step}.txt", overwrite=True, step=step)
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        with self._using():
+            for name, each in _named_pictures(images):
+                self._run.log_image(each, name=f"{name}/{step}", overwrite=True, step=step)
+
+    def _flush(self) -> None:
+        if not self._run.flush():
+            raise RuntimeError("Comet has not received everything. Its log tells why, such as a lost connection.")
+
+    def _close(self) -> None:
+        self._run.end()
+
+
+_STEP = "jaxloop/step"
+
+
+def _check_options(writer: Any, options: Mapping[str, Any], own: Iterable[str]) -> None:
+    if taken := sorted(options.keys() & set(own)):
+        raise TypeError(f"{type(writer).__name__} sets {', '.join(taken)} itself, to resume. Leave it out.")
+
+
+def _is_same(name: str, known: Any, value: Any) -> bool:
+    """Returns whether the tracker's value is that of a repeated step. Media can't be compared, and times differ."""
+    if not isinstance(value, float) or "jaxloop/" in name:
+        return True
+    try:
+        # MLflow stores the largest number instead of infinity.
+        known, value = np.nan_to_num([float(known), value], nan=math.nan).tolist()
+    except (TypeError, ValueError):
+        return False
+    return math.isclose(known, value, rel_tol=1e-6) or (math.isnan(known) and math.isnan(value))
+
+
+def _pictures(image: Any) -> list[np.ndarray]:
+    """Returns images as arrays `[H, W, 3 or 4]` of bytes. Those of floats range from 0 to 1."""
+    batch = as_batch(image, 4)
+    if batch.dtype != np.uint8:
+        batch = (np.clip(batch.astype(np.float32), 0, 1) * 255).astype(np.uint8)
+    return list(np.repeat(batch, 3, axis=-1) if batch.shape[-1] == 1 else batch)
+
+
+def _named_pictures(images: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    for name, image in images.items():
+        pictures = _pictures(image)
+        yield from ((name if len(pictures) == 1 else f"{name}/{i}", each) for i, each in enumerate(pictures))
