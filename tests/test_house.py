@@ -25,7 +25,8 @@ engine.ledger nonfinite history seal path_patterns optimizers safetensors_file c
 read_ahead fingerprint sources batching position data actions.action
 actions.writer_queue actions.monitor actions.checkpoint_action actions.early_stopping_action actions.spike_guard
 actions.learning_rate_action actions.periodic_action actions.profile_action actions.progress_action
-actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions commands compiled step feed
+actions.summary_action actions.event_file actions.writers actions.trackers actions.action_list actions commands
+compiled step feed
 engine.program loss_step function_step exporting counting engine.progress engine.agenda engine.stepper engine.moments
 engine.engine loop stat_loop action_loop train_loop eval_loop specs forecast detours whole_run evaluations training
 preflight.report preflight.experiment preflight.step preflight.data preflight.checkpoints preflight.actions preflight
