@@ -1,4 +1,4 @@
-"""Makes batches of examples by their index: with scheduled batch sizes, and from mixtures of datasets."""
+"""Makes batches from examples that are read by index, with scheduled batch sizes, and mixes datasets."""
 
 import bisect
 import functools
@@ -16,21 +16,21 @@ from jaxloop import checks, types
 from jaxloop.sources import IndexedBatches, is_endless, is_function, is_hugging_face
 
 _RESOLUTION = 2**20
-"""Weights are rounded to multiples of one over this number, so that the counts of examples are exact integers."""
+"""Weights are rounded to multiples of the inverse of this number, so that counts of examples are exact integers."""
 
 
 def batched(
     rows: Any, size: int | Mapping[int, int], *, seed: int | None = None, num_epochs: int | None = None
 ) -> IndexedBatches:
-    """Returns a dataset of batches from a dataset of examples. A resumed run finds its position immediately.
+    """Returns a dataset of batches made from examples. A resumed run finds its position immediately.
 
-    The examples of all epochs follow each other without a gap. A batch may contain the last examples of one epoch and
-    the first of the next, so each epoch has each example exactly once, and only the very last batch may be short.
+    Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
+    the next. Each epoch contains each example exactly once, and only the very last batch can be short.
 
-    A schedule of batch sizes is a dict from batch numbers, which start at 0, to sizes. `{0: 32, 1000: 64}` means 32
-    examples per batch and, from batch 1000 on, 64. (Batch 1000 is the batch of step 1001 if each batch causes one
-    update.) The step is compiled once per size, without a warning; `Loop.compile(state, dataset)` does it ahead of
-    time.
+    A schedule of batch sizes is a dict that maps batch numbers, which start at 0, to sizes. `{0: 32, 1000: 64}` means
+    32 examples per batch, and 64 from batch 1000 on. (If each batch causes one update, batch 1000 is the batch of step
+    1001.) The step is compiled once per size, without a warning. To compile it ahead of time, call `Loop.compile(state,
+    dataset)`.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
     >>> [batch["x"].tolist() for batch in batched(rows, {0: 2, 2: 3}, num_epochs=2)]
@@ -38,23 +38,23 @@ def batched(
 
     Args:
       rows: The examples: an array, or a dict or tuple of arrays with one row per example; a list or any other object
-        with `__len__` and `__getitem__`, such as a Grain `MapDataset`; a Hugging Face `Dataset` in any format; or a
-        function of the example's index, which starts at 0, for a dataset without an end.
-      size: The number of examples per batch, or a schedule of it.
+        with `__len__` and `__getitem__`, such as a Grain `MapDataset`; a Hugging Face `Dataset` in any format; or, for
+        an endless dataset, a function of the example's index, which starts at 0.
+      size: The number of examples per batch, or a schedule.
       seed: A non-negative int to shuffle the examples differently in each epoch; None to keep their order. Shuffling
-        takes 8 bytes per example and epoch, for two epochs at a time.
-      num_epochs: The number of epochs; None to repeat the examples without an end. Don't combine it with
-        `train_epochs`, which would repeat the same order.
+        uses up to 16 bytes of memory per example: 8 for each of two epochs.
+      num_epochs: The number of epochs; None to repeat the examples endlessly. Don't combine this with `train_epochs`,
+        which would repeat the same orders.
 
     Raises:
-      TypeError: The examples can't be read by index, or another argument has the wrong type.
-      ValueError: There are no examples, a size is not positive, a schedule doesn't begin at batch 0, or examples
-        without a known number should be shuffled or counted in epochs.
+      TypeError: If the examples can't be read by index, or if another argument has the wrong type.
+      ValueError: If there are no examples, if a size is not positive, if a schedule doesn't begin at batch 0, or if
+        `seed` or `num_epochs` is given for an endless dataset.
     """
     source = _Source("batched(rows)", rows, seed, 0)
     checks.check_positive("batched(..., num_epochs)", num_epochs, optional=True)
     if num_epochs is not None and source.length is None:
-        raise ValueError("batched(..., num_epochs) needs a known number of examples, got a function, which has none.")
+        raise ValueError("batched(..., num_epochs) needs a known number of examples, but a function has no length.")
     sizes = _Sizes("batched(..., size)", size)
     total = None if num_epochs is None or source.length is None else num_epochs * source.length
 
@@ -81,12 +81,12 @@ def mixture(
 ) -> IndexedBatches:
     """Returns an endless dataset that mixes several datasets, with weights that may follow a schedule.
 
-    The mixture depends only on the batch number. After any number of examples, the number from each source differs from
-    its share by less than the number of sources. Each source is repeated as often as necessary, and each of its epochs
-    has each of its examples exactly once.
+    The mixture depends only on the batch number. After any number of examples, the count from each source differs from
+    the source's share by less than the number of sources. Each source is repeated as often as necessary, and each of
+    its epochs contains each of its examples exactly once.
 
-    Like sizes in `batched`, weights may change at given batches: `{0: {"web": 0.9, "code": 0.1}, 1000: {"web": 0.5,
-    "code": 0.5}}`.
+    Like the sizes in `batched`, weights can change at given batch numbers: `{0: {"web": 0.9, "code": 0.1}, 1000:
+    {"web": 0.5, "code": 0.5}}`.
 
     >>> sources = {"even": np.arange(0, 100, 2), "odd": np.arange(1, 100, 2)}
     >>> weights = {0: {"even": 3, "odd": 1}, 2: {"even": 0, "odd": 1}}
@@ -95,18 +95,19 @@ def mixture(
     [[0, 2, 1, 4], [6, 8, 3, 10], [5, 7, 9, 11]]
 
     Args:
-      sources: The datasets by name. They contain examples, as in `batched`, with the same structure, shapes and dtypes;
-        or, without `size`, batches: lists of batches, Grain `MapDataset`s, or results of `from_index` or `batched`.
-      weights: The weight of each source, or a schedule of the weights. Only their ratios matter. They are rounded to
-        about six decimals, but never to 0.
-      size: The number of examples per batch, or a schedule of it; each batch then contains examples from all sources.
-        None if the sources contain batches; each batch then comes from one source.
-      seed: See `batched`. Each source has its own order.
+      sources: A dict that maps names to datasets. With `size`, the datasets contain examples, as in `batched`, all with
+        the same structure, shapes and dtypes. Without `size`, they contain batches: lists of batches, Grain
+        `MapDataset`s, or results of `from_index` or `batched`.
+      weights: A dict that maps names to weights, or a schedule of such dicts. Only the ratios of the weights matter.
+        Weights are rounded to about six decimals, but a positive weight never becomes 0.
+      size: The number of examples per batch, or a schedule, if the sources contain examples. A batch can then contain
+        examples from all sources. None if the sources contain batches. Each batch then comes from one source.
+      seed: See `batched`. Each source is shuffled in its own order.
 
     Raises:
-      TypeError: A source can't be read by index, or another argument has the wrong type.
-      ValueError: The names of the weights and the sources differ, a weight is negative or not finite, all weights are
-        0, or a schedule doesn't begin at batch 0.
+      TypeError: If a source can't be read by index, or if another argument has the wrong type.
+      ValueError: If the names of the weights and the sources differ, if a weight is negative or not finite, if all
+        weights are 0, or if a schedule doesn't begin at batch 0.
     """
     if not isinstance(sources, Mapping) or not sources:
         raise TypeError(f"mixture takes a dict of datasets by name, got {checks.describe(sources)}.")
@@ -139,12 +140,10 @@ def mixture(
 
 
 def _schedule(name: str, schedule: Mapping[Any, Any]) -> dict[int, Any]:
-    """Returns a schedule as a dict in ascending order. Raises an error unless it begins at batch 0."""
+    """Returns a schedule with its keys in ascending order. Raises an error unless the schedule begins at batch 0."""
     for key in schedule:
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
-            raise TypeError(
-                f"{name} must be a dict from batch numbers, which are ints, to values, got the key {key!r}."
-            )
+            raise TypeError(f"{name} must be a dict whose keys are batch numbers, which are ints, got the key {key!r}.")
     if not schedule or min(schedule) != 0:
         got = f"begins at batch {min(schedule)}" if schedule else "is empty"
         raise ValueError(f"{name} must begin at batch 0, as in {{0: ..., 1000: ...}}, but it {got}.")
@@ -158,7 +157,7 @@ class _Sizes:
     def __init__(self, name: str, size: Any):
         self.pieces = _schedule(name, size if isinstance(size, Mapping) else {0: size})
         for value in self.pieces.values():
-            checks.check_positive(name, value, instead="a dict of them such as {0: 32, 1000: 64}")
+            checks.check_positive(name, value, instead="a dict such as {0: 32, 1000: 64}")
         self._starts, self._sizes = list(self.pieces), [int(value) for value in self.pieces.values()]
         lengths = [(after - start) for start, after in itertools.pairwise(self._starts)]
         self._before = [0, *itertools.accumulate(n * size for n, size in zip(lengths, self._sizes, strict=False))]
@@ -167,26 +166,26 @@ class _Sizes:
         return self._sizes[bisect.bisect_right(self._starts, number) - 1]
 
     def total(self, number: int) -> int:
-        """Returns the number of examples in all batches before this one."""
+        """Returns the number of examples in all batches before batch `number`."""
         place = bisect.bisect_right(self._starts, number) - 1
         return self._before[place] + (number - self._starts[place]) * self._sizes[place]
 
     def number_after(self, total: int) -> int:
-        """Returns the smallest number of batches that contain this many examples."""
+        """Returns the smallest number of batches that contain at least `total` examples."""
         place = bisect.bisect_left(self._before, total) - 1
         return self._starts[place] + -(-(total - self._before[place]) // self._sizes[place])
 
     def firsts(self, num_batches: int | None) -> dict[int, int]:
-        """Returns the number of the first batch of each size, among the first `num_batches`."""
+        """Returns the number of the first batch of each size, keyed by size. Ignores batches from `num_batches` on."""
         starts = [start for start in self._starts if num_batches is None or start < num_batches]
         return {size: start for start, size in reversed(list(zip(starts, self._sizes, strict=False)))}
 
 
 def _shares(weights: Any, names: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Returns the first batches of the weights' pieces, and the weights as integers, in the order of the names."""
+    """Returns the batch numbers at which the weights change, and the new weights there as integers, ordered by name."""
     name = "mixture(..., weights)"
     if not isinstance(weights, Mapping):
-        raise TypeError(f"{name} must be a dict of weights by name, or a schedule of them, got {weights!r}.")
+        raise TypeError(f"{name} must be a dict of weights by name, or a schedule of such dicts, got {weights!r}.")
     is_schedule = bool(weights) and all(isinstance(value, Mapping) for value in weights.values())
     pieces = _schedule(name, weights if is_schedule else {0: weights})
     return list(pieces), [_integers(f"{name} at batch {start}", each, names) for start, each in pieces.items()]
@@ -241,11 +240,11 @@ class _Source:
         return lambda epoch: np.random.default_rng([seed, place, epoch]).permutation(self.length or 0)
 
     def take(self, places: np.ndarray) -> types.Batch:
-        """Returns the examples at these places of the stream, as a batch."""
+        """Returns the examples at these places in the stream, as a batch."""
         return self._take(self._rows_at(places))
 
     def one(self, place: int) -> Any:
-        """Returns the element at this place of the stream."""
+        """Returns the element at this place in the stream."""
         return _present(self._name, self._one(int(self._rows_at(np.asarray([place]))[0])))
 
     def _rows_at(self, places: np.ndarray) -> np.ndarray:
@@ -260,7 +259,7 @@ class _Source:
 
 
 def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], types.Batch], Callable[[int], Any]]:
-    """Returns the number of examples (None if unknown), and functions that read several of them and one of them."""
+    """Returns the number of examples (None if unknown), a function that reads several, and one that reads only one."""
     if is_hugging_face(rows) and hasattr(rows, "__len__"):
         if rows.format["type"] not in ("numpy", "custom"):  # Custom formats transform the rows.
             kept = {name: rows.format[name] for name in ("columns", "output_all_columns")}
@@ -293,7 +292,7 @@ def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], ty
 
 def _present(name: str, element: Any) -> Any:
     if element is None:  # Grain's `MapDataset.filter` leaves holes.
-        raise ValueError(f"{name} has nothing at one of its indices. Don't filter a dataset that is read by index.")
+        raise ValueError(f"{name} has no element at one of its indices. Don't filter a dataset that is read by index.")
     return element
 
 
@@ -307,7 +306,7 @@ def _stacked(name: str, examples: Iterable[Any]) -> types.Batch:
 
 
 def _interleaved(drawn: Mapping[str, tuple[np.ndarray, types.Batch]]) -> types.Batch:
-    """Joins batches by name into one, whose rows have the given places."""
+    """Joins the batches of several sources into one batch, with each row at its given place."""
     if len(drawn) == 1:
         ((_, batch),) = drawn.values()
         return batch
@@ -331,17 +330,18 @@ def _interleaved(drawn: Mapping[str, tuple[np.ndarray, types.Batch]]) -> types.B
 
 @final
 class _Piece(NamedTuple):
-    """The batches of a mixture between two changes of the sizes or the weights.
+    """The batches of a mixture between two changes of the size or the weights.
 
-    Of the first `n` examples of the piece, the first source gets `(n * weight + offset) // sum(weights)`. The next
-    source gets its part of the rest in the same way, and so on. Each example goes to exactly one source, because these
-    counts are integers that increase by at most 1 per example.
+    Of the first `n` examples of the piece, the first source provides `(n * weight + offset) // sum(weights)`. The next
+    source provides its part of the rest in the same way, and so on. Each example comes from exactly one source, because
+    these counts are integers that increase by at most 1 per example.
 
     Attributes:
       start: The number of the first batch.
       size: The number of examples per batch.
       weights: The weights of the sources.
-      offsets: What previous pieces owe to each source, in units of the sum of its weight and those that follow it.
+      offsets: The fraction of an example that the previous pieces owe to each source, multiplied by the sum of the
+        source's weight and the weights that follow it.
       used: The number of examples from each source before this piece.
     """
 
@@ -352,7 +352,7 @@ class _Piece(NamedTuple):
     used: Sequence[int]
 
     def counts(self, examples: Any) -> list[Any]:
-        """Returns the number of examples from each source, of the first `examples` of this piece."""
+        """Returns how many of the first `examples` examples of this piece come from each source."""
         found, rest = [], examples
         for place, (weight, offset) in enumerate(zip(self.weights, self.offsets, strict=True)):
             whole = sum(self.weights[place:])
@@ -361,7 +361,7 @@ class _Piece(NamedTuple):
         return found
 
     def draw(self, number: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Returns, for each source in a batch, the places of its rows in the batch, and their places in its stream."""
+        """Maps each source in a batch to the places of its rows in the batch, and to their places in its stream."""
         begin = (number - self.start) * self.size
         drawn = {}
         for source, counts in enumerate(self.counts(np.arange(begin, begin + self.size + 1))):
@@ -394,7 +394,7 @@ def _mixed_pieces(sizes: _Sizes, shares: tuple[list[int], list[list[int]]]) -> l
 
 
 def _name(function: str, **arguments: Any) -> str:
-    """Describes a dataset for the fingerprint of a position. A long description is shortened to its hash."""
+    """Describes a dataset for the fingerprint of a position. A long description is truncated and ends with its hash."""
     text = ", ".join(f"{name}={value}" for name, value in arguments.items())
     if len(text) > 300:
         text = f"{text[:100]}..., sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

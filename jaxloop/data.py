@@ -218,12 +218,13 @@ def from_state(make_batch: Callable[[Any, int], types.Batch]) -> IndexedBatches:
     Each batch is `make_batch(state, step)`, where `state` is the train state before the update and `step` is the number
     of completed updates, as an int. If the function is pure, a resumed run continues with exactly the same batches.
 
-    This costs performance: no batch can be made ahead, and each step is dispatched on its own. If the function reads a
-    value of the state on the host, the host waits for the previous step, and the devices wait for the batch. If it only
-    calls compiled functions, as when a policy acts in a compiled environment, the host doesn't wait.
+    This costs performance: no batch can be made ahead of time, and each step is dispatched separately. If the function
+    reads a value of the state on the host, the host waits for the previous step, and then the devices wait for the
+    batch. If the function only calls compiled functions, as when a policy acts in a compiled environment, the host
+    doesn't wait.
 
-    The step donates the state, so the function must not keep it, and the batch must not contain any of its arrays.
-    Evaluations, `fit`, `jaxloop.functional.loop` and jobs with several processes don't accept this dataset.
+    The step donates the state, so the function must not keep it, and the batch must not contain any of the state's
+    arrays. Evaluations, `fit`, `jaxloop.functional.loop` and jobs with several processes don't accept this dataset.
 
     >>> from jaxloop import TrainLoop, examples
     >>> step, state, batches = examples.tiny_regression()
@@ -261,8 +262,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     [{'x': array([2, 3])}, {'x': array([6, 7])}]
 
     Args:
-      data: A dataset of one of the kinds listed above. The results of `batched` and `mixture` count as results of
-        `from_index`.
+      data: A dataset of one of the kinds listed above. The results of `batched` and `mixture` are treated like results
+        of `from_index`.
       process_index: The index of the process; None for `jax.process_index()`.
       process_count: The number of processes; None for `jax.process_count()`.
 

@@ -62,7 +62,7 @@ def export(
     size = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
     shape = lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
     inputs = jax.tree.map(shape, jax.eval_shape(lambda: models.example_inputs(spec)))
-    # The inputs are the only argument, because a state as an argument would need its class to load the file.
+    # The state is not an argument, because the process that loads the file would then need the state's class.
     predict = lambda inputs: step.call_model(constants, params, inputs, train=False)[0]
     try:
         exported = jax_export.export(jax.jit(predict), platforms=tuple(platforms))(inputs)

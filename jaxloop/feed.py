@@ -17,7 +17,7 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
     If the dataset is None, the iterator yields None forever.
 
     Raises:
-      TypeError: The argument is neither an iterator nor an iterable of batches.
+      TypeError: If the dataset is neither an iterator nor an iterable of batches.
     """
     if dataset is None:
         dataset = NO_DATA
@@ -88,7 +88,8 @@ class Feed(Iterator[types.Batch]):
     def reader_fn(self, state: Any = None, step_num: int = 0) -> Callable[[], types.Batch]:
         """Returns a function that reads the next batch. The function is valid until another method is called.
 
-        If `reads_state` is True, it may be called only once, and the batch is made from `state` and `step_num`.
+        If `reads_state` is True, the function may be called only once, and it makes the batch from `state` and
+        `step_num`.
         """
         read = self._read if not self.ahead and self._error is None else self._next
         return (lambda: read()(state, step_num)) if self.reads_state else read
@@ -106,7 +107,11 @@ class Feed(Iterator[types.Batch]):
         return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """Returns the next batches, or fewer if the dataset ends. If none are left, raises any error of the dataset."""
+        """Returns the next batches, or fewer if the dataset ends. If none are left, raises the dataset's error, if any.
+
+        Args:
+          number: The number of batches to return.
+        """
         batches = self.ahead[:number]
         del self.ahead[:number]
         if self._error is None:

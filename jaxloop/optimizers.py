@@ -108,8 +108,8 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
     [-0.0, -0.0001, -0.01]
 
     Args:
-      transformations: An Optax transformation, or None, for each pattern; see `jaxloop.path_patterns.matches`. Patterns
-        with the same transformation object share its state. Different objects are independent: an
+      transformations: A dict that maps patterns (see `jaxloop.path_patterns.matches`) to Optax transformations or None.
+        Patterns with the same transformation object share its state. Different objects are independent: an
         `optax.clip_by_global_norm` in one of them computes the norm over that object's parameters only. To clip by the
         norm of all gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 

@@ -41,7 +41,7 @@ def save(params: Any, path: epath.PathLike) -> None:
     for name, leaf in checks.leaves_by_path(params).items():
         name = name.removesuffix("/value")
         if "." in name:
-            raise ValueError(f"A name in a safetensors file has dots in place of slashes, so {name!r} can't have dots.")
+            raise ValueError(f"Names in a safetensors file have dots instead of slashes, so {name!r} can't have dots.")
         tensors[name.replace("/", ".")] = np.asarray(fetch(leaf), order="C")
         if tensors[name.replace("/", ".")].dtype not in map(np.dtype, _DTYPES.values()):
             raise ValueError(f"save_params can't write {name!r}, {checks.describe(leaf)}. Cast it or leave it out.")
@@ -63,14 +63,14 @@ def _library() -> Any:
 
 @final
 class SafetensorsFile:
-    """A safetensors file, which is read like a `Checkpoint`. Dots in the names of its tensors become slashes.
+    """A safetensors file that can be read like a `Checkpoint`. Dots in the names of its tensors become slashes.
 
     Attributes:
       path: The path of the file.
 
     Raises:
       FileNotFoundError: If there is no such file.
-      ValueError: If the file is damaged, or has a tensor of an unsupported dtype.
+      ValueError: If the file is damaged, or contains a tensor with an unsupported dtype.
     """
 
     def __init__(self, path: epath.PathLike):
@@ -84,15 +84,15 @@ class SafetensorsFile:
 
     def _shape_of(self, name: str, part: Any) -> jax.ShapeDtypeStruct:
         if part.get_dtype() not in _DTYPES:
-            raise ValueError(f"{self.path} has {name!r} of the dtype {part.get_dtype()}, which jaxloop can't read.")
+            raise ValueError(f"{self.path} contains {name!r} with dtype {part.get_dtype()}, which jaxloop can't read.")
         return jax.ShapeDtypeStruct(part.get_shape(), _DTYPES[part.get_dtype()])
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads leaves by path. Each device reads only its own shard.
+        """Returns the leaves at the given paths. Each device reads only its own shard.
 
         Args:
-          wanted: Arrays or `jax.ShapeDtypeStruct`s with the shapes and shardings to load, by path. A leaf without a
-            sharding is read as a NumPy array.
+          wanted: A dict that maps paths to arrays or `jax.ShapeDtypeStruct`s with the shapes and shardings to load. A
+            leaf without a sharding is read as a NumPy array.
         """
         with self._open() as file:
             names = {name.replace(".", "/"): name for name in _names(file)}
@@ -100,7 +100,7 @@ class SafetensorsFile:
 
     def _read_leaf(self, name: str, leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
-        with self._open() as file:  # Opened anew, because what was read of an open file stays in memory.
+        with self._open() as file:  # Reopened, because everything read from an open file stays in memory.
             if sharding is None or not leaf.shape:
                 value = file.get_tensor(name)
                 return value if sharding is None else jax.make_array_from_callback((), sharding, lambda _: value)
@@ -118,4 +118,4 @@ class SafetensorsFile:
 
 
 def _names(file: Any) -> list[str]:
-    return file.keys()  # The file is not a dict: it can't be iterated over.
+    return file.keys()  # The file itself can't be iterated over.

@@ -79,10 +79,11 @@ class IndexedBatches(Iterable[types.Batch]):
     Attributes:
       make_batch: A pure function that returns the batch with a given number.
       num_batches: The number of batches in an epoch; None for an endless dataset.
-      firsts: Pairs `(size, number)` for the batch sizes that are known in advance, in ascending order: the number of
+      firsts: Pairs `(size, number)` in ascending order, one for each batch size that is known in advance: the number of
         examples per batch, and the number of the first batch of that size.
-      num_before: A function that returns the number of examples in all batches before a given one; None if unknown.
-      transform_name: A description, for the fingerprint that identifies the dataset when a run resumes.
+      num_before: A function that returns the number of examples in all batches before a given batch number; None if
+        unknown.
+      transform_name: A description for the fingerprint that identifies the dataset when a run resumes.
       reads_state: True if `make_batch` returns functions that make the batches from the train state and the step.
     """
 
@@ -98,11 +99,11 @@ class IndexedBatches(Iterable[types.Batch]):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """All sizes of batches, in ascending order; empty if they are not known in advance."""
+        """All batch sizes, in ascending order; empty if they are not known in advance."""
         return tuple(size for size, _ in self.firsts)
 
     def first_of_each_size(self) -> list[types.Batch]:
-        """Returns the first batch of each size, in ascending order of size; the first batch if no sizes are known."""
+        """Returns the first batch of each size, in ascending order. If no sizes are known, returns the first batch."""
         return [self.make_batch(number) for _, number in self.firsts or ((0, 0),)]
 
     @property
@@ -131,7 +132,7 @@ def indexed(data: Any) -> IndexedBatches | None:
 
 
 def _innermost(data: Any) -> Any:
-    """Returns what an iterator or a dataset of this library reads from; any other dataset is returned unchanged."""
+    """Returns the innermost dataset or iterator that a jaxloop dataset reads from. Returns other datasets unchanged."""
     while type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner"):
         data = data.inner
     return data
@@ -166,7 +167,7 @@ class Source:
         return self.read() if self.is_cheap else None
 
     def restore(self, state: Any) -> Iterator[types.Batch]:
-        """Goes to a saved state, and returns the iterator to continue with."""
+        """Restores a saved state, and returns the iterator to continue with."""
         raise NotImplementedError
 
     def doubt(self, *, several_passes: bool) -> str | None:
@@ -364,7 +365,7 @@ def is_endless(data: Any) -> bool:
 
 
 def is_hugging_face(data: Any) -> bool:
-    """Returns True if `data` is a dataset of Hugging Face's library `datasets`, which is not imported.
+    """Returns True if `data` is a dataset of Hugging Face's `datasets` library, without importing the library.
 
     >>> is_hugging_face([])
     False
@@ -553,7 +554,7 @@ def _set_random_state(loader: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_random_state(dataset: Any) -> Iterator[None]:
-    """Restores the random state of a PyTorch loader on exit, so that an evaluation doesn't change it."""
+    """A context manager that restores a PyTorch loader's random state, so that an evaluation doesn't change it."""
     loader = getattr(dataset, "_data", dataset)
     state = random_state(loader)
     try:
@@ -597,7 +598,7 @@ def name_of(dataset: Any) -> str:
 
 
 def fork_warning(data: Any) -> str | None:
-    """Returns a warning about a PyTorch loader that forks its worker processes, and the fix; None if it doesn't."""
+    """Returns a warning, with the fix, if a PyTorch loader forks its worker processes; otherwise None."""
     loader = _innermost(data)
     if not _is_loader(loader) or not getattr(loader, "num_workers", 0):
         return None
@@ -651,7 +652,7 @@ def check_format(data: Any) -> None:
     """Raises a `TypeError` if `data` is a Hugging Face dataset in a format whose rows are not arrays or tensors."""
     if not is_hugging_face(data):
         return
-    formatting = getattr(data, "_formatting", None)  # Of an `IterableDataset`.
+    formatting = getattr(data, "_formatting", None)  # The format of an `IterableDataset`.
     kind = data.format["type"] if hasattr(data, "format") else getattr(formatting, "format_type", None)
     if kind not in ("numpy", "jax", "torch", "tensorflow", "custom"):
         raise TypeError(

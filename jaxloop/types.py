@@ -100,7 +100,7 @@ class TrainState(train_state.TrainState):
                     "params, static = eqx.partition(module, eqx.is_inexact_array), and "
                     "apply_fn=lambda params: eqx.combine(params, static)."
                 )
-        # Flax counts with a Python int, which would make the first call of a jitted step a special case.
+        # Flax counts with a Python int, which would make the first call to a jitted step a special case.
         step = jnp.zeros((), jnp.int32)
         if not _may_overwrite(params):
             return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
@@ -270,10 +270,10 @@ class Weighted:
 
 
 def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns outputs in which each NNX metric is replaced by a `Weighted`, and a `MultiMetric` by its parts.
+    """Returns the outputs with each NNX metric replaced by a `Weighted`, and each `MultiMetric` by its parts.
 
     Raises:
-      TypeError: If a metric is not a mean, such as `nnx.metrics.Welford`.
+      TypeError: If a metric, such as `nnx.metrics.Welford`, is not a mean.
     """
     replaced: dict[str, Any] = {}
     for name, value in outputs.items():

@@ -26,7 +26,7 @@ class _Memory:
       best: The best value.
       best_elapsed: The progress of the run when the best value was measured.
       patient_since: The progress from which `patience` is counted.
-      waits: The number of measurements since then.
+      waits: The number of measurements since `patient_since`.
       seen_at: The progress at the most recent call.
       stopped: True if the action has ended the run.
       num_used: The number of measurements that the action has used.

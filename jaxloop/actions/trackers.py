@@ -25,11 +25,12 @@ from jaxloop.text import printable
 
 
 class _TrackerWriter(abc.ABC):
-    """The base class of the writers for trackers: keeps the identity of the tracked run, and skips what it has.
+    """The base class of all tracker writers. Stores the identity of the tracked run, and skips points that it has.
 
-    The identity is in a file in the work directory before the first point is written, and in each checkpoint. After a
-    resume or an error, the points that the tracker has already are read back before the next write, and these are not
-    written again. Thread-safe. A subclass has a method for each kind of values that its tracker can store.
+    The identity is saved in a file in the work directory before the first point is written, and in each checkpoint.
+    After a resume or an error, the next write first reads back the points that the tracker already has, and doesn't
+    write them again. Writers are thread-safe. A subclass has a method for each kind of value that its tracker can
+    store.
     """
 
     _package: ClassVar[str]
@@ -48,29 +49,29 @@ class _TrackerWriter(abc.ABC):
         self._is_open, self._is_described = False, True
         self._hparams: dict[str, Any] = {}
         self._notes: dict[str, Any] = {}
-        # The values that the tracker has, by name and step; None if they have to be read back.
+        # The values that the tracker has, by name and step; None if they must be read back.
         self._known: dict[tuple[str, int], list[Any]] | None = {}
         self._has_warned = False
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Opens the tracked run `self._id`, or creates it."""
+        """Opens the tracked run `self._id`, or creates it if it doesn't exist."""
 
     @abc.abstractmethod
     def _describe(self) -> None:
-        """Writes the hyperparameters and the notes, again if need be."""
+        """Writes the hyperparameters and the notes. Called again if they change."""
 
     @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes a row of points."""
+        """Writes one point for each value, at the given step."""
 
     @abc.abstractmethod
     def _points(self, step: int) -> Iterable[tuple[str, int, Any]]:
-        """Yields the names, steps and values of the points that the tracker has from a step on."""
+        """Yields the name, step and value of each point that the tracker has at `step` or later."""
 
     @abc.abstractmethod
     def _close(self) -> None:
-        """Closes the tracked run, after all its points are stored."""
+        """Closes the tracked run after all of its points are stored."""
 
     def _new_id(self) -> str:
         return secrets.token_hex(16)
@@ -83,28 +84,28 @@ class _TrackerWriter(abc.ABC):
         self._write(step, {name: float(value) for name, value in scalars.items()})
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-        """Keeps the hyperparameters, which are written before the next point."""
+        """Adds hyperparameters, which are written before the next point."""
         with self._lock:
             self._hparams |= hparams
             self._is_described = False
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:
-        """Keeps the notes of the run, which are written before the next point."""
+        """Adds notes about the run, which are written before the next point."""
         with self._lock:
             self._notes |= notes
             self._is_described = False
 
     def flush(self) -> None:
-        """Returns when the tracker has stored everything."""
+        """Waits until the tracker has stored everything."""
         if self._is_open or not self._is_described:
             with self._using():
                 self._flush()
 
     def _flush(self) -> None:  # noqa: B027 (to override, or not)
-        """Returns when the tracker has stored everything. Does nothing if every write waits for that."""
+        """Waits until the tracker has stored everything. A no-op if every write already waits."""
 
     def close(self) -> None:
-        """Ends the tracked run. A later write continues it."""
+        """Closes the tracked run. A later write reopens it."""
         self.flush()
         self._end()
 
@@ -113,7 +114,18 @@ class _TrackerWriter(abc.ABC):
         return {"run": self._id}
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Continues the tracked run of a checkpoint, or that of a run that was killed before its first checkpoint."""
+        """Chooses the tracked run that the next write continues.
+
+        This is the tracked run of the checkpoint. If there is no checkpoint, it is the tracked run named in the work
+        directory. If there is none, the next write creates a tracked run.
+
+        Args:
+          step: The step at which the run resumes or starts.
+          position: The result of `position` when the checkpoint was saved; None if there is no checkpoint.
+
+        Raises:
+          ValueError: If `position` or the file in the work directory contains no valid identity.
+        """
         with self._lock:
             self._end()
             saved = (position or {}).get("run")
@@ -127,7 +139,7 @@ class _TrackerWriter(abc.ABC):
             self._id, self._known = saved, None if saved else {}
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the values that the tracker doesn't have."""
+        """Writes those values that the tracker doesn't have yet."""
         with self._using():
             if self._known is None:
                 self._known = {}
@@ -146,14 +158,14 @@ class _TrackerWriter(abc.ABC):
                     self._has_warned = True
                     logging.warning(
                         f"{type(self).__name__}: the tracked run has {printable(name)}={known[0]} for step {step}, and "
-                        f"now it is {value}. A tracker can't replace points, so it shows both."
+                        f"now it is {value}. This tracker can't replace points, so it shows both."
                     )
             if new:
                 self._log(step, new)
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """Opens the tracked run. After an error, the next write first reads back what was stored."""
+        """A context manager that opens the tracked run. After an error, the next write first reads back the points."""
         with self._lock:
             try:
                 if self._id is None:
@@ -183,26 +195,26 @@ class _TrackerWriter(abc.ABC):
 
 @final
 class MlflowWriter(_TrackerWriter):
-    """Writes to MLflow: scalars as metrics, images and texts as artifacts, hyperparameters as params, notes as tags.
+    """Writes scalars to MLflow as metrics, and images and texts as artifacts.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     writer = jaxloop.actions.MlflowWriter(workdir, "sqlite:///mlflow.db", "digits")
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
-    It uses `MlflowClient` with the id of its run, so it leaves the active run of your threads alone. MLflow can't
-    delete points, so those that it has are read back and not written again. Characters that MLflow doesn't allow in a
-    name become underscores. A param that MLflow has already keeps its value; if the new one differs, a warning is
-    logged.
+    Hyperparameters become params, and notes become tags. The writer uses `MlflowClient` with the ID of its own run, so
+    it doesn't affect the active run of any thread. MLflow can't delete points, so the writer reads back the points that
+    MLflow has, and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An
+    existing param keeps its value; if the new value differs, a warning is logged.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
-      tracking_uri: The tracking server or the database; None for MLflow's default.
+      tracking_uri: The URI of the tracking server or database; None for MLflow's default.
       experiment: The name of the experiment, which is created if it doesn't exist.
       run_name: The name of a new tracked run; None for the name of the work directory.
 
     Raises:
-      ModuleNotFoundError: MLflow is not installed.
+      ModuleNotFoundError: If MLflow is not installed.
     """
 
     _package, _extra = "mlflow", "mlflow"
@@ -224,7 +236,7 @@ class MlflowWriter(_TrackerWriter):
         self._client = self._module.MlflowClient(self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        # Found by a tag that is known before the run exists, so that a kill in between leaves no second run.
+        # The tag is known before the run exists, so that a resumed run finds it even after a kill in between.
         found = self._client.search_runs([number], f"tags.`jaxloop.run` = '{self._id}'")
         tags = {"jaxloop.run": self._id}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=self._run_name)
@@ -238,7 +250,7 @@ class MlflowWriter(_TrackerWriter):
             if name not in has:
                 new.append(self._module.entities.Param(name, str(value)))
             elif has[name] != str(value)[: len(has[name])]:
-                logging.warning(f"MlflowWriter: MLflow keeps the param {name}={has[name]}, and now it is {value}.")
+                logging.warning(f"MlflowWriter: the param {name} stays {has[name]}; its new value is {value}.")
         tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in self._notes.items()]
         self._client.log_batch(self._run, params=new, tags=tags, synchronous=True)
 
@@ -248,7 +260,7 @@ class MlflowWriter(_TrackerWriter):
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         now, new = int(time.time() * 1000), self._module.entities.Metric
         metrics = [new(name, value, now, step) for name, value in values.items()]
-        for first in range(0, len(metrics), 1000):  # MLflow takes no more at once.
+        for first in range(0, len(metrics), 1000):  # MLflow's limit per call.
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000], synchronous=True)
 
     def _points(self, step: int) -> Iterator[tuple[str, int, Any]]:
@@ -259,7 +271,7 @@ class MlflowWriter(_TrackerWriter):
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         with self._using():
-            for name, text in texts.items():  # Artifacts of the same path are replaced.
+            for name, text in texts.items():  # Artifacts with the same path are replaced.
                 self._client.log_text(self._run, text, f"{self._name(name)}/{step:09d}.txt")
 
     def write_images(self, step: int, images: Mapping[str, Any]) -> None:
@@ -274,14 +286,15 @@ class MlflowWriter(_TrackerWriter):
 
 @final
 class TrackioWriter(_TrackerWriter):
-    """Writes to trackio's database on this machine: scalars, images, texts and histograms; notes are in the config.
+    """Writes scalars, images, texts and histograms to trackio's database on this machine.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.TrackioWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    It writes each row in one transaction, without trackio's own thread, which would drop rows that can't be written.
-    `trackio.sync(project, space_id=...)` copies the project to a Hugging Face Space.
+    Hyperparameters and notes become the config of the trackio run. The writer writes each row in one transaction. It
+    doesn't use trackio's own thread, which drops rows that can't be written. `trackio.sync(project, space_id=...)`
+    copies the project to a Hugging Face Space.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
@@ -289,7 +302,7 @@ class TrackioWriter(_TrackerWriter):
       run_name: The name of the tracked run; None for the name of the work directory.
 
     Raises:
-      ModuleNotFoundError: trackio is not installed.
+      ModuleNotFoundError: If trackio is not installed.
     """
 
     _package, _extra = "trackio", "trackio"
@@ -344,26 +357,29 @@ class TrackioWriter(_TrackerWriter):
 
 @final
 class WandbWriter(_TrackerWriter):
-    """Writes to Weights & Biases: scalars, images, texts and histograms; hyperparameters and notes are in the config.
+    """Writes scalars, images, texts and histograms to Weights & Biases.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    The x axis is `jaxloop/step`, because W&B drops rows whose own step is lower than that of the row before. Only
-    `wandb.finish` waits until W&B has stored everything, so each flush (before a checkpoint is saved) finishes the W&B
-    run, and the next write resumes it, which takes a few seconds online. Online, points that W&B has are read back and
-    not written again. Offline, each such part is a directory `wandb/offline-run-*` in the work directory, and a resumed
-    run deletes those after its checkpoint; `wandb sync --include-offline wandb/offline-run-*` uploads them.
+    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops rows
+    whose own step decreases. Only `wandb.finish` waits until W&B has stored everything. Each flush (before a checkpoint
+    is saved) therefore finishes the W&B run, and the next write resumes it. Online, this takes a few seconds.
+
+    Online, the writer reads back the points that W&B has, and doesn't write them again. Offline, the points between two
+    flushes are written to a directory `wandb/offline-run-*` in the work directory. A resumed run deletes the
+    directories that are newer than its checkpoint. `wandb sync --include-offline wandb/offline-run-*` uploads the
+    directories.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
       project: The name of the project.
-      **options: Further arguments of `wandb.init`, except for `id`, `resume`, `dir` and `reinit`.
+      **options: Further arguments for `wandb.init`, except for `id`, `resume`, `dir` and `reinit`.
 
     Raises:
-      ModuleNotFoundError: wandb is not installed.
-      TypeError: An option is one that the writer sets itself.
+      ModuleNotFoundError: If wandb is not installed.
+      TypeError: If you pass an option that the writer sets itself.
     """
 
     _package, _extra = "wandb", "wandb"
@@ -429,23 +445,23 @@ class WandbWriter(_TrackerWriter):
 
 @final
 class AimWriter(_TrackerWriter):
-    """Writes to Aim: scalars, images, texts and histograms (as distributions).
+    """Writes scalars, images, texts and histograms (as distributions) to Aim.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.AimWriter(workdir, "runs"), jaxloop.every(steps=100))
 
-    Aim has one value for each name and step, so repeated steps replace their points. Hyperparameters and notes are
-    `run["hparams"]` and `run["notes"]`.
+    Aim stores one value per name and step, so repeated steps replace their points. Hyperparameters and notes are stored
+    as `run["hparams"]` and `run["notes"]`.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
-      repo: The directory or the server of the Aim repository; None for Aim's default.
-      **options: Further arguments of `aim.Run`, except for `run_hash` and `force_resume`.
+      repo: The directory or server of the Aim repository; None for Aim's default.
+      **options: Further arguments for `aim.Run`, except for `run_hash` and `force_resume`.
 
     Raises:
-      ModuleNotFoundError: Aim is not installed.
-      TypeError: An option is one that the writer sets itself.
+      ModuleNotFoundError: If Aim is not installed.
+      TypeError: If you pass an option that the writer sets itself.
     """
 
     _package, _extra = "aim", "aim"
@@ -462,7 +478,7 @@ class AimWriter(_TrackerWriter):
         return run.hash
 
     def _open(self) -> None:
-        # A killed process leaves its lock on the run.
+        # A killed process leaves the run locked.
         self._run = self._module.Run(run_hash=self._id, force_resume=self._run is None, **self._options)
 
     def _describe(self) -> None:
@@ -496,24 +512,25 @@ class AimWriter(_TrackerWriter):
 
 @final
 class CometWriter(_TrackerWriter):
-    """Writes to Comet: scalars, images, and texts as assets; notes are "others".
+    """Writes scalars and images to Comet, and texts as assets.
 
     >>> import jaxloop
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.CometWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Metrics that Comet has are read back and not written again; images and texts of the same name and step are
-    replaced. Each flush waits until Comet has received everything. Comet writes the archive of an offline experiment
-    when it ends, so a killed process would lose it: this writer only writes online.
+    Hyperparameters are stored as parameters, and notes as "others". The writer reads back the metrics that Comet has,
+    and doesn't write them again. Images and texts with the same name and step are replaced. Each flush waits until
+    Comet has received everything. The writer only works online: Comet archives an offline experiment when the
+    experiment ends, so a killed process would lose it.
 
     Args:
       workdir: The work directory of the run, which stores the identity of the tracked run.
       project: The name of the project.
-      **options: Further arguments of `comet_ml.start`, except for `experiment_key`, `mode` and `online`.
+      **options: Further arguments for `comet_ml.start`, except for `experiment_key`, `mode` and `online`.
 
     Raises:
-      ModuleNotFoundError: comet_ml is not installed.
-      TypeError: An option is one that the writer sets itself.
+      ModuleNotFoundError: If comet_ml is not installed.
+      TypeError: If you pass an option that the writer sets itself.
     """
 
     _package, _extra = "comet_ml", "comet"
@@ -553,7 +570,7 @@ class CometWriter(_TrackerWriter):
 
     def _flush(self) -> None:
         if not self._run.flush():
-            raise RuntimeError("Comet has not received everything. Its log tells why, such as a lost connection.")
+            raise RuntimeError("Comet has not received everything, perhaps due to a lost connection. See its log.")
 
     def _close(self) -> None:
         self._run.end()
@@ -564,15 +581,15 @@ _STEP = "jaxloop/step"
 
 def _check_options(writer: Any, options: Mapping[str, Any], own: Iterable[str]) -> None:
     if taken := sorted(options.keys() & set(own)):
-        raise TypeError(f"{type(writer).__name__} sets {', '.join(taken)} itself, to resume. Leave it out.")
+        raise TypeError(f"{type(writer).__name__} sets {', '.join(taken)} itself to let runs resume. Don't pass it.")
 
 
 def _is_same(name: str, known: Any, value: Any) -> bool:
-    """Returns whether the tracker's value is that of a repeated step. Media can't be compared, and times differ."""
+    """Returns whether a stored value matches a new one. Always True for media and statistics, which aren't compared."""
     if not isinstance(value, float) or "jaxloop/" in name:
         return True
     try:
-        # MLflow stores the largest number instead of infinity.
+        # MLflow stores the largest finite number instead of infinity.
         known, value = np.nan_to_num([float(known), value], nan=math.nan).tolist()
     except (TypeError, ValueError):
         return False
@@ -580,7 +597,7 @@ def _is_same(name: str, known: Any, value: Any) -> bool:
 
 
 def _pictures(image: Any) -> list[np.ndarray]:
-    """Returns images as arrays `[H, W, 3 or 4]` of bytes. Those of floats range from 0 to 1."""
+    """Converts images to uint8 arrays of shape `[H, W, 3 or 4]`. Floats are clipped to the range from 0 to 1."""
     batch = as_batch(image, 4)
     if batch.dtype != np.uint8:
         batch = (np.clip(batch.astype(np.float32), 0, 1) * 255).astype(np.uint8)

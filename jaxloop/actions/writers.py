@@ -59,7 +59,7 @@ def _hide_accelerators_from_tensorflow() -> None:
 
 
 class LogWriter:
-    """Logs scalars and texts, and the shapes of other values. Has the methods of clu's `MetricWriter`.
+    """A writer that logs scalars, texts and the shapes of other values. It has the methods of clu's `MetricWriter`.
 
     Hooks:
       write_scalars, write_texts, write_images, write_videos, write_audios, write_histograms: Called by the actions that
@@ -109,10 +109,10 @@ class LogWriter:
 
 @final
 class TensorBoardWriter(LogWriter):
-    """Writes TensorBoard event files through tensorboardX, without TensorFlow, and logs as `LogWriter` does.
+    """Writes TensorBoard event files through tensorboardX, without TensorFlow. Also logs scalars and texts.
 
-    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If one is missing, those values
-    are skipped with one warning. The first write creates the file.
+    tensorboardX needs pillow for images, moviepy for videos and soundfile for audio. If a package is missing, the
+    values that need it are skipped with one warning. The first write creates the file.
     """
 
     def __init__(self, workdir: epath.PathLike):
@@ -199,6 +199,6 @@ class TensorBoardWriter(LogWriter):
 
 
 def as_batch(value: Any, num_axes: int) -> np.ndarray:
-    """Returns a value as an array with this many axes, the first of which may be missing."""
+    """Returns a value as an array with `num_axes` axes. Adds the first axis if it is missing."""
     array = np.asarray(value)
     return array if array.ndim == num_axes else array[None]
