@@ -363,8 +363,8 @@ class WandbWriter(_TrackerWriter):
     >>> def summaries(workdir):
     ...     return jaxloop.SummaryAction(jaxloop.actions.WandbWriter(workdir, "digits"), jaxloop.every(steps=100))
 
-    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops rows
-    whose own step decreases. Only `wandb.finish` waits until W&B has stored everything. Each flush (before a checkpoint
+    Hyperparameters and notes become the config of the W&B run. The x axis is `jaxloop/step`, because W&B drops a row if
+    W&B's own step decreases. Only `wandb.finish` waits until W&B has stored everything. Each flush (before a checkpoint
     is saved) therefore finishes the W&B run, and the next write resumes it. Online, this takes a few seconds.
 
     Online, the writer reads back the points that W&B has, and doesn't write them again. Offline, the points between two
