@@ -97,7 +97,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent()
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns callbacks to call with each batch: one that keeps a batch if FLOPs must be counted, else none."""
+        """Returns the callbacks to call with each batch: none, unless a batch must be kept to count the FLOPs."""
         counts = self._step.num_flops is None and not {STAT_NUM_FLOPS, STAT_MFU}.isdisjoint(self._names)
         return [self._keep_example] if counts else []
 

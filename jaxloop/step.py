@@ -203,7 +203,7 @@ class Step:
         return batch
 
     def begin(self, state: Any, batch: types.Batch) -> tuple[Any, types.Batch]:
-        """Runs on the host before `run`. It can convert `tf.Tensor`s to NumPy arrays, for example."""
+        """Runs on the host before `run`. Override it, for example, to convert `tf.Tensor`s to NumPy arrays."""
         return state, batch
 
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:

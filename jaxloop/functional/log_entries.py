@@ -44,7 +44,7 @@ class Logs(dict[str, Any]):
         Args:
           name: The name of the loss.
           value: A scalar or a `Weighted` mean. In `step` and `train_step`, it may also be an array of losses `[batch]`,
-            which are averaged.
+            which is averaged.
         """
         return self.add("losses", name, value)
 

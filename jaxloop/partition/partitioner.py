@@ -61,7 +61,7 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of parts of a batch that belong to this process."""
+        """The number of shards of each batch that belong to this process."""
         return self.shards
 
     @property
