@@ -37,7 +37,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxloop import agreement, checks, distributed, files, lock, path_patterns, safetensors_file, seal
 from jaxloop.files import absolute, prepare_directory
-from jaxloop.safetensors_file import SafetensorsFile, is_safetensors
+from jaxloop.safetensors_file import SafetensorsFile, groups, is_safetensors
 from jaxloop.schedules import Elapsed
 
 # An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
@@ -74,8 +74,6 @@ _ABANDONED = "abandoned"
 # at the same time, each would wait forever for the directory of the other.
 _save_start_lock = threading.Lock()
 _DELETION_POLL_SECS = 0.1
-# The size of the leaves that `load_params` reads at once, which bounds its memory.
-_MAX_READ_BYTES = 2**27
 
 
 class CheckpointError(Exception):
@@ -646,7 +644,7 @@ class Checkpoint:
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the saved leaves by path, with the shapes, dtypes and shardings of the values in `wanted`."""
         tree, values = self._saved_tree(_ITEM), {}
-        for group in _groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
+        for group in groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
             read = self._read(_ITEM, jax.tree_util.tree_map_with_path(chosen, tree))
             values |= {path: read[path] for path in group}
@@ -901,6 +899,12 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
     """
     if into is None:
         ours = {path: _on_default_device(source.leaves[at]) for path, at in saved.items()}
+        wide = [path for path, leaf in ours.items() if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype]
+        if wide:
+            raise ValueError(
+                f"{source.path} has 64-bit leaves, which JAX would truncate: {checks.listed(wide)}. Enable "
+                "jax_enable_x64, or give NumPy arrays of these dtypes as `into`."
+            )
     else:
         is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
         ours = {
@@ -909,7 +913,7 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
         }
     if paths is None:
         our_names = _bare(ours)
-        saved = {our_names.get(path.removesuffix("/value"), path): at for path, at in saved.items()}
+        saved = {path if path in ours else our_names.get(_name(path), path): at for path, at in saved.items()}
     else:
         saved, ours = _renamed(saved, ours, paths)
     values = _load_leaves(source, saved, ours)
@@ -933,9 +937,13 @@ def _load_leaves(source: Any, saved: Mapping[str, str], ours: Mapping[str, Any])
     return {name: values[path] for name, path in saved.items()}
 
 
+def _name(path: str) -> str:
+    return path.removesuffix("/value")
+
+
 def _bare(paths: Iterable[str]) -> dict[str, str]:
     """Returns the paths by name. The names are the paths without the `/value` of NNX variables."""
-    return {path.removesuffix("/value"): path for path in paths}
+    return {_name(path): path for path in paths}
 
 
 def _renamed(
@@ -951,17 +959,6 @@ def _renamed(
                 f"No pattern in `paths` leads to {path}, which `into` gives as a shape. Give an array, or a pattern."
             )
     return chosen, {path: leaf for path, leaf in ours.items() if path in chosen}
-
-
-def _groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the leaves in groups of at most `_MAX_READ_BYTES`. A larger leaf forms its own group."""
-    group: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:
-            yield group
-            group = {}
-        group[path] = leaf
-    yield group
 
 
 def _on_default_device(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -988,6 +985,8 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         node = result
         for parent in parents:
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"There is a leaf at {path} and one at a part of this path. Give `into` and `paths`.")
         node[name] = value
     return result
 

@@ -11,7 +11,7 @@ import optax
 
 from jaxloop import agreement, checks, data, models, optimizers, partition, structures, types
 from jaxloop.actions.action import Action
-from jaxloop.metrics import fetch, is_metric, merge
+from jaxloop.metrics import fetch, is_metric, merge, value_of
 from jaxloop.step import NO_OPTIMIZER, NumpyStep, Step
 
 LossFn = Callable[[Any, types.Batch], Any]
@@ -79,7 +79,8 @@ class LossStep(NumpyStep):
     `prng_key(state.step)`, which depends only on `base_prng` and the step. NNX models keep their own keys in the state.
 
     **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]` with bools, or with 0s and 1s.
-    Examples whose mask is 0 have no weight in means. A mask of any other shape is left to the loss.
+    Examples whose mask is 0 have no weight in means. A mask of any other shape is left to the loss, and so is the mask
+    of a `Weighted` loss or metric: multiply its weights by the mask.
 
     A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
     loss and all metrics are per example and that, in training, the model doesn't mix examples, as batch normalization
@@ -391,7 +392,7 @@ class LossStep(NumpyStep):
         values = self._call_loss(outputs, batch)
         self._not_per_example = ()
         means = {name: self._mean(name, value, mask) for name, value in values.items()}
-        return _mean_of(means["loss"]), (means, outputs, updates)
+        return value_of(means["loss"]), (means, outputs, updates)
 
     def _call_loss(self, outputs: Any, batch: Any) -> dict[str, Any]:
         result = self.loss(outputs, batch)
@@ -401,7 +402,7 @@ class LossStep(NumpyStep):
                 shown = ", ".join(map(checks.describe, result))
                 raise TypeError(f"{self._name_of_loss} must return losses or (losses, metrics), got ({shown}).")
             result, more = result
-        mean = _mean_of(result)
+        mean = value_of(result)
         if not hasattr(mean, "dtype") and not isinstance(mean, float):
             raise TypeError(
                 f"{self._name_of_loss} must return an array of per-example losses [batch], a scalar, a Weighted mean, "
@@ -499,12 +500,12 @@ class LossStep(NumpyStep):
             loss = values["loss"]
             weight = loss.weight if isinstance(loss, types.Weighted) else _count(mask)
             grads = jax.tree.map(lambda before, new: before + _weighted(new, weight), grads_before, grads)
-            return (grads, (state_now.batch_stats, state_now.collections)), (weight, values)
+            return (grads, (state_now.batch_stats, state_now.collections)), (weight, _count(mask), values)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, _sum_dtype(leaf)), state.params)
         micro_batches = (jnp.arange(parts), _split((batch, mask), rows, parts, shards))
         carry = (zeros, (state.batch_stats, state.collections))
-        (grads, (batch_stats, collections)), (weights, values) = jax.lax.scan(add, carry, micro_batches)
+        (grads, (batch_stats, collections)), (weights, counts, values) = jax.lax.scan(add, carry, micro_batches)
         if rows % (parts * shards) and self._not_per_example:
             raise ValueError(
                 f"A batch of {rows} rows{f' on {shards} devices' if shards > 1 else ''} does not divide into "
@@ -516,7 +517,8 @@ class LossStep(NumpyStep):
         total = weights.sum()
         total = jnp.where(total == 0, 1, total)
         grads = jax.tree.map(lambda grad, leaf: (grad / total).astype(leaf.dtype), grads, state.params)
-        values = {name: _combine(value, weights / total) for name, value in values.items()}
+        shares = counts / jnp.maximum(counts.sum(), 1)
+        values = {name: _combine(value, shares) for name, value in values.items()}
         return grads, values, state.replace(batch_stats=batch_stats, collections=collections)
 
     def inputs_of(self, batch: types.Batch) -> Any:
@@ -715,10 +717,6 @@ def _combine(value: Any, weights: jax.Array) -> Any:
     if isinstance(value, types.MetricWithMetadata) and value.type is not types.MetricType.SCALAR:
         return jax.tree.map(lambda leaf: leaf[0], value)
     return jax.tree.map(lambda leaf: jnp.sum(_weighted(leaf, weights)), value)
-
-
-def _mean_of(loss: Any) -> Any:
-    return loss.value if isinstance(loss, types.Weighted) else loss
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:

@@ -203,7 +203,7 @@ def _not_plain(value: Any) -> Any:
                 return _with_fields(cls.empty(), fields)
             return _KeptMetric(fields, computed)
         case ("weighted", inner, weight):
-            return types.Weighted.tree_unflatten(None, (inner, weight))
+            return types.Weighted.of(inner, weight)
         case ("with metadata", inner, kind, metadata):
             return types.MetricWithMetadata(inner, types.MetricType(kind), metadata)
         case ("tuple", inner):
@@ -476,7 +476,7 @@ def join_weights(entries: Mapping[str, Any]) -> dict[str, Any]:
     joined = {}
     for path, value in entries.items():
         if path + _WEIGHT in entries:
-            joined[path] = types.Weighted.tree_unflatten(None, (value, entries[path + _WEIGHT]))
+            joined[path] = types.Weighted.of(value, entries[path + _WEIGHT])
         elif path.removesuffix(_WEIGHT) == path or path.removesuffix(_WEIGHT) not in entries:
             joined[path] = value
     return joined

@@ -162,7 +162,9 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """Returns a `clu.metrics` state reset after a bad step, and other values unchanged."""
+    """Returns a value that doesn't count in means if the step is bad: a reset metric, or a weight of 0."""
+    if isinstance(value, types.Weighted):
+        return types.Weighted.of(value.value, jnp.where(is_bad, 0, value.weight))
     if not metrics.is_metric(value):
         return value
     empty = value.empty()

@@ -237,6 +237,8 @@ class OuterLoop:
             training = None
             try:
                 saved_in = [os.fspath(action.directory) for action in self._savers]
+                for each in self._loops:
+                    each.engine.moments.stopped_by = None
                 while True:
                     log.start(total_steps=spec.total_steps, notes=self._notes, checkpoints=saved_in)
                     evaluations, training = self._join_loops(spec, log, training)
@@ -572,7 +574,8 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, history: History, step_num
 
 def _is_nan(values: Sequence[Any]) -> bool:
     """Returns whether any of the values is NaN."""
-    return any(isinstance(value, float | np.generic) and bool(value != value) for value in values)
+    numbers = map(metrics.value_of, values)
+    return any(isinstance(value, float | np.generic) and bool(value != value) for value in numbers)
 
 
 def _finish_actions(loops: Sequence[ActionLoop], state: Any) -> Any:

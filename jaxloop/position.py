@@ -19,6 +19,7 @@ from jaxloop.sources import (
     KINDS,
     Source,
     check_is_dataset,
+    indexed,
     is_endless,
     is_function,
     name_of,
@@ -239,6 +240,12 @@ class PositionedIterator(Iterator[types.Batch]):
             been read, the caller asserts that these were left out, too. `seek` forgets all numbers.
         """
         self._left_out = tuple(sorted(set(numbers)))
+        source = indexed(self)
+        if self._left_out and source is not None and source.reads_state:
+            raise ValueError(
+                f"Batches {', '.join(map(str, self._left_out))} can't be left out, because from_state makes each batch "
+                "from the state, and would make the same ones again. Remove skip=, SpikeGuard and other detours."
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({name_of(self._dataset)}, after {self._count} batches)"

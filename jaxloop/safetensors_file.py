@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, final
@@ -23,6 +24,9 @@ _DTYPES: dict[str, Any] = {
 }
 
 
+_MAX_READ_BYTES = 2**27
+
+
 def is_safetensors(path: epath.PathLike) -> bool:
     """Returns whether a path has the suffix of a safetensors file.
 
@@ -37,15 +41,17 @@ def save(params: Any, path: epath.PathLike) -> None:
     checks.check_only_process("save_params")
     if not is_safetensors(path):
         raise ValueError(f"save_params writes a file whose name ends in .safetensors, got {os.fspath(path)!r}.")
-    tensors = {}
-    for name, leaf in checks.leaves_by_path(params).items():
-        name = name.removesuffix("/value")
+    tensors, leaves = {}, checks.leaves_by_path(params)
+    is_nnx = all(name.endswith("/value") for name in leaves)
+    for name, leaf in leaves.items():
+        name = name.removesuffix("/value") if is_nnx else name
         if "." in name:
             raise ValueError(f"Names in a safetensors file have dots instead of slashes, so {name!r} can't have dots.")
         tensors[name.replace("/", ".")] = np.asarray(fetch(leaf), order="C")
         if tensors[name.replace("/", ".")].dtype not in map(np.dtype, _DTYPES.values()):
             raise ValueError(f"save_params can't write {name!r}, {checks.describe(leaf)}. Cast it or leave it out.")
     target = files.absolute(path)
+    files.prepare_directory(target.parent)
     unfinished = target.with_name(f"{target.name}.tmp")
     _library().numpy.save_file(tensors, os.fspath(unfinished), metadata={"format": "jax"})
     unfinished.replace(target)
@@ -80,7 +86,10 @@ class SafetensorsFile:
     def leaves(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the tensors, by path."""
         with self._open() as file:
-            return {name.replace(".", "/"): self._shape_of(name, file.get_slice(name)) for name in _names(file)}
+            leaves = {name.replace(".", "/"): self._shape_of(name, file.get_slice(name)) for name in _names(file)}
+            if len(leaves) < len(_names(file)):
+                raise ValueError(f"{self.path} has tensors whose names differ only in dots and slashes.")
+            return leaves
 
     def _shape_of(self, name: str, part: Any) -> jax.ShapeDtypeStruct:
         if part.get_dtype() not in _DTYPES:
@@ -94,17 +103,12 @@ class SafetensorsFile:
           wanted: A dict that maps paths to arrays or `jax.ShapeDtypeStruct`s with the shapes and shardings to load. A
             leaf without a sharding is read as a NumPy array.
         """
-        with self._open() as file:
-            names = {name.replace(".", "/"): name for name in _names(file)}
-        return {path: self._read_leaf(names[path], leaf) for path, leaf in wanted.items()}
-
-    def _read_leaf(self, name: str, leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None)
-        with self._open() as file:  # Reopened, because everything read from an open file stays in memory.
-            if sharding is None or not leaf.shape:
-                value = file.get_tensor(name)
-                return value if sharding is None else jax.make_array_from_callback((), sharding, lambda _: value)
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: file.get_slice(name)[index])
+        values = {}
+        for group in groups(wanted):
+            with self._open() as file:  # Reopened, because everything read from an open file stays in memory.
+                names = {name.replace(".", "/"): name for name in _names(file)}
+                values |= {path: _read_leaf(file, names[path], leaf) for path, leaf in group.items()}
+        return values
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[Any]:
@@ -115,6 +119,27 @@ class SafetensorsFile:
                 yield file
         except library.SafetensorError as error:
             raise ValueError(f"{self.path} is damaged, or not a safetensors file: {error}") from error
+
+
+def _read_leaf(file: Any, name: str, leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return file.get_tensor(name)
+    if not math.prod(leaf.shape[1:]) or not leaf.shape or not leaf.shape[0]:  # The library can't slice these.
+        value = file.get_tensor(name)
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index])
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: file.get_slice(name)[index])
+
+
+def groups(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the leaves in groups of at most 128 MiB. A larger leaf forms its own group."""
+    group: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if group and sum(each.size * each.dtype.itemsize for each in (*group.values(), leaf)) > _MAX_READ_BYTES:
+            yield group
+            group = {}
+        group[path] = leaf
+    yield group
 
 
 def _names(file: Any) -> list[str]:

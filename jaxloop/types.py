@@ -207,7 +207,7 @@ class MetricWithMetadata:
 
 
 @final
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, init=False)
 class Weighted:
     """A mean with its own weight, such as the loss per token. It is a pytree, so `Step.run` can return it.
@@ -227,7 +227,7 @@ class Weighted:
     Args:
       value: A scalar, or an array whose weighted mean is computed.
       weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
-        be NaN.
+        be NaN. The gradient of the mean is still NaN then, unless the value comes from finite inputs.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.
@@ -252,6 +252,17 @@ class Weighted:
         mean = (value * weight).sum() / jnp.where(total == 0, 1, total) if value.ndim else value
         self._set(mean, total)
 
+    @classmethod
+    def of(cls, value: Any, weight: Any) -> Self:
+        """Returns an object with this mean and this weight, which are kept as they are, on the host or the devices.
+
+        >>> Weighted.of(0.5, 12)
+        Weighted(value=0.5, weight=12)
+        """
+        weighted = object.__new__(cls)
+        weighted._set(value, weight)
+        return weighted
+
     def __float__(self) -> float:
         return float(self.value)
 
@@ -262,11 +273,13 @@ class Weighted:
     def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
         return (self.value, self.weight), None
 
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], None]:
+        key = jax.tree_util.GetAttrKey
+        return ((key("value"), self.value), (key("weight"), self.weight)), None
+
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> Self:
-        weighted = object.__new__(cls)
-        weighted._set(*children)
-        return weighted
+        return cls.of(*children)
 
 
 def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -553,3 +553,12 @@ def test_a_check_counts_the_examples_of_scheduled_sizes():
         assert f"to step {int(state.step)};" in report.plan["train"]
         ends.append(int(state.step))
     assert ends == [12, 25]  # 3 x 4 + 4 x 8 + 5 x 12 >= 100
+
+
+def test_batches_of_the_state_cannot_be_left_out_or_compiled_ahead():
+    loop = jaxloop.TrainLoop(Regression())
+    state = loop.step.initialize_model([1, 3])
+    with pytest.raises(ValueError, match="Batches 2 can't be left out, because from_state makes each batch"):
+        jaxloop.OuterLoop(loop, skip=[2])(state, from_state(), train_total_steps=4)
+    with pytest.raises(ValueError, match="from_state makes its batches while training. Compile with the shapes"):
+        jaxloop.TrainLoop(Regression()).compile(Regression().initialize_model([1, 3]), from_state())

@@ -12,6 +12,7 @@ from absl import logging
 import jaxloop
 from jaxloop import __main__ as command_line
 from jaxloop import actions, every, examples
+from jaxloop.status import status
 
 RUN = "0123456789abcde{:x}".format
 
@@ -319,3 +320,23 @@ def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
 def test_a_report_of_several_runs_does_not_go_to_one_file(tmp_path, capsys):
     train(tmp_path)
     assert "takes one run" in printed(capsys, "report", tmp_path, tmp_path, "-o", tmp_path / "page.html")
+
+
+def test_the_status_does_not_name_an_action_that_stopped_an_earlier_run(tmp_path):
+    class StoppingStep(type(examples.tiny_regression()[0])):
+        def end(self, state, outputs):
+            return state, {**outputs, **({jaxloop.STOP_LOOP: True} if self.stops else {})}
+
+    step, _, batches = examples.tiny_regression()
+    step = StoppingStep(step.base_prng, step.model, step.optimizer, train=True)
+    step.stops = False
+    stopping = jaxloop.EarlyStoppingAction("loss", patience=1, min_delta=1e9)
+    evaluation = jaxloop.EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[stopping])
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [evaluation], workdir=tmp_path)
+    spec = jaxloop.EvalSpec(batches[:2], interval=jaxloop.every(steps=5), name="test")
+    outer_loop(step.initialize_model([1, 3]), batches, 20, eval_specs=[spec])
+    assert status(tmp_path).state == "stopped by EarlyStoppingAction"
+    step.stops = True
+    outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [evaluation], workdir=tmp_path / "second")
+    outer_loop(step.initialize_model([1, 3]), batches, 20, eval_specs=[spec])
+    assert status(tmp_path / "second").state == "stopped"

@@ -103,3 +103,31 @@ def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxloop\[safetensors\]'"):
         checkpoint.save_params(PARAMS, tmp_path / "weights.safetensors")
+
+
+def test_empty_arrays_and_missing_directories_are_no_problem(tmp_path, assert_same):
+    path, params = tmp_path / "new" / "weights.safetensors", {"a": np.ones([0, 3], np.float32), "b": np.ones([2, 0])}
+    checkpoint.save_params(params, path)
+    assert_same(checkpoint.load_params(path, into=params), params)
+    assert checkpoint.load_params(path, into={"a": jnp.ones([0, 3])}, paths={"a": "a"})["a"].shape == (0, 3)
+
+
+def test_values_of_64_bits_are_not_truncated(tmp_path, assert_same):
+    path, params = tmp_path / "weights.safetensors", {"count": np.int64([2**40])}
+    checkpoint.save_params(params, path)
+    with pytest.raises(ValueError, match="64-bit leaves, which JAX would truncate: count. Enable"):
+        checkpoint.load_params(path)
+    assert_same(checkpoint.load_params(path, into=params), params)
+
+
+def test_names_that_only_look_alike_stay_apart(tmp_path, assert_same):
+    path = tmp_path / "weights.safetensors"
+    params = {"critic": {"value": np.float32([1])}, "actor": np.float32([2])}
+    checkpoint.save_params(params, path)
+    assert_same(checkpoint.load_params(path), params)
+    safetensors.save_file({"x.a/b": np.zeros(1), "x.a.b": np.zeros(1)}, path)
+    with pytest.raises(ValueError, match="names differ only in dots and slashes"):
+        checkpoint.load_params(path, into={"x": {"a": {"b": np.zeros(1)}}})
+    safetensors.save_file({"a": np.zeros(1, np.float32), "a.b": np.zeros(1, np.float32)}, path)
+    with pytest.raises(ValueError, match="There is a leaf at a/b and one at a part of this path"):
+        checkpoint.load_params(path)

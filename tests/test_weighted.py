@@ -305,3 +305,43 @@ def test_a_loss_step_takes_metrics_of_nnx():
     rows = np.concatenate([batch["x"] for batch in BATCHES])
     predicted = np.asarray(NETWORK.apply({"params": state.params}, rows)).argmax(-1)
     assert summarize(outputs)["accuracy"] == pytest.approx(np.mean(predicted == (rows[:, 0] > 0)), rel=1e-6)
+
+
+# Found by a review ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_micro_batches_weight_each_metric_by_itself(accumulate):
+    batch = {"x": np.float32([1, 2, 3, 4]), "counts": np.float32([0, 1, 0, 0])}
+    step = jaxloop.LossStep(
+        jax.random.key(0),
+        {"w": np.ones(1, np.float32)},
+        optax.sgd(0.1),
+        train=True,
+        accumulate=accumulate,
+        loss=lambda params, batch: (Weighted(params["w"] * batch["x"], batch["counts"]), {"in_loss": batch["x"]}),
+        metrics={"mean": lambda params, batch: batch["x"]},
+    )
+    state, outputs = step(step.initialize_model(), batch)
+    assert (float(outputs["loss"]), float(outputs["mean"]), float(outputs["in_loss"])) == (2.0, 2.5, 2.5)
+    np.testing.assert_allclose(state.params["w"], [0.8], rtol=1e-6)
+
+
+def test_skipped_steps_have_no_weight_and_a_nan_loss_is_named():
+    broken = {**BATCHES[0], "x": np.full_like(BATCHES[0]["x"], np.nan)}
+    loop = jaxloop.TrainLoop(token_step(train=True), nan_policy="skip")
+    _, outputs = loop(loop.step.initialize_model([1, 4]), [BATCHES[0], broken, BATCHES[1]])
+    assert outputs["loss"][1].weight == 0 and np.isfinite(summarize(outputs)["loss"])
+    loop = jaxloop.TrainLoop(token_step(train=True), nan_policy="raise")
+    with pytest.raises(FloatingPointError, match="outputs/loss/value"):
+        loop(loop.step.initialize_model([1, 4]), [broken])
+
+
+def test_a_spike_guard_ignores_steps_without_weight(tmp_path):
+    guard = jaxloop.SpikeGuard("loss", sigmas=3, window=4, at_most=1)
+    values = [
+        Weighted.of(9.0 + 0.1 * (number % 3), 5.0) if number % 2 else Weighted.of(0.0, 0.0) for number in range(16)
+    ]
+    guard(None, {"loss": values}, step_num=16)
+    with pytest.raises(RuntimeError, match="loss was 12 in steps 17 to 17, above the limit of 9"):
+        guard(None, {"loss": [Weighted.of(12.0, 5.0)]}, step_num=17)

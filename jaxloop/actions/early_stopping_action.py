@@ -29,8 +29,6 @@ class _Memory:
       waits: The number of measurements since `patient_since`.
       seen_at: The progress at the most recent call.
       stopped: True if the action has ended the run.
-      num_used: The number of measurements that the action has used.
-      num_measured: The number of measurements in the history at the most recent call.
     """
 
     best: float | None = None
@@ -39,8 +37,6 @@ class _Memory:
     waits: int = 0
     seen_at: Elapsed | None = None
     stopped: bool = False
-    num_used: int = 0
-    num_measured: int = 0
 
 
 class EarlyStoppingAction(Action):
@@ -161,9 +157,6 @@ class EarlyStoppingAction(Action):
         value = self._monitor.measured(outputs, history, now)
         if value is None:
             return
-        self._memory.num_used += 1
-        if history is not None and history.last(self._monitor.name) is not None:
-            self._memory.num_measured = len(history.collect(self._monitor.name))
         reason = self._reason_to_stop(state, value, now)
         self._memory.stopped = reason is not None
         if self._memory.stopped:
@@ -212,12 +205,6 @@ class EarlyStoppingAction(Action):
             logging.warning(
                 f"{self!r} could not stop the run: {name} was not measured at any of its calls. Let its interval "
                 "coincide with the evaluations, or give it to the end_actions of the eval loop."
-            )
-        elif not self._unit and not memory.stopped and memory.num_used <= self._patience < memory.num_measured:
-            logging.warning(
-                f"{self!r} could not stop the run: it was called at {memory.num_used} of {memory.num_measured} "
-                f"measurements of {name}. Give it to the end_actions of the eval loop, or pass the interval of the "
-                "evaluation."
             )
         self._is_over = True
         best_state, self.kept_state = self.kept_state, None

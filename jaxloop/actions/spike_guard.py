@@ -99,6 +99,8 @@ class SpikeGuard(Action):
         per_value, self._seen_at = (step_num - self._seen_at) // len(values), step_num
         spikes, limit = [], self._limit()
         for number, value in enumerate(values):
+            if value is None:
+                continue
             if math.isfinite(value) and value <= limit:
                 self._values.append(value)
                 limit = self._limit()
@@ -113,13 +115,14 @@ class SpikeGuard(Action):
             raise RuntimeError(f"{reason} {self!r} can't return to a checkpoint: give it to the loop of an OuterLoop.")
         detour(first, last, reason, at_most=self._at_most)
 
-    def _values_of_steps(self, outputs: types.Output) -> list[float]:
-        """Returns the values of the metric since the last call, one per step."""
+    def _values_of_steps(self, outputs: types.Output) -> list[Any]:
+        """Returns the values of the metric since the last call, one per step; None for a `Weighted` of weight 0."""
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):
             raise ValueError(f"{self!r} needs an output {name!r} with a number for each step. {self._others(outputs)}")
-        return [float(value) for value in values]
+        is_empty = lambda value: isinstance(value, types.Weighted) and value.weight == 0
+        return [None if is_empty(value) else float(value) for value in values]
 
     def _others(self, outputs: types.Output) -> str:
         return self._monitor.missing_message([name for name, value in (outputs or {}).items() if value], None)

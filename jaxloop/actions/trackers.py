@@ -153,6 +153,8 @@ class _TrackerWriter(abc.ABC):
                 if place is not None:
                     del known[place]
                     continue
+                if name in new:
+                    raise ValueError(f"Two values are stored under the name {name!r}. Rename one of them.")
                 new[name] = value
                 if known and not self._has_warned:
                     self._has_warned = True
@@ -172,7 +174,8 @@ class _TrackerWriter(abc.ABC):
                     files.prepare_directory(self._workdir)
                     self._id = self._new_id()
                     new = self._workdir / f"{self._file.name}.new"
-                    new.write_text(json.dumps({"run": self._id}))
+                    with files.open_file(new, "w") as file:
+                        file.write(json.dumps({"run": self._id}))
                     new.replace(self._file)
                 if not self._is_open:
                     self._open()
@@ -249,7 +252,7 @@ class MlflowWriter(_TrackerWriter):
             name = self._name(name)
             if name not in has:
                 new.append(self._module.entities.Param(name, str(value)))
-            elif has[name] != str(value)[: len(has[name])]:
+            elif has[name] != str(value)[:6000]:  # MLflow truncates longer values.
                 logging.warning(f"MlflowWriter: the param {name} stays {has[name]}; its new value is {value}.")
         tags = [self._module.entities.RunTag(self._name(name), str(value)) for name, value in self._notes.items()]
         self._client.log_batch(self._run, params=new, tags=tags, synchronous=True)

@@ -157,6 +157,8 @@ class Stepper:
         """Compiles everything that steps on batches like this one will need; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         dataset = indexed(batch)
+        if dataset is not None and dataset.reads_state:
+            raise ValueError("from_state makes its batches while training. Compile with the shapes of a batch instead.")
         batches = [batch] if dataset is None else dataset.first_of_each_size()
         with self._step.watched(self.guard.watch):
             for each, number in itertools.product(batches, sorted({at_once, 1}, reverse=True)):

@@ -207,7 +207,7 @@ class Means:
         """Returns the means over all rows added so far."""
         mean = lambda total, weights: total / weights if weights else math.nan
         means = {
-            path: Weighted.tree_unflatten(None, (mean(*sums), sums[1])) if path in self._weighted else mean(*sums)
+            path: Weighted.of(mean(*sums), sums[1]) if path in self._weighted else mean(*sums)
             for path, sums in self._sums.items()
         }
         return metrics.separate_weights(nested(means))
