@@ -372,13 +372,13 @@ class Step:
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
-        >>> print(step.summary(state, batches[0]))
+        >>> print(step.summary(state, batches[0]))  # doctest: +ELLIPSIS
         module  parameters     dtype    number  per device  spec
         (top)   bias [1]       float32       1         4 B
                 kernel [3, 1]  float32       3        12 B
         total                                4        16 B  of 16 B
         state: 20 B per device
-        a step: 160 FLOPs and 320 B of a device's memory: 148 B of arguments, 132 B of temporaries.
+        a step: 160 FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
           state: A state, or its shapes from `abstract_state`, which take up no memory.

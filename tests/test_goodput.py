@@ -338,5 +338,5 @@ def test_the_status_does_not_name_an_action_that_stopped_an_earlier_run(tmp_path
     assert status(tmp_path).state == "stopped by EarlyStoppingAction"
     step.stops = True
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [evaluation], workdir=tmp_path / "second")
-    outer_loop(step.initialize_model([1, 3]), batches, 20, eval_specs=[spec])
+    outer_loop(step.initialize_model([1, 3]), batches, 20, 3, [spec])
     assert status(tmp_path / "second").state == "stopped"
