@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import re
@@ -123,6 +124,9 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
         content = files.read_bytes(path)
     except FileNotFoundError:
         return None, None
+    for part in wanted.split(".")[:-1]:  # Most lines are those of another group.
+        key = json.dumps(part).encode()
+        content = b"\n".join(line for line in content.split(b"\n") if key in line)
     sign = -1.0 if monitor.mode == "max" else 1.0
     numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
     # These include values of other paths with the same last name, so the lines with the best ones are parsed.

@@ -196,6 +196,30 @@ class _TrackerWriter(abc.ABC):
                 self._close()
 
 
+class _MediaWriter(_TrackerWriter):
+    """The base class of the writers for trackers that store texts, images and histograms as objects in a row."""
+
+    @abc.abstractmethod
+    def _text(self, text: str) -> Any:
+        """Returns the tracker's object for a text."""
+
+    @abc.abstractmethod
+    def _histogram(self, array: Any, num_bins: int) -> Any:
+        """Returns the tracker's object for the histogram of an array."""
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._write(step, {name: self._text(text) for name, text in texts.items()})
+
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
+
+    def write_histograms(
+        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
+    ) -> None:
+        bins = num_buckets or {}
+        self._write(step, {name: self._histogram(each, bins.get(name) or 64) for name, each in arrays.items()})
+
+
 @final
 class MlflowWriter(_TrackerWriter):
     """Writes scalars to MLflow as metrics, and images and texts as artifacts.
@@ -288,7 +312,7 @@ class MlflowWriter(_TrackerWriter):
 
 
 @final
-class TrackioWriter(_TrackerWriter):
+class TrackioWriter(_MediaWriter):
     """Writes scalars, images, texts and histograms to trackio's database on this machine.
 
     >>> import jaxloop
@@ -342,24 +366,18 @@ class TrackioWriter(_TrackerWriter):
             value._save(self._project, self._run_name, step)
         return value._to_dict() if hasattr(value, "_to_dict") else value
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._write(step, {name: self._module.Markdown(text) for name, text in texts.items()})
+    def _text(self, text: str) -> Any:
+        return self._module.Markdown(text)
 
-    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
-
-    def write_histograms(
-        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
-    ) -> None:
-        bins, new = num_buckets or {}, self._module.Histogram
-        self._write(step, {name: new(each, num_bins=bins.get(name) or 64) for name, each in arrays.items()})
+    def _histogram(self, array: Any, num_bins: int) -> Any:
+        return self._module.Histogram(array, num_bins=num_bins)
 
     def _close(self) -> None:
         pass
 
 
 @final
-class WandbWriter(_TrackerWriter):
+class WandbWriter(_MediaWriter):
     """Writes scalars, images, texts and histograms to Weights & Biases.
 
     >>> import jaxloop
@@ -414,18 +432,11 @@ class WandbWriter(_TrackerWriter):
             if at is not None and at >= step:
                 yield from ((name, at, value) for name, value in row.items() if value is not None)
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        new = self._module.Html
-        self._write(step, {name: new(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()})
+    def _text(self, text: str) -> Any:
+        return self._module.Html(f"<pre>{html.escape(text)}</pre>")
 
-    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
-
-    def write_histograms(
-        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
-    ) -> None:
-        bins, new = num_buckets or {}, self._module.Histogram
-        self._write(step, {name: new(each, num_bins=bins.get(name) or 64) for name, each in arrays.items()})
+    def _histogram(self, array: Any, num_bins: int) -> Any:
+        return self._module.Histogram(array, num_bins=num_bins)
 
     def _flush(self) -> None:
         self._end()
@@ -447,7 +458,7 @@ class WandbWriter(_TrackerWriter):
 
 
 @final
-class AimWriter(_TrackerWriter):
+class AimWriter(_MediaWriter):
     """Writes scalars, images, texts and histograms (as distributions) to Aim.
 
     >>> import jaxloop
@@ -494,17 +505,11 @@ class AimWriter(_TrackerWriter):
     def _points(self, step: int) -> Iterable[tuple[str, int, Any]]:
         return ()
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._write(step, {name: self._module.Text(text) for name, text in texts.items()})
+    def _text(self, text: str) -> Any:
+        return self._module.Text(text)
 
-    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        self._write(step, {name: self._module.Image(each) for name, each in _named_pictures(images)})
-
-    def write_histograms(
-        self, step: int, arrays: Mapping[str, Any], num_buckets: Mapping[str, int] | None = None
-    ) -> None:
-        bins, new = num_buckets or {}, self._module.Distribution
-        self._write(step, {name: new(each, bin_count=bins.get(name) or 64) for name, each in arrays.items()})
+    def _histogram(self, array: Any, num_bins: int) -> Any:
+        return self._module.Distribution(array, bin_count=num_bins)
 
     def _flush(self) -> None:
         self._end()
