@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxloop import checks, types
 from jaxloop.agreement import JointReader
-from jaxloop.sources import NO_DATA, check_format, indexed, is_function
+from jaxloop.sources import NO_DATA, check_format, is_function, reads_state
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
@@ -66,8 +66,7 @@ class Feed(Iterator[types.Batch]):
         self.dataset = dataset
         self.ahead: list[types.Batch] = []
         self.has_ended: bool = False
-        found = indexed(dataset)
-        self.reads_state: bool = found is not None and found.reads_state
+        self.reads_state: bool = reads_state(dataset)
         self._read = dataset.__next__ if read is None else lambda: read(dataset)
         self.joint: JointReader | None = join and join(self._read)
         if self.joint is not None:

@@ -28,7 +28,7 @@ from jaxloop.loss_step import LossFn, LossStep
 from jaxloop.outer_loop import OuterLoop
 from jaxloop.preflight import Report
 from jaxloop.schedules import Schedule, every, last
-from jaxloop.sources import indexed
+from jaxloop.sources import reads_state
 from jaxloop.specs import CheckpointSpec, EvalSpec
 from jaxloop.train_loop import TrainLoop
 
@@ -185,7 +185,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     eval_schedule = _eval_schedule(eval_interval, eval_dataset)
     if monitor is not None and workdir is None:
         raise ValueError(f"monitor={monitor!r} chooses the best checkpoint, and without a workdir there is none.")
-    if (found := indexed(train_dataset)) is not None and found.reads_state:
+    if reads_state(train_dataset):
         raise TypeError("fit doesn't accept from_state, because it reads a batch to make the state. Use an OuterLoop.")
     passes, eval_passes, num_passes = _data(train_dataset, eval_dataset, train_epochs, train_total_steps)
     partitioner = partition.SingleDevicePartitioner() if partitioner is None else partitioner

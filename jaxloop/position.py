@@ -19,12 +19,12 @@ from jaxloop.sources import (
     KINDS,
     Source,
     check_is_dataset,
-    indexed,
     is_endless,
     is_function,
     name_of,
     num_batches,
     random_state,
+    reads_state,
     source_of,
     unknown_reason,
 )
@@ -240,8 +240,7 @@ class PositionedIterator(Iterator[types.Batch]):
             been read, the caller asserts that these were left out, too. `seek` forgets all numbers.
         """
         self._left_out = tuple(sorted(set(numbers)))
-        source = indexed(self)
-        if self._left_out and source is not None and source.reads_state:
+        if self._left_out and reads_state(self):
             raise ValueError(
                 f"Batches {', '.join(map(str, self._left_out))} can't be left out, because from_state makes each batch "
                 "from the state, and would make the same ones again. Remove skip=, SpikeGuard and other detours."

@@ -131,6 +131,12 @@ def indexed(data: Any) -> IndexedBatches | None:
     return data if isinstance(data, IndexedBatches) else None
 
 
+def reads_state(data: Any) -> bool:
+    """Returns True if a dataset or an iterator is the result of `jaxloop.data.from_state`."""
+    found = indexed(data)
+    return found is not None and found.reads_state
+
+
 def _innermost(data: Any) -> Any:
     """Returns the innermost dataset or iterator that a jaxloop dataset reads from. Returns other datasets unchanged."""
     while type(data).__module__.startswith("jaxloop.") and hasattr(data, "inner"):

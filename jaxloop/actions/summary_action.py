@@ -1,5 +1,6 @@
 """The action that writes summaries."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
@@ -67,13 +68,12 @@ class SummaryAction(WriterAction):
         if scalars:
             values = {self._prefix + name: value for name, value in scalars.items()}
             calls.append(Call(self, step_num, "write_scalars", values))
-        methods = self._methods()
-        calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in methods]
+        calls += [self._call(step_num, name, metric) for name, metric in media.items() if metric.type in self._methods]
         if self._flush_each_call:
             calls.append(Call(self, step_num, "flush"))
         self._queue.put(*calls, waits=self._flush_each_call)
         self._warn_of_rewrites(step_num, set(scalars))
-        for name, reason in _not_written(outputs, scalars, media, self._methods()).items():
+        for name, reason in _not_written(outputs, scalars, media, self._methods).items():
             self._warn_once(f"output {name}", f"SummaryAction does not write the output {name!r}: {reason}.")
 
     def _call(self, step: int, name: str, metric: types.MetricWithMetadata) -> Call:
@@ -92,8 +92,9 @@ class SummaryAction(WriterAction):
         value = str(metric.value) if metric.type is types.MetricType.TEXT else metric.value
         return Call(self, step, _METHODS[metric.type], {name: value}, options)
 
+    @functools.cached_property
     def _methods(self) -> dict[types.MetricType, str]:
-        """Returns the names of the methods that the writer has, keyed by the type of value that each one writes."""
+        """The names of the methods that the writer has, keyed by the type of value that each one writes."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def _warn_of_rewrites(self, step: int, names: set[str]) -> None:
@@ -116,11 +117,11 @@ class SummaryAction(WriterAction):
         scalars, media = metrics.scalars_and_media(outputs)
         for name, metric in media.items():
             try:
-                if metric.type in self._methods():
+                if metric.type in self._methods:
                     self._call(0, name, metric)
             except ValueError as error:
                 yield str(error)
-        for name, reason in _not_written(outputs, scalars, media, self._methods()).items():
+        for name, reason in _not_written(outputs, scalars, media, self._methods).items():
             yield f"SummaryAction does not write the output {name!r}: {reason}."
 
     @property

@@ -15,7 +15,7 @@ from jaxloop.engine.progress import Progress
 from jaxloop.feed import Feed
 from jaxloop.output_queue import Arrived, OutputQueue
 from jaxloop.schedules import NEVER, Elapsed
-from jaxloop.sources import indexed
+from jaxloop.sources import indexed, reads_state
 from jaxloop.step import Step
 
 # The devices hold the scalars of at most this many steps until something reads them.
@@ -157,7 +157,7 @@ class Stepper:
         """Compiles everything that steps on batches like this one will need; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         dataset = indexed(batch)
-        if dataset is not None and dataset.reads_state:
+        if reads_state(batch):
             raise ValueError("from_state makes its batches while training. Compile with the shapes of a batch instead.")
         batches = [batch] if dataset is None else dataset.first_of_each_size()
         with self._step.watched(self.guard.watch):
@@ -378,8 +378,7 @@ class Stepper:
 
     def problem_of_data(self, dataset: Any) -> str | None:
         """Returns the reason why the steps can't run on a dataset that reads the state, or None if they can."""
-        found = indexed(dataset)
-        if found is None or not found.reads_state:
+        if not reads_state(dataset):
             return None
         if self.evaluates or not self.call.trains:
             return "from_state makes training data. Give an evaluation batches that don't depend on the state."

@@ -22,7 +22,7 @@ from jaxloop.history import History
 from jaxloop.output_queue import CHUNK_SIZE
 from jaxloop.position import PositionedIterator, PositionUnknownError
 from jaxloop.schedules import NEVER, Elapsed, Schedule, goal_of, is_always
-from jaxloop.sources import NO_DATA, indexed
+from jaxloop.sources import NO_DATA, reads_state
 from jaxloop.whole_run import WholeRun
 
 
@@ -86,7 +86,7 @@ def loop(
         if stop is None:
             raise ValueError("jf.loop got no dataset, so nothing ends it. Give stop.")
         dataset = NO_DATA
-    if (found := indexed(dataset)) is not None and found.reads_state:
+    if reads_state(dataset):
         raise TypeError("jf.loop doesn't accept from_state. Make the batch in a callback, which receives the state.")
     stopwatch, tasks = timing.Stopwatch(clock), list(_pairs(tasks))
     history = _history_for(tasks) if history is None else history

@@ -15,7 +15,7 @@ from jaxloop.forecast import Begin, Course
 from jaxloop.position import PositionedIterator
 from jaxloop.preflight.experiment import Experiment, Part, State
 from jaxloop.preflight.report import Findings
-from jaxloop.sources import NO_DATA, fork_warning, indexed
+from jaxloop.sources import NO_DATA, fork_warning, indexed, reads_state
 from jaxloop.specs import EvalSpec, RunSpec
 
 # The limits for reading an eval dataset of unknown length to its end.
@@ -62,8 +62,7 @@ def open_train_data(experiment: Experiment, state: State, found: Findings) -> Tr
             batch = source.peek()
         except StopIteration:
             raise checks.empty_dataset(dataset) from None
-        declared = indexed(source)
-        if declared is not None and declared.reads_state:
+        if reads_state(source):
             if problem := experiment.train_loop.engine.stepper.problem_of_data(source):
                 found.at("the train data").error(problem)
             found.plan["train data"] = "endless batches, made from the state before each step"
