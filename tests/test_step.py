@@ -244,6 +244,23 @@ def test_an_nnx_model_is_evaluated_in_its_eval_mode():
     assert np.sum(np.asarray(outputs["train"]) == 0) > 0  # Dropout.
 
 
+@pytest.mark.parametrize("model", [Dropout(), nnx.Dropout(0.5, rngs=nnx.Rngs(0))], ids=["Linen", "NNX"])
+def test_call_model_calls_a_model_in_the_mode_of_the_step(model):
+    class Calling(Step):
+        def run(self, state, batch):
+            keys = self.prng_key(state.step)
+            own, _ = self.call_model(state, state.params, batch, keys=keys)
+            modes = [self.call_model(state, state.params, batch, train=train, keys=keys)[0] for train in (True, False)]
+            return state, {"own": own, "train": modes[0], "eval": modes[1]}
+
+    for train in (True, False):
+        step = Calling(KEY, model, optax.sgd(0.1), train=train)
+        state = step.initialize_model([2, 3])
+        outputs = jax.tree.map(np.asarray, step.evaluate(state, np.ones([2, 3], np.float32)))
+        np.testing.assert_array_equal(outputs["own"], outputs["train" if train else "eval"])
+        assert not np.array_equal(outputs["train"], outputs["eval"])
+
+
 def test_two_initialisations_of_an_nnx_model_share_one_compilation():
     step = NNXStep(KEY, NNXNet, optax.sgd(0.1), nnx_model_args=(4,))
     traces = []

@@ -278,6 +278,13 @@ def test_metrics_of_nnx_are_means_with_their_weights(options):
     predicted = np.asarray(NETWORK.apply({"params": state.params}, rows))
     assert found["accuracy"] == pytest.approx(np.mean(predicted.argmax(-1) == (rows[:, 0] > 0)), rel=1e-6)
     assert found["token/size"] == pytest.approx(np.abs(predicted).mean(), rel=1e-6)
+    train_step = token_step(NNXMetricStep, train=True)
+    with jax.numpy_dtype_promotion("standard"):
+        _, outputs = train_step(state, BATCHES[0])
+    assert (
+        set(outputs) == {"accuracy", "token/size"}
+        and float(outputs["token/size"].weight) == BATCHES[0]["x"].shape[0] * 5
+    )
 
 
 def test_a_metric_of_nnx_that_is_no_mean_says_what_to_return_instead():
