@@ -90,7 +90,7 @@ class EvalSpec:
 
     @property
     def when(self) -> str:
-        """The argument that decides when to evaluate, as text for messages."""
+        """The argument that decides when to evaluate, formatted for messages."""
         if self.interval is not None:
             return f"interval={self.interval!r}"
         is_by_fn = self.eval_loop_interval is None and self.should_eval_fn is not None

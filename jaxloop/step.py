@@ -317,7 +317,7 @@ class Step:
     def restore_model(
         self, state: Any, checkpoint_dir: epath.PathLike, step: int | None = None, transforms: Any = None
     ) -> Any:
-        """Restores the state from a checkpoint, with the shardings of `state`, which stays usable.
+        """Restores a state from a checkpoint, with the shardings of `state`. The given `state` stays usable.
 
         This method reads checkpoints saved by a `CheckpointAction`, or by an Orbax `CheckpointManager` with
         `PyTreeSave`.

@@ -55,7 +55,7 @@ class Logs(dict[str, Any]):
         To add to this collection, call `logs.add("updates", "batch_stats", batch_stats)`. A history doesn't store
         `updates`.
 
-        Assigning other logs to this attribute merges all of their collections except `updates` into these logs:
+        Assigning a `Logs` to this attribute merges all of its collections except `updates` into this object:
         `logs.updates, state = train_step(state, batch)`.
         """
         return self.setdefault("updates", Logs())
