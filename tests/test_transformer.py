@@ -14,7 +14,7 @@ import jaxloop
 from jaxloop import checkpoint
 from jaxloop.examples import transformer
 
-SMALL = transformer.Size(16, 1, 2, 32, 32, 16, 3e-3, 6)
+SMALL = transformer.Size(16, 1, 2, 32, 32, 16, 1e-2, 6)
 
 
 @pytest.fixture(autouse=True)

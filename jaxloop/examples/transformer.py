@@ -92,22 +92,22 @@ class Transformer(nnx.Module):
     def __init__(self, size: Size, *, rngs: nnx.Rngs):
         self.bytes = nnx.Embed(NUM_BYTES, size.width, rngs=rngs)
         self.positions = nnx.Embed(size.length, size.width, rngs=rngs)
-        self.blocks = nnx.List([Block(size, rngs) for _ in range(size.depth)])
+        # One module holds all blocks, in parameters with a leading axis of length `depth`, so XLA compiles one block.
+        self.blocks = nnx.split_rngs(splits=size.depth)(nnx.vmap(lambda rngs: Block(size, rngs)))(rngs)
         self.norm = nnx.RMSNorm(size.width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         mask = visible(tokens)[:, None]
-        for block in self.blocks:
-            # Activations between blocks are sharded like the batch, whatever the layout of the parameters. The backward
-            # pass recomputes each block, because storing its activations would take more memory.
-            x = remat(block, partition.constrain(x, "data"), mask)
-        return self.bytes.attend(self.norm(x))
+        return self.bytes.attend(self.norm(apply_blocks(self.blocks, x, mask)))
 
 
+# The backward pass recomputes each block, because storing its activations would take more memory.
+@nnx.scan(in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
 @nnx.remat
-def remat(block: Block, x: jax.Array, mask: jax.Array) -> jax.Array:
-    return block(x, mask)
+def apply_blocks(block: Block, x: jax.Array, mask: jax.Array) -> jax.Array:
+    # Activations between blocks are sharded like the batch, whatever the layout of the parameters.
+    return block(partition.constrain(x, "data"), mask)
 
 
 def visible(tokens: jax.Array) -> jax.Array:
@@ -137,8 +137,8 @@ def make_partitioner(kind: str, model_devices: int) -> partition.MeshPartitioner
             return jaxloop.FSDPPartitioner(partition.create_mesh(data=-1))
     mesh = partition.create_mesh(data=-1, model=model_devices)
     rules = [
-        ("(query|key|value|up)/kernel", P(None, "model")),
-        ("(out|down)/kernel", P("model", None)),
+        ("(query|key|value|up)/kernel", P(None, None, "model")),  # [depth, inputs, outputs]
+        ("(out|down)/kernel", P(None, "model", None)),
         ("", P()),
     ]
     return jaxloop.RulesPartitioner(mesh, "data", rules)
@@ -149,7 +149,8 @@ def make_step(size: Size, partitioner: jaxloop.Partitioner, train_steps: int, ac
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, size.learning_rate, max(train_steps // 20, 1), train_steps, size.learning_rate / 10
     )
-    decays = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    is_decayed = lambda path, _: "norm" not in jax.tree_util.keystr(path)
+    decays = lambda params: jax.tree.map_with_path(is_decayed, params)
     return jaxloop.LossStep(
         jax.random.key(seed),
         Transformer,
@@ -311,7 +312,7 @@ def print_step_cost(options) -> None:
     layout, began = partitioner.report(state), time.perf_counter()
     cost = step.cost_analysis(state, batch)
     memory = f"{readable(cost.peak_bytes)}, including {readable(cost.temp_bytes)} of temporaries (on a CPU)"
-    flops, num_tokens = cost.flops or 0.0, batch_size * size.length
+    num_tokens = batch_size * size.length
     micro_batches = "1 micro-batch" if options.accumulate == 1 else f"{options.accumulate} micro-batches"
     table = {
         "model": f"{options.size}: {sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters",
@@ -319,7 +320,7 @@ def print_step_cost(options) -> None:
         "batch": f"{batch_size} x {size.length} bytes, in {micro_batches}",
         "state per device": f"{readable(layout.bytes_per_device)} of {readable(layout.bytes)}",
         "memory per device": memory,
-        "FLOPs per step": f"{flops:.3g}, {flops / num_tokens:.3g} per byte of text",
+        "FLOPs per step": f"{cost.flops:.3g}, {cost.flops / num_tokens:.3g} per byte of text",
         "communication": "per device, by kind of operation",
     }
     table |= {f"  {each.kind}": f"{readable(each.bytes)} in {each.count}" for each in cost.collectives}
