@@ -111,18 +111,18 @@ class Compiled:
             if self._end_compiling is not None:
                 self._end_compiling()
 
-    def lower(self, state: Any, batch: types.Batch) -> jax.stages.Lowered:
-        """Lowers the function that `call` would run for this state and batch.
+    def trace(self, state: Any, batch: types.Batch) -> jax.stages.Traced:
+        """Traces the function that `call` would run for this state and batch.
 
-        If you compile the result, `call` reuses it.
+        If you lower and compile the result, `call` reuses it.
         """
         if self.detector is not None:
             batch = (batch, self.detector.no_flags(state))
         try:
             if self._is_flat:
                 flat, step = FlatState.of(state)
-                return self._compiled_per_structure.lower(flat, (step, batch))
-            return self._compiled_per_structure.lower(state, batch)
+                return self._compiled_per_structure.trace(flat, (step, batch))
+            return self._compiled_per_structure.trace(state, batch)
         finally:
             if self._end_compiling is not None:
                 self._end_compiling()
@@ -173,14 +173,14 @@ class _SameInAllProcesses:
 
     def __init__(self, name: str, compiled: Any):
         self._name, self._compiled = name, compiled
-        self.lower = compiled.lower
+        self.trace = compiled.trace
         self._known: set[Any] = set()
 
     def __call__(self, state: Any, batch: types.Batch) -> Any:
         leaves, structure = jax.tree.flatten(batch)
         form = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if form not in self._known:
-            program = self.lower(state, batch).as_text()
+            program = self.trace(state, batch).lower().as_text()
             if isinstance(state, FlatState):
                 signature = _signature(state.whole(batch[0]), batch[1])
             else:

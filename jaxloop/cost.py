@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxloop.layout import readable
 
@@ -35,8 +37,7 @@ class Cost:
     """XLA's estimate of the cost of one dispatch of a compiled step. `str` formats it as one sentence.
 
     Attributes:
-      flops: The number of floating-point operations in the whole step, on all devices together; None if XLA doesn't
-        count them. XLA counts them before optimization or, for a topology, after it. The body of a loop counts once.
+      flops: The number of floating-point operations on all devices together; see `flops_of`.
       argument_bytes: The memory for the state and the batch. This and all sizes below are in bytes per device.
       output_bytes: The memory for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses donated arguments.
@@ -49,7 +50,7 @@ class Cost:
     6.2e+09 FLOPs and 124.0 MiB of a device's memory: 24.0 MiB of arguments, 100.0 MiB of temporaries.
     """
 
-    flops: float | None
+    flops: float
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
@@ -63,10 +64,9 @@ class Cost:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
     def __str__(self) -> str:
-        flops = "An unknown number of FLOPs" if self.flops is None else f"{self.flops:.3g} FLOPs"
         return (
-            f"{flops} and {readable(self.peak_bytes)} of a device's memory: {readable(self.argument_bytes)} of "
-            f"arguments, {readable(self.temp_bytes)} of temporaries."
+            f"{self.flops:.3g} FLOPs and {readable(self.peak_bytes)} of a device's memory: "
+            f"{readable(self.argument_bytes)} of arguments, {readable(self.temp_bytes)} of temporaries."
         )
 
 
@@ -110,32 +110,84 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         raise
 
 
-def cost_of(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, *, num_devices: int) -> Cost:
-    """Returns the cost of a compiled program."""
-    memory: Any = compiled.memory_analysis()
+def cost_of(traced: jax.stages.Traced, *, num_devices: int) -> Cost:
+    """Compiles a traced program and returns its cost.
+
+    Raises:
+      DeviceMemoryError: The program needs too much memory. Only the compiler for TPUs detects this.
+    """
+    program = compiled(traced.lower())
+    memory: Any = program.memory_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
-    sizes = [int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names]
-    argument, output, alias, temp, code = sizes
-    collectives = (
-        collectives_of(compiled.as_text() or "") if num_devices > 1 else ()
-    )  # The text is long, so it is read only if needed.
-    flops = flops_of(lowered)
-    if flops is None:  # For devices of a topology, XLA counts the optimized program of one device.
-        flops = _flops_in(compiled.cost_analysis())
-        flops = None if flops is None else flops * num_devices
-    return Cost(flops, argument, output, alias, temp, code, collectives)
+    argument, output, alias, temp, code = (int(getattr(memory, f"{name}_size_in_bytes", 0)) for name in names)
+    # The text of the program is long, so it is read only if needed.
+    collectives = collectives_of(program.as_text() or "") if num_devices > 1 else ()
+    return Cost(flops_of(traced.jaxpr), argument, output, alias, temp, code, collectives)
 
 
-def flops_of(lowered: jax.stages.Lowered) -> float | None:
-    """Returns the total FLOPs of a program on all devices, or None if XLA doesn't count them."""
-    try:
-        return _flops_in(lowered.cost_analysis())
-    except jax.errors.JaxRuntimeError:  # The devices belong to a topology.
-        return None
+# Each of these takes one operation per element.
+_ARITHMETIC = frozenset(
+    """abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp cos cosh cumlogsumexp cummax cummin cumprod
+    cumsum digamma div erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log log1p logistic max min mul neg pow
+    reduce_max reduce_min reduce_prod reduce_sum reduce_window_sum rem rsqrt scatter-add scatter_add sin sinh sqrt
+    square sub tan tanh""".split()
+)
 
 
-def _flops_in(costs: Any) -> float | None:
-    return (costs or {}).get("flops")
+def flops_of(program: Any) -> float:
+    """Returns the number of floating-point operations of a traced program (a `ClosedJaxpr`), on all devices together.
+
+    A multiply-add in a matrix product or convolution counts as two operations, and other arithmetic on floats as one
+    per element. The body of a scan counts once per iteration, unlike in XLA's own estimate, which would miss most of a
+    model whose layers are scanned. The body of a `while` loop counts once, because its length is unknown. Of the
+    branches of a `cond`, only the most expensive one counts. Kernels that JAX can't see, such as cuDNN's, don't count.
+
+    >>> scanned = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
+    >>> flops_of(jax.make_jaxpr(scanned)(jnp.zeros([4, 4]))) == 10 * 2 * 4**3
+    True
+    """
+    return sum(map(_flops_of_equation, program.eqns), 0.0)
+
+
+def _flops_of_equation(equation: Any) -> float:
+    name, params, inputs = equation.primitive.name, equation.params, [each.aval for each in equation.invars]
+    result: Any = equation.outvars[0].aval if equation.outvars else None
+    if name in _ARITHMETIC:
+        is_float = jnp.issubdtype(result.dtype, np.inexact)
+        return float(max(array.size for array in (result, *inputs))) if is_float else 0.0
+    match name:
+        case "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            return 2.0 * result.size * math.prod(inputs[0].shape[axis] for axis in contracted)
+        case "ragged_dot" | "ragged_dot_general":
+            return 2.0 * inputs[0].size * result.shape[-1]
+        case "conv_general_dilated":
+            return _flops_of_convolution(inputs[0], inputs[1], result, **params)
+    bodies = [flops_of(each) for each in jax.tree.leaves(params) if hasattr(each, "eqns")]
+    match name:
+        case "cond":
+            return max(bodies)
+        case "scan":
+            return params["length"] * sum(bodies)
+        case "shard_map":  # Its body is the program of one device.
+            axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+            return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(bodies)
+        case "pallas_call":  # Its body is the program of one block.
+            return math.prod(params["grid_mapping"].grid) * sum(bodies)
+    return sum(bodies)
+
+
+def _flops_of_convolution(
+    lhs: Any, rhs: Any, out: Any, *, dimension_numbers: Any, window_strides: Any, padding: Any, **options: Any
+) -> float:
+    """Counts the products of an element of the input and one of the kernel; padding and dilation add none."""
+    (_, _, *of_lhs), (_, inputs, *of_rhs), (rows, outputs, *of_out) = dimension_numbers
+    num_products = out.shape[rows] * out.shape[outputs] * rhs.shape[inputs]
+    for axis, (stride, (low, _)) in enumerate(zip(window_strides, padding, strict=True)):
+        every, step = options["lhs_dilation"][axis], options["rhs_dilation"][axis]
+        place = np.arange(out.shape[of_out[axis]])[:, None] * stride + np.arange(rhs.shape[of_rhs[axis]]) * step - low
+        num_products *= int(((place >= 0) & (place < lhs.shape[of_lhs[axis]] * every) & (place % every == 0)).sum())
+    return 2.0 * num_products
 
 
 # An instruction of a compiled program: its name, type, operation and operands, and for loops the trip count. A program

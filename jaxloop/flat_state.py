@@ -104,9 +104,9 @@ class Donating:
     def __call__(self, state: Any, batch: Any) -> Any:
         return self._of_parts(*FlatState.of(state), batch)
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lowers the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
-        return self._of_parts.lower(*FlatState.of(state), batch)
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Traces the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
+        return self._of_parts.trace(*FlatState.of(state), batch)
 
 
 def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:

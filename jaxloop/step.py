@@ -378,7 +378,7 @@ class Step:
                 kernel [3, 1]  float32       3        12 B
         total                                4        16 B  of 16 B
         state: 20 B per device
-        a step: 160 FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
+        a step: 162 FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
           state: A state, or its shapes from `abstract_state`, which take up no memory.
@@ -418,15 +418,18 @@ class Step:
         """Returns the number of parameters in `state.params`; 0 if the state has no `params`."""
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
-    def compute_num_flops(self, state: Any, batch: types.Batch) -> float | None:
-        """Returns the FLOPs of one `run` as counted by XLA before optimization; None if XLA doesn't report them.
+    def compute_num_flops(self, state: Any, batch: types.Batch) -> float:
+        """Returns the number of floating-point operations (FLOPs) in one call of `run`, on all devices together.
 
-        This method passes the batch through the hooks before `run`, and traces `run` without executing it. The state
-        stays usable. Both arguments may be shapes; see `compile`.
+        A multiply-add in a matrix product or convolution counts as two operations, and other arithmetic on floats as
+        one per element. The body of a scan counts once per iteration, and that of a `while` loop once.
+
+        The batch passes through the hooks before `run`, and `run` is traced but not executed. The state stays usable.
+        Both arguments may be shapes; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
-        self._num_flops = cost.flops_of(compiled.lower(state, self.place(batch, evaluates=True)))
+        self._num_flops = cost.flops_of(compiled.trace(state, self.place(batch, evaluates=True)).jaxpr)
         return self._num_flops
 
     # Running -------------------------------------------------------------------------------------
@@ -469,9 +472,9 @@ class Step:
         if fused:
             example = stacked([example] * steps_per_dispatch)
         placed = self.place_stacked(example) if fused else self.place(example, evaluates=evaluates)
-        lowered = self._compiled_for(evaluates=evaluates, fuses=fused, watch=self._watch).lower(state, placed)
+        traced = self._compiled_for(evaluates=evaluates, fuses=fused, watch=self._watch).trace(state, placed)
         mesh = self._partitioner.mesh
-        self._cost = cost.cost_of(lowered, cost.compiled(lowered), num_devices=1 if mesh is None else mesh.size)
+        self._cost = cost.cost_of(traced, num_devices=1 if mesh is None else mesh.size)
         if not fused and not evaluates:
             self._num_flops = self._cost.flops
 

@@ -61,6 +61,6 @@ class PerStructure:
         """Returns the function for arguments with this structure."""
         return self._of(jax.tree.structure(args))
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function for arguments like these, which may be `jax.ShapeDtypeStruct`s."""
-        return self._of(jax.tree.structure(args)).lower(*args)
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the function for arguments like these, which may be `jax.ShapeDtypeStruct`s."""
+        return self._of(jax.tree.structure(args)).trace(*args)

@@ -44,6 +44,63 @@ def test_collectives_are_counted_as_often_as_they_run():
     assert cost.collectives_of("") == ()
 
 
+# FLOPs ------------------------------------------------------------------------------------------------------
+
+
+def flops(fn, *args):
+    return cost.flops_of(jax.make_jaxpr(fn)(*args))
+
+
+SQUARE, IMAGES, KERNEL = jnp.ones([8, 8]), jnp.ones([4, 16, 16, 3]), jnp.ones([3, 3, 3, 8])
+
+
+def convolve(images, kernel):
+    strides, padding, numbers = (2, 2), "VALID", ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(images, kernel, strides, padding, dimension_numbers=numbers).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), (jnp.ones([5, 2, 3]), jnp.ones([5, 3, 4]))),
+        (convolve, (IMAGES, KERNEL)),
+        (jax.value_and_grad(convolve, argnums=(0, 1)), (IMAGES, KERNEL)),
+        (lambda x: (x * 2 + 1).sum(), (SQUARE,)),
+    ],
+    ids=["products", "convolution", "gradients of a convolution", "elementwise"],
+)
+def test_without_loops_there_are_as_many_flops_as_xla_counts(fn, args):
+    expected = jax.jit(fn).lower(*args).cost_analysis()["flops"]
+    assert flops(fn, *args) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_body_counts_as_often_as_it_runs(data_parallel):
+    once, mesh = 2 * 8**3, data_parallel(8).mesh
+    product = lambda x: x @ x
+    repeated = lambda x: jax.lax.scan(lambda x, _: (product(x), None), x, length=6)[0]
+    assert flops(repeated, SQUARE) == flops(jax.checkpoint(repeated), SQUARE) == 6 * once
+    assert flops(lambda x: jax.lax.fori_loop(0, 6, lambda _, x: repeated(x), x), SQUARE) == 36 * once
+    assert flops(lambda x: jax.lax.cond(True, product, repeated, x), SQUARE) == 6 * once
+    spec = jax.sharding.PartitionSpec()
+    on_each = jax.shard_map(product, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert flops(on_each, SQUARE) == 8 * once
+    assert flops(lambda x: x.astype(int) + 1, SQUARE) == 0
+
+
+def test_micro_batches_change_no_flops_and_fused_steps_count_as_many_times():
+    batch = {"x": np.zeros([16, 128], np.float32), "y": np.zeros([16, 64], np.float32)}
+    found = {}
+    for accumulate in (1, 4):
+        step = make_step(jaxloop.SingleDevicePartitioner(), accumulate=accumulate)
+        found[accumulate] = step.compute_num_flops(step.initialize_model([1, 128]), batch)
+    assert found[4] == pytest.approx(found[1], rel=0.2)  # Adding the gradients takes a few more.
+    step.compile(step.abstract_state([1, 128]), batch, steps_per_dispatch=3)
+    assert step.cost_analysis().flops == pytest.approx(3 * found[4], rel=0.01)
+
+
+# Whole steps ------------------------------------------------------------------------------------------------
+
+
 def make_step(partitioner, **options):
     loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(-1)
     options = {"train": True, "loss": loss, **options}

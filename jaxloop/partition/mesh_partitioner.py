@@ -228,13 +228,13 @@ class _OfAnyResult:
             self._assume_other_result()
             return self._compiled(state, batch)
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lowers the function for arguments like these, which may be shapes."""
+    def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Traces the function for arguments like these, which may be shapes."""
         try:
-            return self._compiled.lower(state, batch)
+            return self._compiled.trace(state, batch)
         except _OtherResult:
             self._assume_other_result()
-            return self._compiled.lower(state, batch)
+            return self._compiled.trace(state, batch)
 
     def _assume_other_result(self) -> None:
         other = self._other or self._compile(is_pair=False)

@@ -241,11 +241,10 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
             part.loop.compile(_state_for_begin(state, step), batch)
         cost = step.cost_analysis()
         memory = partition.memory_of(jax.local_devices()[0])
-        flops = "" if cost.flops is None else f"{cost.flops:.3g} FLOPs; "
         there = "" if memory is None else f" of {readable(memory)}"
         here.plan["step"] = (
-            f"{flops}{readable(cost.peak_bytes)}{there} per device, of which {readable(cost.temp_bytes)} for "
-            "activations and gradients"
+            f"{cost.flops:.3g} FLOPs; {readable(cost.peak_bytes)}{there} per device, of which "
+            f"{readable(cost.temp_bytes)} for activations and gradients"
         )
         _check_memory_limit(here, cost.peak_bytes, memory)
 
@@ -286,9 +285,9 @@ def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch,
     shown = (f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {readable(leaf.bytes_per_device)}" for leaf in largest)
     here.plan["largest arrays"] = ", ".join(shown)
     if cost is not None:
-        flops = "" if cost.flops is None else f"{cost.flops / len(devices):.3g} FLOPs per device"
         moved = [f"{each.kind} {readable(each.bytes)} in {each.count} operations" for each in cost.collectives]
-        here.plan["step"] = "; ".join(each for each in (flops, ", ".join(moved)) if each)
+        flops = f"{cost.flops / len(devices):.3g} FLOPs per device"
+        here.plan["step"] = f"{flops}; {', '.join(moved)}" if moved else flops
         if padded > rows:
             here.warn(
                 f"On {topology}, {shards} devices share a batch of {rows} rows, which jaxloop pads to {padded}. Give "
