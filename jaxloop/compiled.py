@@ -73,7 +73,7 @@ class Compiled:
                 place = partitioner.sharding
                 options["out_shardings"] = (place, (place, partitioner.output_sharding))
         self._stopwatch = stopwatch
-        self._end_compiling: Callable[[], None] | None = None  # None unless it is compiling.
+        self._end_compiling: Callable[[Any], None] | None = None  # None unless it is compiling.
         self._signatures: list[dict[str, str]] = []
         self._compiled_per_structure = PerStructure(lambda: self._compile(run, options))
         self._newest: tuple[Any, Any] = (None, None)  # The structures of the newest call, and its function.
@@ -95,6 +95,7 @@ class Compiled:
           form: A value that is the same for all batches of one structure, from `checks.BatchWatch`. None to inspect the
             batch, which takes a twentieth of the time of a small step.
         """
+        step = None
         try:
             if self._evaluates:
                 return carry, self._compiled_per_structure(carry, batch)
@@ -109,7 +110,7 @@ class Compiled:
             return (flat, step), outputs
         finally:
             if self._end_compiling is not None:
-                self._end_compiling()
+                self._end_compiling(step)
 
     def trace(self, state: Any, batch: types.Batch) -> jax.stages.Traced:
         """Traces the function that `call` would run for this state and batch.
@@ -125,7 +126,7 @@ class Compiled:
             return self._compiled_per_structure.trace(state, batch)
         finally:
             if self._end_compiling is not None:
-                self._end_compiling()
+                self._end_compiling(None)
 
     def _compile(self, run: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -157,8 +158,9 @@ class Compiled:
             stopwatch.switch(before)
         logging.info("Compiling %s.run before the next step.", self._name)
 
-        def end() -> None:
+        def end(step: Any) -> None:
             self._end_compiling = None
+            stopwatch.first_step = step
             stopwatch.switch(before)
             logging.info("Compiled %s.run in %s.", self._name, duration(stopwatch.clock() - began))
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
-from typing import final
+from typing import Any, final
 
 import jax
 
@@ -121,6 +121,8 @@ class Stopwatch:
         self.samples = 0
         self.training: float = 0.0
         """`spent().training` as of the last switch."""
+        self.first_step: Any = None
+        """`state.step` after the first dispatch of the newest program. Once it is ready, the program has run."""
         self.secs_reading: float = 0.0
         """In a multi-process job, the seconds that this process has spent reading its own data, without waiting for the
         others."""

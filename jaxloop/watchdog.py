@@ -54,7 +54,8 @@ class Watchdog:
 
     Args:
       step_secs: The maximum time without a new train step, in seconds.
-      startup_secs: The maximum time before the first step of an `OuterLoop` call, and while a step is being compiled.
+      startup_secs: The maximum time before the first step of an `OuterLoop` call, and for compiling a step and running
+        it for the first time. Another process may take longer to compile it.
       eval_secs: The maximum time without a new batch in an evaluation, including the compilation.
       checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
     """
@@ -146,7 +147,8 @@ class _Watching(threading.Thread):
                 return self._limits.checkpoint_secs
             case "compiling":
                 return self._limits.startup_secs
-        return self._limits.step_secs if self._steps() > self._steps_before else self._limits.startup_secs
+        has_run = self._steps() > self._steps_before and metrics.is_ready(self._train.progress.stopwatch.first_step)
+        return self._limits.step_secs if has_run else self._limits.startup_secs
 
     def _end(self, secs: float) -> None:
         """Reports the hang and ends the process."""

@@ -1127,8 +1127,8 @@ def topology_checks(arena: Arena, count: int, seed: int) -> Broken:
 
 
 def hangs(arena: Arena, count: int, seed: int) -> Broken:
-    """Has each place of a run hang, alone and in one of four processes; a fifth of the runs does not hang."""
-    rng, places = random.Random(seed), [*hanging.PLACES, "none"]
+    """Has each place of a run hang, alone and in one of four processes; a quarter of the runs doesn't hang."""
+    rng, places = random.Random(seed), [*hanging.PLACES, *hanging.HEALTHY]
     for number in range(count):
         place, processes = places[number % len(places)], 1 if number // len(places) % 2 == 0 else 4
         process = 0 if place == "save" else rng.randrange(processes)  # The first one seals a checkpoint.
@@ -1173,7 +1173,7 @@ PARTS: dict[str, tuple[Callable[[Arena, int, int], Broken], int]] = {
     "impostors": (impostors, 10),
     "goodput": (goodput, 20),
     "told": (told, 20),
-    "hangs": (hangs, 42),
+    "hangs": (hangs, 64),
     "spikes": (spiking, 100),
     "long_run": (long_run, 10_000),
     "two_trainers": (two_trainers, 4),
