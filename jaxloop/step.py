@@ -209,7 +209,8 @@ class Step:
     def run(self, state: Any, batch: types.Batch) -> tuple[Any, types.Output]:
         """Computes `(state, outputs)` from one batch. This method is compiled, so it must be pure.
 
-        In training, `run` adds `updates_per_step` (1 by default) to `state.step`.
+        In training, `run` adds `updates_per_step` (1 by default) to `state.step`. An output with "loss" in its name and
+        one float per example is replaced by its mean. Wrap it in `MetricWithMetadata` to keep the values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -876,11 +877,18 @@ class Step:
         hook = f"{type(self).__name__}.run"
         new_state, outputs = checks.check_run(self.run(state, batch), hook)
         checks.check_same_state(state, new_state, hook)
-        return new_state, outputs and types.nnx_metrics_as_weighted(outputs)
+        return new_state, self._reported(outputs, batch)
 
     def _checked_outputs(self, state: Any, batch: types.Batch) -> types.Output:
-        outputs = checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1]
-        return outputs and types.nnx_metrics_as_weighted(outputs)
+        return self._reported(checks.check_run(self.run(state, batch), f"{type(self).__name__}.run")[1], batch)
+
+    def _reported(self, outputs: types.Output, batch: types.Batch) -> types.Output:
+        """Converts the outputs of `run` to the form in which they are reported."""
+        if not outputs:
+            return outputs
+        is_padded = checks.is_user_defined(self, "num_examples")  # Its arrays may contain rows that don't count.
+        outputs = types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
+        return types.nnx_metrics_as_weighted(outputs)
 
     # Properties ----------------------------------------------------------------------------------
 

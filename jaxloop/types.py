@@ -282,6 +282,24 @@ class Weighted:
         return cls.of(*children)
 
 
+def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[str, Any]:
+    """Returns the outputs with each array of losses per example replaced by its mean.
+
+    >>> mean_losses({"loss": jnp.array([1.0, 3.0]), "logits": jnp.array([1.0, 3.0])}, 2)
+    {'loss': Array(2., dtype=float32), 'logits': Array([1., 3.], dtype=float32)}
+
+    Args:
+      outputs: The outputs of a step. Those whose names contain "loss" are losses.
+      num_examples: The number of examples in the batch; None if it is unknown, and the outputs stay unchanged.
+    """
+
+    def is_per_example(name: str, value: Any) -> bool:
+        is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+        return "loss" in name.lower() and is_array and value.shape == (num_examples,)
+
+    return {name: value.mean() if is_per_example(name, value) else value for name, value in outputs.items()}
+
+
 def nnx_metrics_as_weighted(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the outputs with each NNX metric replaced by a `Weighted`, and each `MultiMetric` by its parts.
 

@@ -434,7 +434,7 @@ def test_micro_batches_over_a_mesh_are_the_same(devices, count, masked, data_par
 def test_micro_batches_leave_rows_on_their_devices(data_parallel):
     step = linear_step(train=True, accumulate=4, partitioner=data_parallel(8))
     state, batch = step.begin(step.initialize_model(), rows(40))
-    compiled = step.partitioner.partition(step.run).lower(state, step.shard_batch(batch)).compile().as_text()
+    compiled = step.partitioner.partition(step.run).trace(state, step.shard_batch(batch)).lower().compile().as_text()
     assert "all-reduce(" in compiled
     for exchange in ("all-gather(", "all-to-all(", "collective-permute("):
         assert exchange not in compiled

@@ -15,7 +15,7 @@ import jaxloop
 from jaxloop import every
 from jaxloop import functional as jf
 from jaxloop.metrics import LoopOutputs, summarize
-from jaxloop.types import Weighted
+from jaxloop.types import MetricType, MetricWithMetadata, Weighted
 
 RNG = np.random.default_rng(0)
 # Batches of 32, 32 and 7 rows of 5 tokens, of which some count.
@@ -351,3 +351,53 @@ def test_a_spike_guard_ignores_steps_without_weight(tmp_path):
     guard(None, {"loss": values}, step_num=16)
     with pytest.raises(RuntimeError, match="loss was 12 in steps 17 to 17, above the limit of 9"):
         guard(None, {"loss": [Weighted.of(12.0, 5.0)]}, step_num=17)
+
+
+# Losses per example --------------------------------------------------------------------------------------------
+
+
+class PerExampleStep(jaxloop.Step):
+    def run(self, state, batch):
+        def loss_fn(params):
+            losses = (state.apply_fn({"params": params}, batch["x"]) ** 2).mean(-1)
+            return losses.mean(), losses
+
+        (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        outputs = {
+            "loss": losses,
+            "scores": losses,
+            "all_losses": MetricWithMetadata(losses, MetricType.HISTOGRAM),
+        }
+        return (state.apply_gradients(grads=grads) if self.train else state), outputs
+
+
+def example_mean(params):
+    losses = [np.float64(NETWORK.apply({"params": params}, batch["x"])) ** 2 for batch in BATCHES]
+    return np.concatenate(losses).mean()
+
+
+@pytest.mark.parametrize("fused", [1, 2])
+def test_a_step_that_returns_a_loss_per_example_reports_the_mean(fused, tmp_path):
+    step = PerExampleStep(jax.random.key(0), NETWORK, optax.sgd(1e-3), train=True)
+    evaluation = jaxloop.EvalLoop(PerExampleStep(jax.random.key(0), NETWORK), steps_per_dispatch=fused)
+    stop = jaxloop.EarlyStoppingAction("loss", patience=2)
+    outer_loop = jaxloop.OuterLoop(
+        jaxloop.TrainLoop(step, steps_per_dispatch=fused, end_actions=[stop]), [evaluation], log_interval=every(steps=2)
+    )
+    state = step.initialize_model([1, 4])
+    state, outputs = outer_loop(state, BATCHES, eval_specs=[jaxloop.EvalSpec(BATCHES, name="test")])
+    assert outer_loop.history.collect("test.loss") == [pytest.approx(example_mean(state.params), rel=1e-6)]
+    assert len(outer_loop.history.collect("train.loss")) == 1
+    assert [np.shape(each) for each in outputs["loss"]] == [()] * 3
+    assert [each.shape for each in outputs["scores"]] == [(32,), (32,), (7,)]
+    assert [each.value.shape for each in outputs["all_losses"]] == [(32,), (32,), (7,)]
+
+
+def test_losses_of_a_step_that_counts_its_own_examples_are_not_averaged():
+    class Padded(PerExampleStep):
+        def num_examples(self, batch):
+            return 5
+
+    step = Padded(jax.random.key(0), NETWORK, optax.sgd(1e-3), train=True)
+    _, outputs = step(step.initialize_model([1, 4]), BATCHES[0])
+    assert outputs["loss"].shape == (32,)
