@@ -163,7 +163,12 @@ def _quality(values: Mapping[str, Any], best: tuple[str, str]) -> float:
 
 
 def restore(
-    directory: epath.PathLike, step: int, state: Any, *, transforms: Any = None, any_optimizer: bool = False
+    directory: epath.PathLike,
+    step: int,
+    state: Any,
+    *,
+    transforms: Mapping[str, str] | None = None,
+    any_optimizer: bool = False,
 ) -> Any:
     """Restores the train state from a checkpoint, with the structure and the shardings of `state`.
 
@@ -175,7 +180,8 @@ def restore(
       step: The step of the checkpoint; 0 is a valid step.
       state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
         state is not donated.
-      transforms: Orbax transformations of the saved tree, which are passed to `PyTreeRestore`.
+      transforms: A dict that renames saved leaves, from patterns of their paths to paths in the state:
+        `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
       any_optimizer: Whether to accept a state with a different optimizer, or with none. Everything except `opt_state`
         is then restored, and a message is logged.
 
@@ -183,6 +189,7 @@ def restore(
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: Files of the checkpoint are damaged. The error lists them.
       ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
+        Or a pattern in `transforms` matches no leaf.
     """
     try:
         return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
@@ -195,7 +202,7 @@ def restore_newest(
     directory: epath.PathLike,
     state: Any,
     *,
-    transforms: Any = None,
+    transforms: Mapping[str, str] | None = None,
     any_optimizer: bool = False,
     quarantines: bool = True,
 ) -> tuple[Any, int] | None:
@@ -227,7 +234,7 @@ def open_newest(
     directory: epath.PathLike,
     state: Any,
     *,
-    transforms: Any = None,
+    transforms: Mapping[str, str] | None = None,
     any_optimizer: bool = False,
     quarantines: bool = True,
     steps: Sequence[int] | None = None,
@@ -572,10 +579,10 @@ class Checkpoint:
         with _reading(self.path, f"{item}/{filename}"):
             return dict(ocp.JsonCheckpointHandler(filename=filename).restore(self.path / item) or {})
 
-    def restore(self, state: Any, *, transforms: Any = None, any_optimizer: bool = False) -> Any:
+    def restore(self, state: Any, *, transforms: Mapping[str, str] | None = None, any_optimizer: bool = False) -> Any:
         """Restores the train state; see the function `restore`."""
         try:
-            return self._tree(_ITEM, state, transforms)
+            return self._tree(_ITEM, state) if transforms is None else self._renamed_tree(state, transforms)
         except ValueError:
             if not any_optimizer or transforms is not None or not hasattr(state, "opt_state"):
                 raise
@@ -692,25 +699,50 @@ class Checkpoint:
                 [self.step],
             ) from error
 
-    def _tree(self, item: str, tree: Any, transforms: Any = None) -> Any:
+    def _renamed_tree(self, state: Any, transforms: Mapping[str, str]) -> Any:
+        """Reads the train state, some of whose leaves were saved under other names."""
+        ours = checks.leaves_by_path(_storable(state))
+        return _with_values(state, _load_leaves(self, self.saved_paths(ours, transforms), ours))
+
+    def saved_paths(self, ours: Mapping[str, Any], transforms: Mapping[str, str]) -> dict[str, str]:
+        """Returns the saved path of each leaf in `ours`, after renaming; see `restore`.
+
+        Raises:
+          ValueError: The renamed leaves don't fit those in `ours`, or a pattern matches no leaf.
+        """
+        if not all(isinstance(each, str) for pair in transforms.items() for each in pair):
+            raise TypeError(
+                "transforms must be a dict from patterns of saved paths to paths in the state, such as "
+                f"{{'**/Dense_0/**': '**/output/**'}}, got {transforms!r}."
+            )
+        saved_names, our_names = _bare(self.leaves), _bare(ours)
+        new_names = {name: name for name in saved_names} | path_patterns.renamed(saved_names, transforms)
+        saved = {our_names.get(new, new): saved_names[name] for name, new in new_names.items()}
+        if len(saved) < len(new_names):
+            taken = next(name for name, new in new_names.items() if saved[our_names.get(new, new)] != saved_names[name])
+            raise ValueError(
+                f"Another leaf is renamed to {new_names[taken]!r}, which the checkpoint {self.path} contains too. Give "
+                "transforms that keep them apart."
+            )
+        _check_fits(self.path, _ITEM, {path: self.leaves[at] for path, at in saved.items()}, dict(ours))
+        return saved
+
+    def _tree(self, item: str, tree: Any) -> Any:
         """Reads an item, with the structure and shardings of `tree`.
 
         If the item is `trees`, only the names in `tree` are read.
         """
         template = _storable(tree)
         wanted = checks.leaves_by_path(template)
-        if transforms is None:
-            template = self.fit_template(item, template)
-        values = self._read(item, template, transforms)
-        _check_fits(self.path, item, values, wanted)  # Also checks the result of `transforms`.
+        values = self._read(item, self.fit_template(item, template))
+        _check_fits(self.path, item, values, wanted)
         return _with_values(tree, values)
 
-    def _read(self, item: str, template: Any, transforms: Any = None) -> dict[str, Any]:
+    def _read(self, item: str, template: Any) -> dict[str, Any]:
         """Reads the arrays of an item by path, for the leaves of a template that are not placeholders."""
         args = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(_restore_args, template),
-            transforms=transforms,
             partial_restore=item == _TREES_ITEM,
         )
         handler = ocp.PyTreeCheckpointHandler()
@@ -819,20 +851,25 @@ def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None
         raise _damage_error(path, [f"{what} can't be read: {type(error).__name__}: {error}"]) from error
 
 
-def check_fits(directory: epath.PathLike, step: int, state: Any) -> None:
+def check_fits(directory: epath.PathLike, step: int, state: Any, transforms: Mapping[str, str] | None = None) -> None:
     """Checks that `restore` would accept this state, without reading any array.
 
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
       state: A state made of arrays or of `jax.ShapeDtypeStruct`s.
+      transforms: See `restore`.
 
     Raises:
       FileNotFoundError: There is no such checkpoint.
       CheckpointError: The saved description of the leaves is damaged. Other damage is not detected.
       ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
     """
-    Checkpoint.at(directory, step, METADATA_FILE).fit_template(_ITEM, jax.eval_shape(_storable, state))
+    opened, template = Checkpoint.at(directory, step, METADATA_FILE), jax.eval_shape(_storable, state)
+    if transforms is None:
+        opened.fit_template(_ITEM, template)
+    else:
+        opened.saved_paths(checks.leaves_by_path(template), transforms)
 
 
 def _check_fits(

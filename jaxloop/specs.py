@@ -1,7 +1,7 @@
 """The arguments of an experiment: its length, its evaluations and its checkpoints."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -125,7 +125,7 @@ class CheckpointSpec:
       iterate_interval_secs: In continuous evaluation, the number of seconds between searches for new checkpoints.
       iterate_stop_fn: In continuous evaluation, a function that returns True when no more checkpoints will appear. The
         default checks whether the directory contains the file `STOPPED`, which a training run writes when it is done.
-      transforms: Orbax transformations of the saved tree, for `Step.restore_model`.
+      transforms: New names for saved leaves; see `Step.restore_model`.
       restore_data: Whether to continue a resumed run at the saved position in its training dataset. Pass False for a
         different dataset, or for an iterator that is already at the right position.
     """
@@ -133,7 +133,7 @@ class CheckpointSpec:
     checkpoint_dir: epath.PathLike
     iterate_interval_secs: float = 0
     iterate_stop_fn: Callable[[], bool] | None = None
-    transforms: Any = None
+    transforms: Mapping[str, str] | None = None
     restore_data: bool = True
 
     def __post_init__(self) -> None:

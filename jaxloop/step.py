@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, final
 
 import jax
@@ -316,7 +316,11 @@ class Step:
         return state
 
     def restore_model(
-        self, state: Any, checkpoint_dir: epath.PathLike, step: int | None = None, transforms: Any = None
+        self,
+        state: Any,
+        checkpoint_dir: epath.PathLike,
+        step: int | None = None,
+        transforms: Mapping[str, str] | None = None,
     ) -> Any:
         """Restores a state from a checkpoint, with the shardings of `state`. The given `state` stays usable.
 
@@ -330,7 +334,8 @@ class Step:
             logs this and returns `state` unchanged.
           step: The step of the checkpoint; None for the newest undamaged checkpoint. Damaged checkpoints are skipped
             with a warning.
-          transforms: Orbax transformations of the saved tree, for `PyTreeRestore`.
+          transforms: A dict that renames saved leaves, from patterns of their paths to paths in `state`:
+            `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
 
         Raises:
           FileNotFoundError: If there are checkpoints, but none for `step`.

@@ -23,7 +23,7 @@ from flax import nnx
 from flax.training import train_state
 from orbax import checkpoint as orbax_checkpoint
 
-from jaxloop import CheckpointSpec, OuterLoop, TrainLoop, checkpoint, examples, partition, seal
+from jaxloop import CheckpointSpec, OuterLoop, TrainLoop, checkpoint, checks, examples, partition, seal
 from jaxloop.actions import CheckpointAction
 from jaxloop.history import History
 from jaxloop.lock import DirectoryLock
@@ -166,9 +166,47 @@ def test_transforms_map_old_names_onto_new_ones(tmp_path):
     original = Step(jax.random.key(3), Original()).initialize_model([1, 3])
     save(tmp_path, (3, original))
     step = Step(jax.random.key(0), Renamed())
-    transforms = {r"(.*)new(.*)": orbax_checkpoint.Transform(original_key=r"\1old\2")}
+    transforms = {"**/old/**": "**/new/**"}
     restored = step.restore_model(step.initialize_model([1, 3]), tmp_path, transforms=transforms)
     np.testing.assert_array_equal(restored.params["new"]["kernel"], original.params["old"]["kernel"])
+    checkpoint.check_fits(tmp_path, 3, step.initialize_model([1, 3]), transforms)
+
+
+def test_transforms_rename_what_the_optimizer_and_an_nnx_model_keep(tmp_path, assert_same):
+    class Old(nnx.Module):
+        def __init__(self, *, rngs):
+            self.first, self.second = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)
+
+    class New(nnx.Module):
+        def __init__(self, *, rngs):
+            self.second, self.third = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)
+
+    make = lambda model, seed: Step(jax.random.key(seed), model, optax.adam(0.1), nnx_model_args=())
+    original, step = make(Old, 0).initialize_model(), make(New, 1)
+    original = original.replace(opt_state=jax.tree.map(lambda leaf: leaf + 5, original.opt_state))
+    save(tmp_path, (3, original))
+    template = step.initialize_model()
+    transforms = {"**/first/*": "**/second/*", "**/second/*": "**/third/*"}  # Not one after the other.
+    restored = step.restore_model(template, tmp_path, transforms=transforms)
+    values = checks.leaves_by_path(original)
+    renamed = {path.replace("second", "third").replace("first", "second"): leaf for path, leaf in values.items()}
+    assert_same(checks.leaves_by_path(restored), renamed)
+
+
+def test_transforms_that_do_not_lead_to_the_state_are_errors(tmp_path):
+    _, state, _ = examples.tiny_regression()
+    save(tmp_path, (1, state))
+    for wrong, error, text in [
+        ({"**/gone/*": "**/kernel/*"}, ValueError, "matches no path"),
+        ({"params/kernel": "params/weights"}, ValueError, r"params/kernel: \(none\) -> float32\[3, 1\]"),
+        ({"params/kernel": "params/bias"}, ValueError, "Another leaf is renamed to 'params/bias'.*keep them apart"),
+        ({"(.*)old": orbax_checkpoint.Transform()}, TypeError, r"such as \{'\*\*/Dense_0/\*\*': '\*\*/output/\*\*'\}"),
+    ]:
+        with pytest.raises(error, match=text):
+            checkpoint.restore_newest(tmp_path, state, transforms=wrong)
+        with pytest.raises(error, match=text):
+            checkpoint.check_fits(tmp_path, 1, state, wrong)
+    assert checkpoint.all_steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (4, 2), (2, 8), (1, 4)])
@@ -483,7 +521,7 @@ def test_other_templates_are_refused_leaf_by_leaf(tmp_path):
 
 def test_a_dtype_is_never_cast_silently(tmp_path):
     save(tmp_path, (1, {"old": jnp.ones([2], jnp.float32)}))
-    transforms = {"new": orbax_checkpoint.Transform(original_key="old")}
+    transforms = {"old": "new"}
     assert checkpoint.restore(tmp_path, 1, {"new": jnp.zeros([2])}, transforms=transforms)["new"].dtype == jnp.float32
     for wrong, text in [(jnp.zeros([2], jnp.bfloat16), r"bfloat16\[2\]"), (jnp.zeros([3]), r"float32\[3\]")]:
         with pytest.raises(ValueError, match=rf"new: float32\[2\] -> {text}"):
@@ -694,9 +732,13 @@ def test_unsealed_files_that_orbax_can_not_read_are_errors_with_its_own(tmp_path
 
 
 def test_what_fails_with_a_whole_checkpoint_is_no_damage(runs):
-    bad = {"w": orbax_checkpoint.Transform(value_fn=lambda value: 1 / 0), "key": orbax_checkpoint.Transform()}
-    with pytest.raises(ZeroDivisionError) as caught:
-        checkpoint.restore_newest(runs, a_run(0)[0], transforms=bad)
+    mesh = partition.create_mesh(devices=jax.devices()[:3], data=3)
+    uneven = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    shaped = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=uneven)
+    state, *_ = a_run(0)
+    with pytest.raises(Exception) as caught:
+        checkpoint.restore_newest(runs, {**state, "w": shaped(state["w"])})
+    assert not isinstance(caught.value, checkpoint.CheckpointError)
     assert "whose files match their checksums" in caught.value.__notes__[0]
     assert checkpoint.all_steps(runs) == [1, 2]
 

@@ -80,9 +80,9 @@ def _check_checkpoint(
     directory = spec.checkpoint_dir
     opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():
-        if state.shapes is not None and spec.transforms is None:
+        if state.shapes is not None:
             with here:
-                checkpoint.check_fits(directory, step, state.shapes)
+                checkpoint.check_fits(directory, step, state.shapes, spec.transforms)
         elapsed, run = opened.elapsed().without_previous(), checkpoint.run(directory, step)
         if not run or loop is None:
             return Begin(elapsed)
