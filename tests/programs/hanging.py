@@ -89,6 +89,9 @@ def main(directory, place, process):
                 for number in range(500):  # Takes several seconds to compile.
                     values = jnp.sort(jnp.sin(values) + number)
                 loss = values[0]
+            if self.train and place == "run":
+                stuck = state.step == AT  # Every process hangs: the program is the same in all of them.
+                loss = jax.lax.while_loop(lambda x: stuck & (x < jnp.inf), lambda x: x * 0.5 + 1.0, loss)
             return (state.apply_gradients(grads=grads) if self.train else state), {"loss": loss}
 
     class HangingAction(jaxloop.Action):
