@@ -124,7 +124,10 @@ def main(directory, place, process):
         [jaxloop.EvalLoop(eval_step)],
         workdir=directory,
         watchdog=jaxloop.Watchdog(
-            step_secs=LIMIT_SECS, startup_secs=30, eval_secs=LIMIT_SECS, checkpoint_secs=LIMIT_SECS
+            step_secs=LIMIT_SECS,
+            startup_secs=100,
+            eval_secs=30 if place == "compiling" else LIMIT_SECS,
+            checkpoint_secs=LIMIT_SECS,
         ),
     )
     evaluation = jaxloop.EvalSpec(data.from_index(lambda number: batch_of(number, "eval"), 9), name="test")
