@@ -122,8 +122,6 @@ class Loop:
 
     def resume(self, elapsed: Elapsed) -> None:
         """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
-
-        The earlier run may have been in this process or in another.
         """
         self.engine.resume(elapsed)
 

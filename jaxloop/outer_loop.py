@@ -155,9 +155,7 @@ class OuterLoop:
 
     @property
     def history(self) -> History:
-        """The metrics of the run.
-
-        Train metrics are under "train", and the metrics of an evaluation named "test" are under "test".
+        """The metrics of the run: train metrics under "train", and those of an evaluation under its name.
 
         The history contains no statistics such as steps per second, so repeating a run produces the same history.
         """

@@ -74,9 +74,9 @@ def rewind(
         initial state.
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counted in updates from 1.
-      state: A state with the same structure as the run's state, or its shapes. None to use the state that
-        `step.initialize_model` makes, if that method was called. If there is no earlier checkpoint, the run is repeated
-        from this state, which is then donated.
+      state: A state with the structure of the run's state, or its shapes. If None, the step makes a state as in its
+        last call to `initialize_model`. If there is no earlier checkpoint, the run is repeated from this state, which
+        is then donated.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.

@@ -207,9 +207,9 @@ class StatLoop(Loop):
 
     @property
     def peak_flops_per_sec(self) -> float | None:
-        """The peak FLOPs per second of one device, which `STAT_MFU` uses. This property can be set.
+        """The peak FLOPs per second of one device, for `STAT_MFU`. Set it if jaxloop doesn't know your device.
 
-        If it is None, `STAT_MFU` uses the bfloat16 peak, which is known for many GPUs and TPUs.
+        None for the bfloat16 peak of the device, which is known for many GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 

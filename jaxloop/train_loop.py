@@ -44,25 +44,22 @@ class TrainLoop(ActionLoop):
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size, clock: See `StatLoop`.
-      nan_policy: "raise" raises a `nonfinite.NonFiniteError` that names the first bad step. This needs no
-        synchronization: every 32 steps, the host reads the flags that have arrived. Before a checkpoint is saved, the
-        host reads all remaining flags, so that no checkpoint contains a bad step. "skip" discards the update of a bad
-        step: the state stays bit-identical, except that `state.step` increases. The outputs of a skipped step stay in
-        the lists but have no weight in means. The step's `clu.metrics` are reset, unless they collect values.
-        `outputs["jaxloop/skipped_steps"]` counts the skipped steps. During a step, "skip" needs device memory for a
-        second copy of the state. "ignore" checks nothing and costs nothing. On two CPU cores, a step with "raise" takes
-        1.0 times as long for a small CNN, 1.05 to 1.25 times as long for 2M parameters in 193 leaves with Adam, and 1.1
-        to 1.3 times as long for a 0.1 ms step. With "skip", the factors are 1.0, 1.3 to 1.5, and 1.1 to 1.2.
-      steps_per_dispatch: The number of steps per dispatch. Each dispatch scans `run` over that many batches. This makes
-        small models, whose steps take less time than their dispatch, several times faster. On a CPU, however, it makes
-        convolutions ten times slower. Schedules still fire, and loops and datasets still end, at exactly the right
-        step, because the last steps before each of these points run one by one. Only a time-based schedule, which can't
-        be predicted, fires after the dispatch during which it becomes due. Results are the same, except that XLA may
-        round the last bit differently. `Step.begin` is called for each batch with the state before the dispatch, and
-        must not change that state. If the step has actions or overrides `end`, a ValueError is raised. "auto" compares
-        the speed of 1 and 32 steps per dispatch on the first 32 batches, using copies of the state. The run keeps the
-        faster setting, even when it is resumed. During this measurement, the hooks that come before `run` are called
-        more than once per batch. In a multi-process job, "auto" means 1.
+      nan_policy: The reaction to NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first bad
+        step. The host reads the results of the check every 32 steps and before each save, so no checkpoint contains a
+        bad step. "skip" discards the update of a bad step: the state doesn't change, except for `state.step`, and the
+        step's outputs have no weight in means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs
+        device memory for a second copy of the state, and resets the step's `clu.metrics` unless they collect values.
+        "ignore" checks nothing. On two CPU cores, a step takes up to 1.3 times as long with "raise", and up to 1.5
+        times as long with "skip".
+      steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. This makes
+        small models several times faster, but convolutions on a CPU ten times slower. Schedules still fire, and loops
+        and datasets still end, at exactly the right step: the last steps before each of these points run one by one.
+        Only schedules of time, which can't be predicted, wait for the end of the dispatch. Results are the same, except
+        that XLA may round the last bit differently. `Step.begin` receives the state before the dispatch, which it must
+        not change. A step that has actions or overrides `end` raises a ValueError. "auto" compares 1 and 32 steps per
+        dispatch on the first 32 batches, using copies of the state, and keeps the faster setting, even when the run is
+        resumed. For these batches, the hooks before `run` are called more than once. In a multi-process job, "auto"
+        means 1.
       max_steps_in_flight: See `Loop`.
     """
 

@@ -227,7 +227,7 @@ class Weighted:
     Args:
       value: A scalar, or an array whose weighted mean is computed.
       weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
-        be NaN. The gradient of the mean is still NaN then, unless the value comes from finite inputs.
+        be NaN. The gradient is then NaN too, unless the value was computed from finite inputs.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.
@@ -254,7 +254,7 @@ class Weighted:
 
     @classmethod
     def of(cls, value: Any, weight: Any) -> Self:
-        """Returns an object with this mean and this weight, which are kept as they are, on the host or the devices.
+        """Creates a `Weighted` from a mean and its weight, without computing anything.
 
         >>> Weighted.of(0.5, 12)
         Weighted(value=0.5, weight=12)

@@ -55,7 +55,7 @@ class Watchdog:
     Args:
       step_secs: The maximum time without a new train step, in seconds.
       startup_secs: The maximum time before the first step of an `OuterLoop` call, and for compiling a step and running
-        it for the first time. Another process may take longer to compile it.
+        it for the first time, which includes waiting for other processes that are still compiling.
       eval_secs: The maximum time without a new batch in an evaluation, including the compilation.
       checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
     """
