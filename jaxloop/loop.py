@@ -121,8 +121,7 @@ class Loop:
         self.engine.stepper.compile(state, batch)
 
     def resume(self, elapsed: Elapsed) -> None:
-        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
-        """
+        """Sets the loop's counters to the progress of an earlier run, so that counting continues from there."""
         self.engine.resume(elapsed)
 
     def forget_batches(self) -> None:
