@@ -177,8 +177,8 @@ class History:
     Traceback (most recent call last):
     ValueError: 'loss' is ambiguous; it may be any of train.loss, eval.loss. Give one of these names.
 
-    `commit` does not wait for the devices. Device values are copied in chunks. Reading a row waits for the values in
-    that row.
+    `commit` doesn't wait for the devices: their values are copied to the host in chunks, and reading a row waits for
+    the values in that row.
 
     With a `path`, rows are also appended to that file. Each line is a JSON object, `{"elapsed": {...}, "logs": {...}}`.
     Rows of host values are in the file when `commit` returns. Rows of device values are written when their values
