@@ -126,7 +126,7 @@ def goodput(*workdirs: epath.PathLike) -> Goodput:
     (100, 0, 1)
 
     Raises:
-      FileNotFoundError: One of the directories has no run log.
+      FileNotFoundError: If one of the directories has no run log.
     """
     return sum((of_attempts(read_attempts(workdir)) for workdir in workdirs), Goodput())
 
@@ -135,7 +135,7 @@ def read_attempts(workdir: epath.PathLike) -> list[run_log.Attempt]:
     """Returns all starts of a run, in chronological order.
 
     Raises:
-      FileNotFoundError: The directory has no run log.
+      FileNotFoundError: If the directory has no run log.
     """
     attempts = run_log.read(workdir)
     if not attempts:

@@ -141,7 +141,7 @@ def check_same(what: str, lines: Sequence[str]) -> None:
     >>> check_same("A loop", ["batch size 8"])
 
     Raises:
-      ValueError: The lines of the processes differ. The error lists the differences.
+      ValueError: If the lines of the processes differ. The error lists the differences.
     """
     texts = gather_texts(_without_addresses("\n".join(lines)))
     for place, text in enumerate(texts):
@@ -194,7 +194,7 @@ class Job:
         The processes also tell each other which signals they have received.
 
         Raises:
-          ProcessError: Another process failed at this point.
+          ProcessError: If another process failed at this point.
         """
         if not self.is_shared:
             return stops

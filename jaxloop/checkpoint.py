@@ -108,8 +108,8 @@ def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
     """Returns the metadata that was saved in the checkpoint of a step, or `{}` if none was saved.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: The metadata file is damaged.
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If the metadata file is damaged.
     """
     return Checkpoint.at(directory, step, METADATA_FILE).metadata()
 
@@ -180,16 +180,16 @@ def restore(
       step: The step of the checkpoint; 0 is a valid step.
       state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
         state is not donated.
-      transforms: A dict that renames saved leaves, from patterns of their paths to paths in the state:
+      transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in the state:
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
       any_optimizer: Whether to accept a state with a different optimizer, or with none. Everything except `opt_state`
         is then restored, and a message is logged.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: Files of the checkpoint are damaged. The error lists them.
-      ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
-        Or a pattern in `transforms` matches no leaf.
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If files of the checkpoint are damaged. The error lists them.
+      ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype, or if a pattern in
+        `transforms` matches no leaf. The error lists the leaves or the pattern.
     """
     try:
         return Checkpoint.at(directory, step).restore(state, transforms=transforms, any_optimizer=any_optimizer)
@@ -223,8 +223,8 @@ def restore_newest(
       The pair `(state, step)`; None if the directory contains no checkpoint.
 
     Raises:
-      CheckpointError: There are checkpoints, but all of them are damaged. No checkpoint is moved.
-      ValueError: The newest undamaged checkpoint doesn't fit the state. No checkpoint is moved.
+      CheckpointError: If there are checkpoints, but all of them are damaged. No checkpoint is moved.
+      ValueError: If the newest undamaged checkpoint doesn't fit the state. No checkpoint is moved.
     """
     opened = open_newest(directory, state, transforms=transforms, any_optimizer=any_optimizer, quarantines=quarantines)
     return opened and (opened[1], opened[0].step)
@@ -372,10 +372,10 @@ def load_params(
       The parameters, in the structure of `into`.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: Files of the checkpoint are damaged. The error lists them.
-      ValueError: The checkpoint has no parameters or no average, a leaf differs in path, shape or dtype, or a pattern
-        matches nothing. The error lists the leaves. A damaged safetensors file also raises this error.
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If files of the checkpoint are damaged. The error lists them.
+      ValueError: If the checkpoint has no parameters or no average, a leaf differs in path, shape or dtype, or a
+        pattern matches nothing. The error lists the leaves. A damaged safetensors file also raises this error.
     """
     if not is_safetensors(directory):
         load = lambda opened: opened.load(opened.path_of_ema() if ema else "params", into, paths)
@@ -405,9 +405,9 @@ def save_params(params: Any, path: epath.PathLike) -> None:
         complete.
 
     Raises:
-      ValueError: The file name, the name of a leaf, or the dtype of a leaf is not supported.
-      ImportError: The package `safetensors` is not installed.
-      OSError: The file can't be written.
+      ValueError: If the file name, the name of a leaf, or the dtype of a leaf is not supported.
+      ImportError: If the package `safetensors` is not installed.
+      OSError: If the file can't be written.
     """
     safetensors_file.save(params, path)
 
@@ -426,9 +426,9 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
         names, for an NNX model. None to return nested dicts of arrays on JAX's default device.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: Files of the checkpoint are damaged. The error lists them.
-      ValueError: The checkpoint has no parameters, or a leaf differs in path, shape or dtype.
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If files of the checkpoint are damaged. The error lists them.
+      ValueError: If the checkpoint has no parameters, or a leaf differs in path, shape or dtype.
     """
 
     def load(opened: Checkpoint) -> dict[str, Any]:
@@ -475,8 +475,8 @@ def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
     """Returns the JSON dict that was saved as `run` in the checkpoint of a step, or `{}` if none was saved.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: The file that contains the dict is damaged.
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If the file that contains the dict is damaged.
     """
     return Checkpoint.at(directory, step, _RUN_ITEM).run()
 
@@ -492,9 +492,9 @@ def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) ->
         a NumPy array.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: The files of the trees are damaged.
-      ValueError: Leaves of the saved trees and the templates differ in path, shape or dtype. The error lists these
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If the files of the trees are damaged.
+      ValueError: If leaves of the saved trees and the templates differ in path, shape or dtype. The error lists these
         leaves.
     """
     return Checkpoint.at(directory, step, _TREES_ITEM).trees(templates)
@@ -523,8 +523,8 @@ class Checkpoint:
         If `below` is given, only the files below that path in the checkpoint are verified.
 
         Raises:
-          FileNotFoundError: There is no such checkpoint.
-          CheckpointError: The files are damaged, or were saved by a different run. The error lists the problems.
+          FileNotFoundError: If there is no such checkpoint.
+          CheckpointError: If the files are damaged, or were saved by a different run. The error lists the problems.
         """
         found = all_steps(directory)
         if step not in found:
@@ -558,7 +558,7 @@ class Checkpoint:
         """Returns the progress of the run. If the progress was not saved, only the number of steps is known.
 
         Raises:
-          CheckpointError: The saved progress is invalid.
+          CheckpointError: If the saved progress is invalid.
         """
         with self.understanding():
             previous = Elapsed(**self.custom_metadata["previous"]) if "previous" in self.custom_metadata else None
@@ -629,7 +629,7 @@ class Checkpoint:
         """Returns the path of the parameters' moving average in the saved train state.
 
         Raises:
-          ValueError: The train state doesn't contain exactly one such average.
+          ValueError: If the train state doesn't contain exactly one such average.
         """
         place = _place_of_ema(self.leaves)
         if place is None:
@@ -674,8 +674,8 @@ class Checkpoint:
         The error names both the version of jaxloop that saved the checkpoint and the current one.
 
         Raises:
-          CheckpointError: The checkpoint has a different format, or the body of the `with` statement raised a KeyError
-            or a similar error.
+          CheckpointError: If the checkpoint has a different format, or the body of the `with` statement raised a
+            KeyError or a similar error.
         """
         saved_by, version = self.custom_metadata.get(_VERSION_KEY, "an unknown version"), own_version()
         saved_format = self.custom_metadata.get(_FORMAT_KEY)
@@ -708,7 +708,7 @@ class Checkpoint:
         """Returns the saved path of each leaf in `ours`, after renaming; see `restore`.
 
         Raises:
-          ValueError: The renamed leaves don't fit those in `ours`, or a pattern matches no leaf.
+          ValueError: If the renamed leaves don't fit those in `ours`, or a pattern matches no leaf.
         """
         if not all(isinstance(each, str) for pair in transforms.items() for each in pair):
             raise TypeError(
@@ -755,7 +755,7 @@ class Checkpoint:
         The two trees may differ in parts that have no leaves, such as empty dicts.
 
         Raises:
-          ValueError: The two trees differ in the path, shape or dtype of a leaf.
+          ValueError: If the two trees differ in the path, shape or dtype of a leaf.
         """
         if item == _ITEM and self.is_sealed and self.custom_metadata.get(_LEAVES_KEY) == _fingerprint(template):
             return template
@@ -861,9 +861,10 @@ def check_fits(directory: epath.PathLike, step: int, state: Any, transforms: Map
       transforms: See `restore`.
 
     Raises:
-      FileNotFoundError: There is no such checkpoint.
-      CheckpointError: The saved description of the leaves is damaged. Other damage is not detected.
-      ValueError: Leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these leaves.
+      FileNotFoundError: If there is no such checkpoint.
+      CheckpointError: If the saved description of the leaves is damaged. Other damage is not detected.
+      ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The error lists these
+        leaves.
     """
     opened, template = Checkpoint.at(directory, step, METADATA_FILE), jax.eval_shape(_storable, state)
     if transforms is None:
@@ -966,7 +967,7 @@ def _load_leaves(source: Any, saved: Mapping[str, str], ours: Mapping[str, Any])
       ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to load, by name.
 
     Raises:
-      ValueError: The names, shapes or dtypes differ. The error lists the leaves.
+      ValueError: If the names, shapes or dtypes differ. The error lists the leaves.
     """
     described = {name: source.leaves[path] for name, path in saved.items()}
     _check_fits(source.path, _ITEM, described, dict(ours), is_part=True)
@@ -1139,8 +1140,9 @@ class CheckpointWriter:
           step.
 
         Raises:
-          CheckpointError: The previous save failed in the background, or this save failed. The error contains the step
-            of the failed save. For a directory, the files of that save are removed, so that the next save may succeed.
+          CheckpointError: If the previous save failed in the background, or this save failed. The error contains the
+            step of the failed save. For a directory, the files of that save are removed, so that the next save may
+            succeed.
         """
         if self._closed:
             raise ValueError(
@@ -1343,7 +1345,7 @@ class CheckpointWriter:
         """Waits until the last save is committed.
 
         Raises:
-          CheckpointError: The last save failed. The error is raised only once.
+          CheckpointError: If the last save failed. The error is raised only once.
         """
         if self._manager is not None and not self._closed:
             with self._handling_errors_of(self._step):
@@ -1354,7 +1356,8 @@ class CheckpointWriter:
         """Waits for the last save, and closes the manager. A manager that was passed in can't save afterwards.
 
         Raises:
-          CheckpointError: The last save failed, or its checkpoint is no longer on disk. The error is raised only once.
+          CheckpointError: If the last save failed, or its checkpoint is no longer on disk. The error is raised only
+            once.
         """
         try:
             self.wait()
@@ -1375,7 +1378,7 @@ def _json_copy(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns a copy of a value, made by a round trip through JSON. Tuples become lists.
 
     Raises:
-      TypeError: A key is not a string, or a value can't be represented in JSON. The error names its path.
+      TypeError: If a key is not a string, or a value can't be represented in JSON. The error names its path.
     """
     text = ""
     with contextlib.suppress(TypeError):  # The loop below raises an error with the path.
@@ -1403,7 +1406,7 @@ def _checked_trees(trees: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the trees that have leaves. All leaves must be JAX or NumPy arrays; Orbax copies both.
 
     Raises:
-      TypeError: A leaf is not an array of numbers.
+      TypeError: If a leaf is not an array of numbers.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(trees)):
         is_numeric = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"

@@ -191,7 +191,7 @@ def adopt(state: Any) -> Any:
     Leaves that are `jax.ShapeDtypeStruct`s stay unchanged.
 
     Raises:
-      TypeError: `state.step` is not an integer.
+      TypeError: If `state.step` is not an integer.
     """
     check_counter(getattr(state, "step", None))
     return jax.tree.map(_as_array, state)
@@ -296,7 +296,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
     """Returns a warning about dtypes that JAX would silently convert, or None if there are none.
 
     Raises:
-      ValueError: A 64-bit integer does not fit into 32 bits, so JAX would truncate it.
+      ValueError: If a 64-bit integer does not fit into 32 bits, so JAX would truncate it.
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
@@ -359,7 +359,7 @@ class BatchWatch:
           The number of rows of the batch, or None if its leaves differ in the length of their leading axis.
 
         Raises:
-          ValueError: A 64-bit integer does not fit into 32 bits, so JAX would truncate it; or there are too many
+          ValueError: If a 64-bit integer does not fit into 32 bits, so JAX would truncate it; or there are too many
             different shapes.
         """
         batch = batches[0]

@@ -87,8 +87,8 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       The answer; None if it did not arrive in time. The run then executes the command later.
 
     Raises:
-      FileNotFoundError: The directory has no run log.
-      ValueError: The command is malformed, or the run has ended.
+      FileNotFoundError: If the directory has no run log.
+      ValueError: If the command is malformed, or the run has ended.
     """
     parse(command)
     attempts = run_log.read(workdir)
@@ -132,7 +132,7 @@ def parse(command: str) -> tuple[str, Any]:
     (('early_stopping.patience', 5), ('save', None))
 
     Raises:
-      ValueError: The command is malformed.
+      ValueError: If the command is malformed.
     """
     match = _COMMAND.fullmatch(command) if isinstance(command, str) and len(command) <= 200 else None
     if match is None:
@@ -253,7 +253,7 @@ class Commands:
         """Executes a command.
 
         Raises:
-          ValueError: The command is unknown or has an invalid value. Nothing was changed.
+          ValueError: If the command is unknown or has an invalid value. Nothing was changed.
         """
         name, value = _target(answer.command)
         action, _, setting = name.partition(".")

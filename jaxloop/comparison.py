@@ -82,8 +82,8 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
       mode: "max", "min", or "auto" to decide by the name, as `EarlyStoppingAction` does.
 
     Raises:
-      FileNotFoundError: A directory has no run log.
-      ValueError: No run has a finite value of this metric.
+      FileNotFoundError: If a directory has no run log.
+      ValueError: If no run has a finite value of this metric.
     """
     monitor = Monitor(by, mode)
     runs = [_run(workdir, monitor) for workdir in workdirs]

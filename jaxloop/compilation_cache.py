@@ -25,7 +25,7 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
       directory: The directory for the cache. It is created if necessary, and several processes may share it.
 
     Raises:
-      OSError: The directory can't be created.
+      OSError: If the directory can't be created.
     """
     # `resolve` would turn the name of a bucket into a local path.
     path = epath.Path(directory)

@@ -98,7 +98,7 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program.
 
     Raises:
-      DeviceMemoryError: The program needs too much memory. Only the compiler for TPUs detects this.
+      DeviceMemoryError: If the program needs too much memory. Only the compiler for TPUs detects this.
     """
     try:
         return lowered.compile()
@@ -114,7 +114,7 @@ def cost_of(traced: jax.stages.Traced, *, num_devices: int) -> Cost:
     """Compiles a traced program and returns its cost.
 
     Raises:
-      DeviceMemoryError: The program needs too much memory. Only the compiler for TPUs detects this.
+      DeviceMemoryError: If the program needs too much memory. Only the compiler for TPUs detects this.
     """
     program = compiled(traced.lower())
     memory: Any = program.memory_analysis()

@@ -74,7 +74,7 @@ def batches(data: Any) -> PositionedIterator:
     [1, 2]
 
     Raises:
-      TypeError: The argument is a single batch, or can't be iterated over.
+      TypeError: If the argument is a single batch, or can't be iterated over.
     """
     if is_function(data):
         returned = data()
@@ -121,7 +121,7 @@ class Passes:
         """Returns the first batch of the next epoch without consuming it.
 
         Raises:
-          ValueError: The dataset has no batches.
+          ValueError: If the dataset has no batches.
         """
         batch, self._next_pass = peek(iter(self))
         return batch
@@ -146,7 +146,7 @@ def peek(iterator: Iterable[types.Batch]) -> tuple[types.Batch, PositionedIterat
     (1, [1, 2, 3])
 
     Raises:
-      ValueError: The dataset has no batches.
+      ValueError: If the dataset has no batches.
     """
     ahead = iterator if isinstance(iterator, PositionedIterator) else PositionedIterator(iterator)
     ahead.converted_by(numpy_batch)
@@ -268,8 +268,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
       process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: The dataset is of another kind. The message explains what to do.
-      ValueError: A dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
+      TypeError: If the dataset is of another kind. The message explains what to do.
+      ValueError: If a dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
         processes.
     """
     place = jax.process_index() if process_index is None else process_index
@@ -308,8 +308,8 @@ def _rows_of_process(batch: types.Batch, place: int, count: int) -> types.Batch:
     rows = checks.num_examples(batch)
     if rows is None or rows % count:
         raise ValueError(
-            f"A batch of {checks.batch_in_words(batch)} does not divide over {count} processes: its leaves need a "
-            f"common leading axis whose length is a multiple of {count}."
+            f"A batch of {checks.batch_in_words(batch)} can't be divided evenly among {count} processes: its leaves "
+            f"need a common leading axis whose length is a multiple of {count}."
         )
     mine = slice(place * rows // count, (place + 1) * rows // count)
     return jax.tree.map(lambda leaf: leaf[mine] if np.ndim(leaf) else leaf, batch)

@@ -53,8 +53,8 @@ def initialize(
       shutdown_secs: Seconds for which a process that has ended normally waits for the others.
 
     Raises:
-      ValueError: Only some of the first three arguments are given.
-      RuntimeError: JAX has already started, or the other processes did not join in time.
+      ValueError: If only some of the first three arguments are given.
+      RuntimeError: If JAX has already started, or the other processes did not join in time.
     """
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]

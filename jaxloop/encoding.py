@@ -19,7 +19,7 @@ def encode(value: Any) -> Any:
     {'loss': [np.float32(0.1), np.float32(0.2)], 'sizes': (32, 16)}
 
     Raises:
-      TypeError: The value contains an unsupported type. The message contains its path.
+      TypeError: If the value contains an unsupported type. The message contains its path.
     """
     return _encode(value, "value")
 
@@ -66,7 +66,7 @@ def decode(encoded: Any) -> Any:
     """Restores the value that `encode` converted.
 
     Raises:
-      ValueError: The argument was not produced by `encode`.
+      ValueError: If the argument was not produced by `encode`.
     """
     if isinstance(encoded, list):
         return [decode(each) for each in encoded]

@@ -35,7 +35,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
     once the file is known to be regular.
 
     Raises:
-      OSError: The path is not a regular file, or can't be opened.
+      OSError: If the path is not a regular file, or can't be opened.
     """
     with contextlib.suppress(FileNotFoundError):
         found_mode = os.lstat(path).st_mode  # Checks before opening, because opening some devices has side effects.
@@ -66,7 +66,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
     Expected a regular file and found a FIFO. Remove it, or give another directory
 
     Raises:
-      OSError: The path is not a regular file, or can't be opened.
+      OSError: If the path is not a regular file, or can't be opened.
     """
     if is_remote(path):
         return epath.Path(path).open(mode)
@@ -77,8 +77,8 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     """Reads a regular file.
 
     Raises:
-      OSError: The path is not a regular file, or can't be read.
-      ValueError: The file has more than `max_bytes` bytes.
+      OSError: If the path is not a regular file, or can't be read.
+      ValueError: If the file has more than `max_bytes` bytes.
     """
     with open_file(path, "rb") as file:
         content = file.read(max_bytes + 1)
@@ -107,7 +107,7 @@ def prepare_directory(directory: epath.PathLike) -> epath.Path:
     """Creates a directory if it is missing, and checks that it is writable.
 
     Raises:
-      OSError: The directory can't be created or written to. The error states the reason.
+      OSError: If the directory can't be created or written to. The error states the reason.
     """
     path = absolute(directory)
     probe = path / ".write_probe"  # A fixed name, so the next call removes the file if this process is killed.
@@ -140,7 +140,7 @@ def make_directory(path: epath.PathLike) -> None:
     """Creates a directory and its parents if they are missing.
 
     Raises:
-      OSError: The path is a symbolic link or not a directory, or the directory can't be created.
+      OSError: If the path is a symbolic link or not a directory, or the directory can't be created.
     """
     if not is_remote(path) and os.path.islink(path):
         raise OSError(errno.EINVAL, "Expected a directory and found a symbolic link. Remove it", os.fspath(path))

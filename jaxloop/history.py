@@ -78,8 +78,8 @@ class _Form:
       paths: The paths of the values.
 
     Raises:
-      TypeError: A value is not a scalar, or a key is not a string.
-      ValueError: Two values have the same path, or a path is the name of a field of `elapsed`.
+      TypeError: If a value is not a scalar, or a key is not a string.
+      ValueError: If two values have the same path, or a path is the name of a field of `elapsed`.
     """
 
     def __init__(self, logs: Mapping[str, Any]):
@@ -231,9 +231,9 @@ class History:
             values that are part of the state.
 
         Raises:
-          TypeError: A value is not a scalar, or a key is not a string.
-          ValueError: Two values have the same path, a path is the name of a field of `elapsed` (steps, samples, time or
-            loops), a device value was donated, or the file has rows of an earlier run and `resume` was not called.
+          TypeError: If a value is not a scalar, or a key is not a string.
+          ValueError: If two values have the same path, a path is the name of a field of `elapsed` (steps, samples, time
+            or loops), a device value was donated, or the file has rows of an earlier run and `resume` was not called.
         """
         _check_elapsed("commit", elapsed)
         form, values = self._read(logs)
@@ -247,8 +247,8 @@ class History:
     def commit_all(self, elapsed: Sequence[Elapsed], logs: Sequence[Mapping[str, Any]]) -> None:
         """Appends several rows; see `commit`.
 
-        If `commit` raises an error for a row, a note on the error contains the progress of the run at that row. Earlier
-        rows are in the history; later rows are not.
+        If a row can't be appended, the rows before it are kept, and the rows after it are dropped. A note on the error
+        shows its `Elapsed`.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -315,7 +315,7 @@ class History:
             is moved to `<path>.damaged`, the rows that can still be read are kept, and a warning lists what was lost.
 
         Raises:
-          ValueError: A line of the file is malformed, and no checksum was given.
+          ValueError: If a line of the file is malformed, and no checksum was given.
         """
         if isinstance(steps, bool) or not hasattr(steps, "__index__"):
             raise TypeError(f"History.resume takes a number of steps, got {steps!r}. Write resume(elapsed.steps).")
@@ -514,8 +514,8 @@ class History:
         An incomplete last line, left by a process that was killed while writing, is dropped with a warning.
 
         Raises:
-          FileNotFoundError: There is no such file.
-          ValueError: A line is malformed. The message contains its number.
+          FileNotFoundError: If there is no such file.
+          ValueError: If a line is malformed. The message contains its number.
         """
         history = cls()
         for row in _Reader(_absolute(path), history._read).rows():
@@ -536,8 +536,8 @@ class History:
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
 
         Raises:
-          ValueError: There is nothing to plot, or a name matches no numbers.
-          ImportError: matplotlib is not installed.
+          ValueError: If there is nothing to plot, or a name matches no numbers.
+          ImportError: If matplotlib is not installed.
         """
         if x not in _UNITS:
             raise ValueError(f"History.plot(x=...) takes one of {', '.join(_UNITS)}, got {x!r}.")

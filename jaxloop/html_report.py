@@ -32,7 +32,7 @@ def report(workdir: epath.PathLike) -> str:
     The page loads no other files and runs no scripts.
 
     Raises:
-      FileNotFoundError: The directory has no run log.
+      FileNotFoundError: If the directory has no run log.
     """
     found, spent, attempts = status(workdir), accounts.goodput(workdir), run_log.read(workdir)
     of = "" if found.total_steps is None else f" of {found.total_steps:,}"

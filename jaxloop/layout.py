@@ -81,8 +81,8 @@ class Layout:
           pattern: A regular expression that is searched for in the paths of the leaves.
 
         Raises:
-          ImportError: rich, which draws the diagrams, is not installed.
-          ValueError: No path matches.
+          ImportError: If rich, which draws the diagrams, is not installed.
+          ValueError: If no path matches.
         """
         if not checks.is_installed("rich"):
             raise ImportError("Layout.plot needs rich, which is not installed. Run: pip install rich")

@@ -152,8 +152,8 @@ class DirectoryLock:
         """Acquires the lock. If it is held, raises an error instead of waiting.
 
         Raises:
-          DirectoryInUseError: Another process, or another thread of this process, holds the lock.
-          OSError: The directory or the lock file can't be created.
+          DirectoryInUseError: If another process, or another thread of this process, holds the lock.
+          OSError: If the directory or the lock file can't be created.
         """
         with _mutex:
             try:
@@ -173,7 +173,7 @@ class DirectoryLock:
         """Undoes one call to `acquire`. The last release deletes the lock file.
 
         Raises:
-          RuntimeError: There is no `acquire` to undo.
+          RuntimeError: If there is no `acquire` to undo.
         """
         with _mutex:
             if not self._acquired:
@@ -197,7 +197,7 @@ class DirectoryLock:
         """Checks that the directory is still the one that this process has locked. Does nothing if it is not locked.
 
         Raises:
-          DirectoryLostError: The directory or its lock file was moved, deleted, or replaced.
+          DirectoryLostError: If the directory or its lock file was moved, deleted, or replaced.
         """
         path = self._path()
         with _mutex:

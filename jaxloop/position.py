@@ -156,7 +156,7 @@ class PositionedIterator(Iterator[types.Batch]):
       skippable: True if the dataset yields the same batches in the same order each time.
 
     Raises:
-      TypeError: The dataset is a single batch, or is not iterable.
+      TypeError: If the dataset is a single batch, or is not iterable.
     """
 
     _dataset: Any
@@ -334,7 +334,7 @@ class PositionedIterator(Iterator[types.Batch]):
         """Returns the next batch without consuming it.
 
         Raises:
-          StopIteration: There are no more batches.
+          StopIteration: If there are no more batches.
         """
         if not self._peeked:
             if self._count > self._marks[-1][0]:
@@ -346,7 +346,7 @@ class PositionedIterator(Iterator[types.Batch]):
         """Reads and discards `num_batches` batches. Logs the number of batches and the time this took.
 
         Raises:
-          ValueError: The dataset ends before that many batches were read.
+          ValueError: If the dataset ends before that many batches were read.
         """
         start, target = time.perf_counter(), self._count + num_batches
         while self._count < target:
@@ -408,7 +408,7 @@ class PositionedIterator(Iterator[types.Batch]):
         """Returns the position after the first `count` batches returned in this epoch, or after all if that is None.
 
         Raises:
-          ValueError: `count` is larger than the number of batches returned, or is before the oldest stored mark.
+          ValueError: If `count` is larger than the number of batches returned, or is before the oldest stored mark.
         """
         count = self._count if count is None else number_of(count, self._left_out)
         if count == self._count:
@@ -432,8 +432,8 @@ class PositionedIterator(Iterator[types.Batch]):
         If batches must be skipped, the number of batches and the time this took are logged.
 
         Raises:
-          PositionUnknownError: The source can't return to the position.
-          ValueError: The position was saved from a different dataset, or the dataset ends before the position.
+          PositionUnknownError: If the source can't return to the position.
+          ValueError: If the position was saved from a different dataset, or the dataset ends before the position.
         """
         self._check_same_source(saved)
         self._left_out = ()

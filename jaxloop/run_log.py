@@ -227,8 +227,8 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
     """Reads the run log of a directory, and returns the starts in order. Malformed lines are skipped.
 
     Raises:
-      OSError: The file is not a regular file, or can't be read.
-      ValueError: The file is too large.
+      OSError: If the file is not a regular file, or can't be read.
+      ValueError: If the file is too large.
     """
     path = files.absolute(workdir) / FILE
     if not path.exists():
@@ -286,8 +286,8 @@ def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the notes of a run as JSON types.
 
     Raises:
-      TypeError: The notes are not a dict of strings, numbers and booleans.
-      ValueError: The notes are too long, or a number is not finite.
+      TypeError: If the notes are not a dict of strings, numbers and booleans.
+      ValueError: If the notes are too long, or a number is not finite.
     """
     checked = {}
     for name, value in (notes or {}).items():

@@ -192,7 +192,7 @@ class Schedule(abc.ABC):
         """Returns whether a run has reached or passed this point. Implements `elapsed >= at(...)`.
 
         Raises:
-          TypeError: The schedule is not a point in a run.
+          TypeError: If the schedule is not a point in a run.
         """
         raise TypeError(f"{self!r} is not a point in a run, so it can't be compared. Compare with at(...).")
 

@@ -36,7 +36,7 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
         these files, the seal covers only the given values instead of all bytes.
 
     Raises:
-      OSError: A file can't be read, or the seal can't be written.
+      OSError: If a file can't be read, or the seal can't be written.
     """
     directory = epath.Path(directory)
     values = values or {}
@@ -133,8 +133,8 @@ def _read_seal(path: epath.Path) -> tuple[dict[str, tuple[int, int]], dict[str, 
     """Reads the sizes and checksums from a seal.
 
     Raises:
-      OSError: The seal is missing or can't be read.
-      ValueError: The seal has been changed since it was written.
+      OSError: If the seal is missing or can't be read.
+      ValueError: If the seal has been changed since it was written.
     """
     try:
         text = files.read_bytes(path)

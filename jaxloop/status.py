@@ -75,7 +75,7 @@ def status(workdir: epath.PathLike) -> Status:
     """Returns the status of a run in a work directory, during the run or afterwards. Doesn't change any file.
 
     Raises:
-      FileNotFoundError: The directory has no run log.
+      FileNotFoundError: If the directory has no run log.
     """
     attempts = run_log.read(workdir)
     if not attempts:

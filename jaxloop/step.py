@@ -334,7 +334,7 @@ class Step:
             logs this and returns `state` unchanged.
           step: The step of the checkpoint; None for the newest undamaged checkpoint. Damaged checkpoints are skipped
             with a warning.
-          transforms: A dict that renames saved leaves, from patterns of their paths to paths in `state`:
+          transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in `state`:
             `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
 
         Raises:
@@ -563,8 +563,8 @@ class Step:
     ) -> cost.Cost:
         """Returns the FLOPs and the memory of a compiled step.
 
-        Without arguments, the result describes what the last call to `compile` compiled. With a state and a batch, the
-        step is first compiled for them.
+        If you pass a state and a batch, the step is compiled for them. Otherwise, the result describes the most recent
+        call to `compile`.
 
         Args:
           state: See `compile`.

@@ -23,8 +23,8 @@ def devices_of(topology: str) -> Sequence[Any]:
     """Returns the devices of a topology, such as "v5e:2x4". They exist only for the compiler.
 
     Raises:
-      ImportError: libtpu, which compiles for TPUs, is not installed.
-      ValueError: There is no such topology.
+      ImportError: If libtpu, which compiles for TPUs, is not installed.
+      ValueError: If there is no such topology.
     """
     if not isinstance(topology, str) or ":" not in topology:
         raise ValueError(f"topology must be a TPU and its grid of chips, such as {_EXAMPLES}, got {topology!r}.")

@@ -162,8 +162,8 @@ class WholeRun:
           The progress of the run. The caller must set `source` to an iterator at the `position` of this progress.
 
         Raises:
-          CheckpointError: The checkpoint is damaged.
-          ValueError: The checkpoint was saved by a run with different PRNG keys, or its directory was renamed to a
+          CheckpointError: If the checkpoint is damaged.
+          ValueError: If the checkpoint was saved by a run with different PRNG keys, or its directory was renamed to a
             different step.
         """
         with opened.understanding():
@@ -331,7 +331,7 @@ def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> 
     """Checks that the `run` item of a checkpoint contains these PRNG keys, which are in encoded form.
 
     Raises:
-      ValueError: The checkpoint has different keys.
+      ValueError: If the checkpoint has different keys.
     """
     if run["keys"] != keys:
         raise ValueError(
@@ -375,7 +375,7 @@ def check_no_newer_checkpoints(
       listed: The checkpoint steps in each directory that the caller has already listed.
 
     Raises:
-      ValueError: A directory contains checkpoints from later steps.
+      ValueError: If a directory contains checkpoints from later steps.
     """
     listed = listed or {}
     for action in checkpoint_actions(train_loop):
@@ -399,8 +399,8 @@ def go_to(source: PositionedIterator, position: DatasetPosition, *, is_own: bool
         process that saved it read a different part of each batch.
 
     Raises:
-      PositionUnknownError: The source can't go to the position.
-      ValueError: The position was saved from a different dataset, or the dataset ends before the position.
+      PositionUnknownError: If the source can't go to the position.
+      ValueError: If the position was saved from a different dataset, or the dataset ends before the position.
     """
     if is_own:
         source.seek(position)

@@ -224,7 +224,7 @@ def test_scaling_trains_alike_in_each_layout_and_shows_it():
     assert set(pictures(executed(_COLABS / "scaling.ipynb"))) == {"plot"}
     errors = in_cell("scaling", "errors")
     for said in (
-        "has 60 rows, which do not divide over the 8 devices",
+        "has 60 rows, which can't be divided evenly among the 8 devices",
         "'batch' is not an axis",
         "can't be applied to",
     ):

@@ -346,7 +346,7 @@ def test_mistakes_say_what_to_do(make, call, error, message):
 
 def test_a_batch_that_does_not_divide_is_an_error_in_training_and_none_in_evaluation(data_parallel):
     short = {name: value[:6] for name, value in BATCH.items()}
-    with pytest.raises(ValueError, match=r"batch\['x'\] has 6 rows, which do not divide over the 4 devices"):
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 6 rows, which can't be divided evenly among the 4 devices"):
         jf.loop(new_state(), [short], {jf.every(1): jf.train_step(regression, data_parallel(4))})
     logs, _ = jf.step(scaled_sum, data_parallel(4))({}, short)
     assert float(logs["sum"]) == pytest.approx(float(short["x"].sum()), rel=1e-5)

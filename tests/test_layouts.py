@@ -160,9 +160,12 @@ def test_rules_that_match_nothing_and_large_leaves_without_one_are_said(warnings
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("data"), r"params/w, float32\[6, 64\]: its axis 0 of size 6 does not divide over the 4 devices of 'data'"),
+        (
+            P("data"),
+            r"params/w, float32\[6, 64\]: its axis 0 of size 6 can't be divided evenly among the 4 devices of 'data'",
+        ),
         (P(None, ("data", "model")), None),
-        (P(("data", "model")), r"axis 0 of size 6 does not divide over the 8 devices of \('data', 'model'\)"),
+        (P(("data", "model")), r"axis 0 of size 6 can't be divided evenly among the 8 devices of \('data', 'model'\)"),
         (P(None, None, "data"), "it has 2 axes, but the rule has 3"),
     ],
     ids=str,

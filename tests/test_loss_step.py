@@ -601,7 +601,7 @@ def test_over_a_mesh_a_batch_is_filled_up_to_a_multiple_of_its_devices(data_para
         np.testing.assert_allclose(same.params["w"], state.params["w"], atol=1e-6)
         np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
     scalar = linear_step(lambda params, batch: linear(params, batch).mean(), train=True, partitioner=data_parallel(8))
-    with pytest.raises(ValueError, match=r"batch\['x'\] has 11 rows, which do not divide over the 8 devices"):
+    with pytest.raises(ValueError, match=r"has 11 rows, which can't be divided evenly among the 8 devices"):
         train(scalar, batches)
 
 

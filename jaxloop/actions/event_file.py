@@ -59,7 +59,7 @@ class EventFile:
         """Adds an event.
 
         Raises:
-          OSError: The event could not be written. The error contains the path of the file.
+          OSError: If the event could not be written. The error contains the path of the file.
         """
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:

@@ -25,7 +25,7 @@ class LearningRateAction(WriterAction):
       background: Whether to write in a background thread; see `SummaryAction`.
 
     Raises:
-      ValueError: Raised when the action is called, if the optimizer state has no learning rate.
+      ValueError: If the optimizer state has no learning rate when the action is called.
     """
 
     uses_outputs = False

@@ -75,8 +75,8 @@ class Monitor:
         row belongs to this step.
 
         Raises:
-          ValueError: No metric has this name, and none can have it later. If a later evaluation may still measure it, a
-            warning is logged once instead.
+          ValueError: If there is no metric with this name. If a later evaluation may still measure it, a warning is
+            logged once instead.
         """
         scalars = metrics.summarize(outputs)
         found = self._find(scalars)

@@ -41,7 +41,7 @@ class SpikeGuard(Action):
         since the preceding checkpoint, so check more often than you save.
 
     Raises:
-      RuntimeError: Raised during a run if a spike occurs after `at_most` rollbacks, or before the first checkpoint.
+      RuntimeError: If a spike occurs after `at_most` rollbacks, or before the first checkpoint.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class WriterQueue:
             next request raises that error.
 
         Raises:
-          BaseException: An earlier call raised it or, without a thread, one of these calls did.
+          BaseException: If an earlier call raised it or, without a thread, one of these calls did.
         """
         if not calls or not distributed.is_first_process():
             return
@@ -171,7 +171,7 @@ class WriterQueue:
         """Waits until all calls are made and the thread has ended, and flushes the writer.
 
         Raises:
-          BaseException: An earlier call raised it. Each error is raised only once.
+          BaseException: If an earlier call raised it. Each error is raised only once.
         """
         self._drain()
         try:

@@ -25,7 +25,7 @@ def default_writer(workdir: epath.PathLike) -> Any:
     In a multi-process job, only the first process writes files.
 
     Raises:
-      OSError: The directory can't be written to.
+      OSError: If the directory can't be written to.
     """
     if not distributed.is_first_process():
         return LogWriter()

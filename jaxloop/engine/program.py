@@ -187,7 +187,7 @@ class Program:
         steps failed.
 
         Raises:
-          FusingError: The step can't be fused.
+          FusingError: If the step can't be fused.
         """
         if self._has_failed:
             return False
@@ -256,7 +256,7 @@ class Program:
         """Raises an error if the host has work to do between two steps.
 
         Raises:
-          FusingError: The host has work to do between steps. The message describes it.
+          FusingError: If the host has work to do between steps. The message describes it.
         """
         if work := self.step.work_for_each_step(evaluates=self._evaluates):
             raise FusingError(f"{self.step!r} can't run several steps in one dispatch: {work}.")

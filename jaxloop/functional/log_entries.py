@@ -75,7 +75,7 @@ class Logs(dict[str, Any]):
         To select one collection, prefix the name with it: `entry_value("metrics.loss")`.
 
         Raises:
-          KeyError: There is no value with this name, or there is more than one.
+          KeyError: If there is no value with this name, or there is more than one.
         """
         values = dict(entries(self))
         found = [path for path in values if f".{path}".endswith(f".{name.replace('/', '.')}")]

@@ -77,10 +77,10 @@ def loop(
       `(state, history, elapsed)`.
 
     Raises:
-      TypeError: A callback has an invalid signature or returns an invalid result. The message names the callback.
-      ValueError: The state was donated to an earlier call.
-      Exception: A callback or the dataset raised an exception. It is raised again with a note that describes where and
-        at which step it occurred. Pending checkpoints are committed first.
+      TypeError: If a callback has an invalid signature or returns an invalid result. The message names the callback.
+      ValueError: If the state was donated to an earlier call.
+      Exception: If a callback or the dataset raises it. A note on the error says where and at which step it occurred.
+        Pending checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:

@@ -88,8 +88,8 @@ class CheckpointTool(Tool):
         returned with `Elapsed()`.
 
         Raises:
-          FileNotFoundError: There is no checkpoint of step `step`.
-          ValueError: The checkpoint was saved from a different state. The error lists the leaves that differ.
+          FileNotFoundError: If there is no checkpoint of step `step`.
+          ValueError: If the checkpoint was saved from a different state. The error lists the leaves that differ.
         """
         directory = self.action.directory
         if step is not None:

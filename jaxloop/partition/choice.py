@@ -30,7 +30,7 @@ def choose(state: Any, rows: int | None) -> Partitioner:
       rows: The number of rows in each batch of this process; None if unknown.
 
     Raises:
-      ValueError: In a multi-process job, the rows of a batch can't be divided evenly across the devices.
+      ValueError: If the rows of a batch can't be divided evenly among the devices of a multi-process job.
     """
     devices = jax.devices()
     if len(devices) == 1:
@@ -44,8 +44,8 @@ def choose(state: Any, rows: int | None) -> Partitioner:
         )
     if rows is None or rows % len(devices):
         logging.warning(
-            "partitioner='auto' uses one of %d devices, because a batch has %s rows, which do not divide over them. "
-            "Batch to a multiple of %d.",
+            "partitioner='auto' uses one of %d devices, because a batch has %s rows, which can't be divided evenly "
+            "among them. Batch to a multiple of %d.",
             len(devices),
             "no common number of" if rows is None else rows,
             len(devices),

@@ -89,7 +89,7 @@ class MeshPartitioner(Partitioner):
         """Splits a batch along its leading axis over `data_axis`; scalars are replicated.
 
         Raises:
-          ValueError: The rows of a leaf can't be divided evenly among the devices of the axis.
+          ValueError: If the rows of a leaf can't be divided evenly among the devices of the axis.
         """
         if self._mesh.size == 1:
             return batch  # The jitted call takes host arrays faster than device_put does.
@@ -137,8 +137,9 @@ class MeshPartitioner(Partitioner):
             shape = np.shape(leaf)[axis:]
             if shape and shape[0] % shards:
                 raise ValueError(
-                    f"{checks.batch_leaf_name(path)} has {shape[0]} rows, which do not divide over the {shards} "
-                    f"devices of mesh axis {self._data_axis!r}. Batch to a multiple of {shards}, or drop the remainder."
+                    f"{checks.batch_leaf_name(path)} has {shape[0]} rows, which can't be divided evenly among the "
+                    f"{shards} devices of mesh axis {self._data_axis!r}. Batch to a multiple of {shards}, or drop the "
+                    "remainder."
                 )
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:

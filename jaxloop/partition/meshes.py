@@ -22,7 +22,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
       **axes: The size of each axis. One size may be -1, so that the mesh uses all devices.
 
     Raises:
-      ValueError: The product of the sizes is not the number of devices.
+      ValueError: If the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())

@@ -88,7 +88,7 @@ class RulesPartitioner(_LeafPartitioner):
         for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
             shards = math.prod(self._mesh.shape[name] for name in names_of(names))
             if size % shards:
-                return f"its axis {axis} of size {size} does not divide over the {shards} devices of {names!r}"
+                return f"its axis {axis} of size {size} can't be divided evenly among the {shards} devices of {names!r}"
         return ""
 
     def _reason_not_split(self, path, leaf):
