@@ -389,9 +389,9 @@ def load_params(
 def save_params(params: Any, path: epath.PathLike) -> None:
     """Writes parameters to a file in the safetensors format, which other libraries can also read.
 
-    `load_params` reads such files, including those written by other libraries. Both functions need the extra
-    `safetensors`. In the file, the slashes of jaxloop's paths are replaced by dots: `encoder/kernel` becomes
-    `encoder.kernel`. The values are not changed. Note that a PyTorch `Linear` expects the transpose of a Flax kernel.
+    `load_params` reads such files, including those written by other libraries. Both functions need the `safetensors`
+    extra. In the file, the slashes of jaxloop's paths are replaced by dots: `encoder/kernel` becomes `encoder.kernel`.
+    The values are not changed. Note that a PyTorch `Linear` expects the transpose of a Flax kernel.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/weights.safetensors"
@@ -406,7 +406,7 @@ def save_params(params: Any, path: epath.PathLike) -> None:
 
     Raises:
       ValueError: If the file name, the name of a leaf, or the dtype of a leaf is not supported.
-      ImportError: If the package `safetensors` is not installed.
+      ImportError: If the `safetensors` package is not installed.
       OSError: If the file can't be written.
     """
     safetensors_file.save(params, path)

@@ -68,9 +68,9 @@ def loop(
       stop: When to end the loop; see `elapse`.
       history: A history to continue, which is also returned; None to start a new one.
       elapsed: The progress of an earlier run to continue.
-      num_examples: A function that returns the number of examples in a batch, which is the weight of its row in means.
-        For padded batches, pass for example `lambda batch: batch["mask"].sum()`. None to use the size of the leading
-        axis, or 1 if there is none.
+      num_examples: A function that returns the number of examples in a batch, by which means are weighted. For padded
+        batches, pass a function such as `lambda batch: batch["mask"].sum()`. None to use the size of the leading axis,
+        or 1 if there is none.
       clock: A function that returns the time in seconds.
 
     Returns:

@@ -38,7 +38,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         inside `run` uses these rules too.
 
     Raises:
-      ValueError: If a rule names an axis that the mesh doesn't have. Also raised when a state is laid out, if the model
+      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state raises one, too, if the model
         uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
