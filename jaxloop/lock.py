@@ -204,7 +204,7 @@ class DirectoryLock:
             for lock in _held_locks:
                 if lock.path == path and lock.descriptor is not None and not _is_same_file(lock.descriptor, path):
                     raise DirectoryLostError(
-                        f"The directory {self._directory} is no longer the one that this run has locked: it was moved, "
+                        f"The directory {self._directory} is no longer the one that this run locked: it was moved, "
                         f"deleted or replaced, or {self._name} in it was. Another run may use it now, so nothing more "
                         "is saved there. Put the directory back and start the run again."
                     )

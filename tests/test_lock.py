@@ -264,7 +264,7 @@ def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, left, tmp
     with lock:
         DirectoryLock(tmp_path / "run").check()
         lose(tmp_path / "run")
-        with pytest.raises(DirectoryLostError, match="run is no longer the one that this run has locked: it was moved"):
+        with pytest.raises(DirectoryLostError, match="run is no longer the one that this run locked: it was moved"):
             DirectoryLock(tmp_path / "run").check()
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == left
 

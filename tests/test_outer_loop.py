@@ -825,7 +825,7 @@ def test_a_run_that_ctrl_c_ends_after_its_directory_was_moved_is_an_error(tmp_pa
 
     step, state, batches = examples.tiny_regression()
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path / "run", every(steps=100))]))
-    with pytest.raises(checkpoint.CheckpointError, match="no longer the one that this run has locked"):
+    with pytest.raises(checkpoint.CheckpointError, match="no longer the one that this run locked"):
         outer_loop(state, move(interrupted(batches, 2)))
 
 
