@@ -384,7 +384,7 @@ class Step:
                 kernel [3, 1]  float32       3        12 B
         total                                4        16 B  of 16 B
         state: 20 B per device
-        a step: 162 FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
+        a step: ... FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
           state: A state, or its shapes from `abstract_state`, which take up no memory.

@@ -1,6 +1,6 @@
 """Breaks runs in all ways that we know of, and looks whether they end as if nothing had happened.
 
-    python tests/chaos.py                            # All of it, in less than twenty minutes: `make chaos`.
+    python tests/chaos.py                            # All of it, in about half an hour: `make chaos`.
     python tests/chaos.py --only sigkill --count 5   # A part of it.
     python tests/chaos.py --seed 7
 
