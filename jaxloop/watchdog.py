@@ -125,14 +125,17 @@ class _Watching(threading.Thread):
             now, activity = time.monotonic(), self._activity()
             if activity != seen:
                 seen, since = activity, now
-            elif now - since > self._limit(activity[0]) and not self.over.is_set():
+            elif now - since > activity[0] and not self.over.is_set():
                 self._end(now - since)
 
     def _activity(self) -> tuple[Any, ...]:
-        """Returns a tuple that changes whenever the run makes progress. Its first element is the kind of work."""
+        """Returns a tuple that changes whenever the run makes progress. Its first element is the limit, in seconds.
+
+        The limit changes when a new program has run for the first time. The steps after it then have their full time.
+        """
         kind = self._train.progress.stopwatch.kind
         counts = [(each.progress.loops, len(each.stepper.call.num_examples)) for each in self._evals]
-        return kind, self._steps(), *counts
+        return self._limit(kind), kind, self._steps(), *counts
 
     def _steps(self) -> int:
         """Returns the number of steps of the train loop in this process."""

@@ -1,5 +1,6 @@
 """A run that hangs at a place, in one of its processes."""
 
+import functools
 import os
 import pathlib
 import re
@@ -27,16 +28,17 @@ PLACES = {
     "save": "in CheckpointAction",
     "eval": "reading batch 8 of the evaluation 'test'",
 }
-HEALTHY = ("none", "compiling")  # These runs don't hang. The second one compiles for longer than a step may take.
+# These runs don't hang. The second one compiles for longer than a step may take. In the third, tracing a program, its
+# first run, an evaluation and a save do.
+HEALTHY = ("none", "compiling", "slow")
 LIMIT_SECS = 2
 
 
 def problems_of(directory, place, *, processes, process):
     """Runs this program in so many processes, one of which hangs; returns what is wrong with how they end."""
-    command = [sys.executable, __file__, directory, place, str(process)]
-    if processes > 1:
-        launcher = ["-m", "jaxloop.launch", f"--processes={processes}", "--devices=1"]
-        command = [sys.executable, *launcher, *command[1:]]
+    devices = 2 if place in HEALTHY else 1  # With two, steps run asynchronously.
+    launcher = [sys.executable, "-m", "jaxloop.launch", f"--processes={processes}", f"--devices={devices}"]
+    command = [*launcher, __file__, directory, place, str(process)]
     job = subprocess.run(command, capture_output=True, text=True, timeout=120)
     printed = job.stdout + job.stderr
     if place in HEALTHY:
@@ -73,6 +75,16 @@ def main(directory, place, process):
         if is_here and where == place:
             time.sleep(1000)
 
+    def linger(secs=LIMIT_SECS + 0.5):
+        if place == "slow":
+            time.sleep(secs)
+
+    has_run = set()
+
+    def linger_at_first(rows):
+        linger(LIMIT_SECS / 4 if rows in has_run else LIMIT_SECS + 0.5)
+        has_run.add(rows)
+
     class HangingStep(jaxloop.Step):
         def begin(self, state, batch):
             if self.train and batch["number"][0] == AT:
@@ -84,6 +96,10 @@ def main(directory, place, process):
                 return (state.apply_fn({"params": params}, batch) ** 2).mean()
 
             loss, grads = jax.value_and_grad(loss_fn)(state.params)
+            if self.train and place == "slow":
+                if len(batch) > 4:
+                    linger()  # While it is traced.
+                jax.debug.callback(functools.partial(linger_at_first, len(batch)))
             if self.train and place == "compiling":
                 values = loss + jnp.arange(3.0)
                 for number in range(500):  # Takes several seconds to compile.
@@ -95,26 +111,33 @@ def main(directory, place, process):
             return (state.apply_gradients(grads=grads) if self.train else state), {"loss": loss}
 
     class HangingAction(jaxloop.Action):
+        uses_outputs = False  # The loop runs ahead of the devices.
+
         def __call__(self, state, outputs, *, step_num, **kwargs):
             if step_num == AT:
                 hang("action")
+            if place == "slow" and step_num == AT + 3:
+                jax.block_until_ready(state.step)  # Two steps after the first run of the second program.
 
     def batch_of(number, name="data", rows=4):
         if number == AT:
             hang(name)
-        if place == "compiling" and name == "data" and number >= AT:
+        if place in ("compiling", "slow") and name == "data" and number >= AT:
             rows *= 2
+        if name == "eval" and number == AT:
+            linger()
         return {"x": np.ones([rows, 3], np.float32), "number": np.full([rows], number)}
 
     write_seal = seal.write
 
     def write(*arguments):
         hang("save")
+        linger(3 * LIMIT_SECS)
         return write_seal(*arguments)
 
     seal.write = write
     partitioner = jaxloop.SingleDevicePartitioner()
-    if jax.process_count() > 1:
+    if jax.device_count() > 1:
         partitioner = jaxloop.DataParallelPartitioner(jaxloop.partition.create_mesh(data=-1), "data")
     train_step = HangingStep(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), partitioner, train=True)
     eval_step = HangingStep(jax.random.key(0), nn.Dense(1), partitioner=partitioner)
@@ -126,8 +149,8 @@ def main(directory, place, process):
         watchdog=jaxloop.Watchdog(
             step_secs=LIMIT_SECS,
             startup_secs=100,
-            eval_secs=30 if place == "compiling" else LIMIT_SECS,
-            checkpoint_secs=LIMIT_SECS,
+            eval_secs=30 if place in ("compiling", "slow") else LIMIT_SECS,
+            checkpoint_secs=30 if place == "slow" else LIMIT_SECS,
         ),
     )
     evaluation = jaxloop.EvalSpec(data.from_index(lambda number: batch_of(number, "eval"), 9), name="test")
