@@ -6,6 +6,8 @@
 PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3,$(shell $(name) -c pass 2>/dev/null && echo $(name))))
 OLDEST_PYTHON ?= python3.11
 BIN := .venv/bin
+# If a worker dies, the tests end: pytest-xdist would otherwise start another one and, at times, wait forever.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo test test-wheel test-oldest chaos bench colabs docs clean
 
@@ -16,7 +18,7 @@ test: .venv/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 # The wheel as it is installed: first alone, with none of the optional packages, then with all of the tests, which are
 # copied to where the sources are not. TESTS=tests/test_loop.py runs some of them.
@@ -38,12 +40,12 @@ test-wheel:
 	"$$bare" tests/programs/plain_install.py \
 	  "$$("$$bare" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	"$$bare" -m pip install --quiet --disable-pip-version-check "$$wheel[test]"; \
-	"$$bare" -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NOT_OF_THE_WHEEL) $(TESTS)
+	"$$bare" -m pytest $(IN_PARALLEL) $(NOT_OF_THE_WHEEL) $(TESTS)
 
 # The lowest versions that pyproject.toml allows, on the lowest Python, in an environment of their own. Today's packages
 # may call what that JAX deprecates (Haiku does), so DeprecationWarnings are ignored.
 test-oldest: .venv/oldest/installed
-	.venv/oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -W ignore::DeprecationWarning $(TESTS)
+	.venv/oldest/bin/python -m pytest $(IN_PARALLEL) -W ignore::DeprecationWarning $(TESTS)
 
 .venv/oldest/installed: pyproject.toml requirements/oldest.txt
 	rm -rf .venv/oldest
