@@ -5,20 +5,19 @@ The concepts:
 - `Step`: processes one batch (`preprocess_batch -> begin -> run -> end`). `run` is pure, jitted and sharded.
 - `Partitioner`: decides where arrays live, on one device or over a mesh.
 - `Loop`: runs a bounded number of steps over one dataset. Its subclasses are `TrainLoop` and `EvalLoop`.
-- `Action`: a side effect at chosen moments, such as summaries, checkpoints, progress and early stopping.
+- `Action`: a side effect that runs at chosen moments, such as writing summaries or saving checkpoints.
 - `OuterLoop`: runs the experiment. It trains, evaluates as its `EvalSpec`s define, resumes and stops.
 - `Schedule`: decides when an action or an evaluation runs: `every(steps=100) | last()`, `at(...)`, ...
 
-A checkpoint contains the whole run, so a run that is killed and restarted produces the same bits as an uninterrupted
-one.
+A checkpoint contains the whole run, so a run that is killed and restarted is bit-identical to an uninterrupted one.
 
-The package also includes `TrainState`, which extends Flax's to hold all variables of a model,
+The package also includes `TrainState`, which extends Flax's `TrainState` to hold all of a model's variables,
 `SummaryAction(default_writer(workdir))` for TensorBoard, `CheckpointAction(directory)`, and `summarize(outputs)` for
-example-weighted means. The docstring of `Step` shows how to write a step with a Linen module or an NNX class, and that
-of `OuterLoop` shows how to run an experiment.
+example-weighted means. See `Step` for how to write a step with a Linen module or an NNX class, and `OuterLoop` for how
+to run an experiment.
 
-Steps and train loops donate the state that you pass them, so use the state that they return. `state.step` counts
-completed optimizer updates, and is the only counter.
+Steps and train loops donate the state that you pass them, so always continue with the state that they return.
+`state.step` counts completed optimizer updates, and is the only counter.
 """
 
 from jaxloop.accounts import Goodput, goodput

@@ -1,4 +1,4 @@
-"""The wall time of runs across all restarts, broken down by what it was spent on."""
+"""A breakdown of the wall time of runs, across all restarts."""
 
 import dataclasses
 from typing import final
@@ -30,7 +30,7 @@ _OF_STEPS = ("dispatch", "device", "data", "actions")
 @final
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The wall time of runs, broken down by what it was spent on.
+    """A breakdown of where the wall time of runs went.
 
     The parts add up to the time from the first start of a run to its last recorded activity. `str` formats them as a
     table, followed by the most useful piece of advice.
@@ -53,7 +53,7 @@ class Goodput:
       restores: Seconds spent restoring checkpoints.
       startup: Seconds between the start of a process and its call to the `OuterLoop`.
       downtime: Seconds between the end of a process and the start of the next one.
-      unknown: All other seconds, such as those between the last log point of a process and the moment at which it was
+      unknown: Seconds spent on anything else, such as the time between a process's last log point and the moment it was
         killed, if no step began in between.
       steps: The number of distinct updates that were started.
       repeated_steps: The number of updates that were started again.

@@ -40,10 +40,10 @@ class ActionLoop(StatLoop):
       step: The step to run on each batch.
       begin_actions: Actions to call, in this order, when a loop begins, with `outputs=None`. An int interval counts
         loops. An action with a schedule is called if the schedule has fired since the previous loop began.
-      end_actions: Actions to call, each with the outputs since the action was last called. An action with an int
-        interval is called when a loop ends; the interval counts loops. An action with a schedule is called right after
-        the step at which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called
-        after the other actions and after the evaluations of an `OuterLoop`.
+      end_actions: Actions to call, each with the outputs since its previous call. An action with an int interval is
+        called when a loop ends; the interval counts loops. An action with a schedule is called right after the step at
+        which the schedule fires. Actions with `runs_last`, such as those that save checkpoints, are called after the
+        other actions and after the evaluations of an `OuterLoop`.
       stat_names: See `StatLoop`, which also describes the remaining arguments.
 
     Without an `OuterLoop`, a call to the loop returns only after all work that the actions started, such as an

@@ -1,7 +1,7 @@
 """Communication between the processes of a job, so that all of them do the same thing at the same step.
 
 Each process reads its own part of each batch, receives its own signals and raises its own errors. But a step must run
-in all processes or in none: a process that ran one step more than the others would wait for them forever. The processes
+in all processes or in none: a process that ran one more step than the others would wait for them forever. The processes
 therefore send each other messages about what they will do next. All messages have the same size, and all processes send
 them at the same point in their programs.
 """
@@ -52,7 +52,7 @@ def is_shared(mesh: Mesh | None) -> bool:
 
 
 class _Messages:
-    """The messages that all processes sent at one point. They are read only when they are needed."""
+    """The messages that all processes sent at the same point. They are read only when needed."""
 
     def __init__(self, about: str, sent: jax.Array):
         self._about, self._sent = about, sent
@@ -108,7 +108,7 @@ _VOTES = "asks whether the run continues"
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the other processes, at their next call of `any_stops`, that this process failed."""
+    """Tells the other processes, at their next call to `any_stops`, that this process failed."""
     with contextlib.suppress(Exception):  # The caller raises `error`.
         _send_message(_VOTES, _FAILED).read()
         known_to_all_processes(error)
@@ -161,7 +161,7 @@ def check_same(what: str, lines: Sequence[str]) -> None:
 
 @final
 class Job:
-    """The processes that train together. All of them call its methods at the same points.
+    """The processes that train together. All of them must call these methods at the same points.
 
     With a single process, the methods return that process's own values.
 
@@ -210,7 +210,7 @@ class Job:
         return bool(_send_message("asks the first process", int(value)).read()[0, 0]) if self.is_shared else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes, in order, such as each process's listing of a directory.
+        """Gathers a value from each process, such as its listing of a directory. Returns them in process order.
 
         The values must be representable in JSON.
         """
@@ -228,11 +228,11 @@ class Job:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes, and adds up the size of each batch over all processes.
+    """Reads the same number of batches in all processes, and sums the size of each batch over all processes.
 
     Each message covers the next few batches, about 50 ms of training. These batches are read ahead from the dataset,
     and `held` counts them. If one process reaches the end of its data, raises an error, or receives Ctrl-C or SIGTERM,
-    all processes learn about this at the same batch.
+    all processes learn of it at the same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.
@@ -266,7 +266,7 @@ class JointReader:
         self._own: deque[types.Batch] = deque()  # Read, but not in a message yet.
         self._sent: deque[tuple[_Messages, list[types.Batch], int]] = deque()
         self._agreed: deque[tuple[types.Batch, int, float, int]] = deque()
-        # For each returned batch that was not counted yet: the examples in all processes, and the time.
+        # For each batch that was returned but not counted yet: the examples in all processes, and the time.
         self._returned: deque[tuple[int, float]] = deque()
         self._error: Exception | SystemExit | None = None  # The error in this process.
         self._end: Exception | SystemExit | None = None  # The error in all processes, to raise after `_agreed`.
@@ -274,7 +274,7 @@ class JointReader:
         self._left: float = math.inf
         self._next_size = 1
         self._num_sent = 0  # The number of batches in all messages.
-        self._num_old = 0  # The pending messages of an earlier loop, which has handled their signals.
+        self._num_old = 0  # The number of pending messages from an earlier loop, which handled their signals.
         self._clock = 0.0, 0  # The seconds at the last message, and its number of batches.
 
     @property
@@ -312,7 +312,7 @@ class JointReader:
         return batch
 
     def counted(self, number: int) -> list[tuple[int, float]]:
-        """Returns the number of examples in all processes and the training seconds, for each of the next batches."""
+        """Returns the number of examples in all processes and the training seconds for each of the next batches."""
         return [self._returned.popleft() for _ in range(number)]
 
     def _send(self) -> None:
@@ -348,7 +348,7 @@ class JointReader:
         return _EMPTY if self._empty is None else _ENDED
 
     def _receive(self) -> None:
-        """Receives the messages about some batches. The batches that all processes have can then be returned."""
+        """Receives messages about some batches, and queues the batches that all processes agree on."""
         replies, mine, _ = self._sent.popleft()
         messages = replies.read()
         status, num_read, self._next_size = messages[:, 0], messages[:, 1], int(messages[0, 5])

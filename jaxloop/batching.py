@@ -25,11 +25,11 @@ def batched(
     """Returns a dataset of batches made from examples. A resumed run finds its position immediately.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
-    the next. Each epoch contains each example exactly once, and only the very last batch can be short.
+    the next. Each epoch contains every example exactly once, and only the very last batch can be short.
 
     A schedule of batch sizes is a dict that maps batch numbers, which start at 0, to sizes. `{0: 32, 1000: 64}` means
-    32 examples per batch, and 64 from batch 1000 on. (If each batch causes one update, batch 1000 is the batch of step
-    1001.) The step is compiled once per size, without a warning. To compile it ahead of time, call `Loop.compile(state,
+    32 examples per batch, and 64 from batch 1000 on. (If each batch causes one update, step 1001 uses batch 1000.)
+    The step is compiled once per size, without a warning. To compile it ahead of time, call `Loop.compile(state,
     dataset)`.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
@@ -41,10 +41,10 @@ def batched(
         with `__len__` and `__getitem__`, such as a Grain `MapDataset`; a Hugging Face `Dataset` in any format; or, for
         an endless dataset, a function of the example's index, which starts at 0.
       size: The number of examples per batch, or a schedule.
-      seed: A non-negative int to shuffle the examples differently in each epoch; None to keep their order. Shuffling
+      seed: A non-negative int to shuffle the examples differently in each epoch; None to keep them in order. Shuffling
         uses up to 16 bytes of memory per example: 8 for each of two epochs.
       num_epochs: The number of epochs; None to repeat the examples endlessly. Don't combine this with `train_epochs`,
-        which would repeat the same orders.
+        which would repeat the same shuffled orders.
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
@@ -83,7 +83,7 @@ def mixture(
 
     The mixture depends only on the batch number. After any number of examples, the count from each source differs from
     the source's share by less than the number of sources. Each source is repeated as often as necessary, and each of
-    its epochs contains each of its examples exactly once.
+    its epochs contains every example exactly once.
 
     Like the sizes in `batched`, weights can change at given batch numbers: `{0: {"web": 0.9, "code": 0.1}, 1000:
     {"web": 0.5, "code": 0.5}}`.
@@ -100,8 +100,8 @@ def mixture(
         `MapDataset`s, or results of `from_index` or `batched`.
       weights: A dict that maps names to weights, or a schedule of such dicts. Only the ratios of the weights matter.
         Weights are rounded to about six decimals, but a positive weight never becomes 0.
-      size: The number of examples per batch, or a schedule, if the sources contain examples. A batch can then contain
-        examples from all sources. None if the sources contain batches. Each batch then comes from one source.
+      size: If the sources contain examples, the number of examples per batch, or a schedule; a batch can mix examples
+        from all sources. If the sources contain batches, None; each batch then comes from a single source.
       seed: See `batched`. Each source is shuffled in its own order.
 
     Raises:
@@ -182,7 +182,7 @@ class _Sizes:
 
 
 def _shares(weights: Any, names: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Returns the batch numbers at which the weights change, and the new weights there as integers, ordered by name."""
+    """Returns the batch numbers at which the weights change, and the new weights as integers, ordered by name."""
     name = "mixture(..., weights)"
     if not isinstance(weights, Mapping):
         raise TypeError(f"{name} must be a dict of weights by name, or a schedule of such dicts, got {weights!r}.")
@@ -259,7 +259,7 @@ class _Source:
 
 
 def _access(name: str, rows: Any) -> tuple[int | None, Callable[[np.ndarray], types.Batch], Callable[[int], Any]]:
-    """Returns the number of examples (None if unknown), a function that reads several, and one that reads only one."""
+    """Returns the number of examples (None if unknown), a function that reads several, and one that reads one."""
     if is_hugging_face(rows) and hasattr(rows, "__len__"):
         if rows.format["type"] not in ("numpy", "custom"):  # Custom formats transform the rows.
             kept = {name: rows.format[name] for name in ("columns", "output_all_columns")}
@@ -306,7 +306,7 @@ def _stacked(name: str, examples: Iterable[Any]) -> types.Batch:
 
 
 def _interleaved(drawn: Mapping[str, tuple[np.ndarray, types.Batch]]) -> types.Batch:
-    """Joins the batches of several sources into one batch, with each row at its given place."""
+    """Merges batches from several sources into one batch, with each row at its given place."""
     if len(drawn) == 1:
         ((_, batch),) = drawn.values()
         return batch
@@ -330,10 +330,10 @@ def _interleaved(drawn: Mapping[str, tuple[np.ndarray, types.Batch]]) -> types.B
 
 @final
 class _Piece(NamedTuple):
-    """The batches of a mixture between two changes of the size or the weights.
+    """A span of batches in a mixture, with constant size and weights.
 
-    Of the first `n` examples of the piece, the first source provides `(n * weight + offset) // sum(weights)`. The next
-    source provides its part of the rest in the same way, and so on. Each example comes from exactly one source, because
+    The first source provides `(n * weight + offset) // sum(weights)` of the piece's first `n` examples. The next source
+    provides its share of the remainder in the same way, and so on. Each example comes from exactly one source, because
     these counts are integers that increase by at most 1 per example.
 
     Attributes:
@@ -352,7 +352,7 @@ class _Piece(NamedTuple):
     used: Sequence[int]
 
     def counts(self, examples: Any) -> list[Any]:
-        """Returns how many of the first `examples` examples of this piece come from each source."""
+        """Returns the number of examples from each source among the first `examples` examples of this piece."""
         found, rest = [], examples
         for place, (weight, offset) in enumerate(zip(self.weights, self.offsets, strict=True)):
             whole = sum(self.weights[place:])
@@ -361,7 +361,7 @@ class _Piece(NamedTuple):
         return found
 
     def draw(self, number: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Maps each source in a batch to the places of its rows in the batch, and to their places in its stream."""
+        """Maps each source to two arrays: the places of its rows in a batch, and their places in its stream."""
         begin = (number - self.start) * self.size
         drawn = {}
         for source, counts in enumerate(self.counts(np.arange(begin, begin + self.size + 1))):

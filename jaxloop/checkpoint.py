@@ -47,14 +47,14 @@ _AVERAGE, _COUNT = "/params_ema", "/count"
 # The other items.
 _RUN_ITEM = "run"
 _TREES_ITEM = "trees"
-# Also in a checkpoint: the metrics by which the manager finds the best checkpoint, and the metadata of each checkpoint.
+# Also in a checkpoint: the metrics that the manager uses to find the best checkpoint, and the checkpoint's metadata.
 _METRICS_ITEM = "metrics"
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # In the custom metadata, the metric that decides which checkpoint is best: `{"name": "test/accuracy", "mode": "max"}`.
 _BEST_KEY = "best"
 # Only this module reads the following keys. This one means that the checkpoint must have a seal.
 _SEALED_KEY = "jaxloop/sealed"
-# A fingerprint of the leaves of the state. Asking Orbax for them takes half as long as reading them.
+# A fingerprint of the state's leaves. Asking Orbax to describe them instead would take half as long as reading them.
 _LEAVES_KEY = "jaxloop/leaves"
 # The format of `run` and of the metadata, and the version of jaxloop that saved the checkpoint.
 _FORMAT_KEY, _VERSION_KEY = "jaxloop/format", "jaxloop/version"
@@ -105,7 +105,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
 
 def metadata(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the metadata that was saved in the checkpoint of a step, or `{}` if none was saved.
+    """Returns the metadata saved in the checkpoint of a step, or `{}` if none was saved.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -124,7 +124,7 @@ def own_version() -> str:
 def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) -> int | None:
     """Returns the step of the best checkpoint in a directory, or None if no checkpoint has the metric.
 
-    If several checkpoints are equally good, the newest of them is chosen.
+    If several checkpoints are equally good, returns the newest.
 
     Args:
       directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
@@ -178,12 +178,12 @@ def restore(
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint; 0 is a valid step.
-      state: A state of JAX arrays with the structure, shapes and dtypes that were saved. The shardings may differ. The
-        state is not donated.
+      state: A state of JAX arrays with the same structure, shapes and dtypes as the saved one. The shardings may
+        differ. The state is not donated.
       transforms: A dict for renaming saved leaves. It maps patterns of saved paths to paths in the state:
         `{"**/Dense_0/**": "**/output/**"}`. `*` matches one name, and `**` matches one or more names.
-      any_optimizer: Whether to accept a state with a different optimizer, or with none. Everything except `opt_state`
-        is then restored, and a message is logged.
+      any_optimizer: Whether to accept a state with a different optimizer, or with none. In that case, everything except
+        `opt_state` is restored, and a message is logged.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -208,8 +208,8 @@ def restore_newest(
 ) -> tuple[Any, int] | None:
     """Restores the newest undamaged checkpoint; see `restore`.
 
-    Any newer checkpoints, which are all damaged, are then moved to `<directory>/damaged/<step>`, so that their steps
-    can be saved again. A warning is logged for each of them.
+    Afterwards, moves any newer checkpoints, all of which are damaged, to `<directory>/damaged/<step>`, so that their
+    steps can be saved again. A warning is logged for each one.
 
     Args:
       directory: The directory with one subdirectory per step.
@@ -270,8 +270,8 @@ def _all_damaged_error(directory: epath.PathLike, errors: Sequence[CheckpointErr
 def quarantine_damaged(directory: epath.PathLike) -> None:
     """Moves damaged checkpoints that are newer than the newest undamaged one to `damaged/`; see `restore_newest`.
 
-    In a multi-process job, only the first process may call this, and it must do so before the processes restore. If all
-    checkpoints are damaged, none of them is moved.
+    In a multi-process job, only the first process may call this, and it must do so before any process restores. If all
+    checkpoints are damaged, none are moved.
     """
     found, errors = _newest_complete(directory, lambda opened: None)
     if found is not None:
@@ -362,11 +362,11 @@ def load_params(
       step: The step of the checkpoint; "newest" for the newest undamaged one, or "best" for `best_step(directory)`.
       into: A tree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes, dtypes and shardings to load, such
         as `state.params`. It is not donated. None to return nested dicts of arrays on JAX's default device.
-      paths: Maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**": "backbone/**"}`; see
-        `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned unchanged. None to load
-        every leaf of `into` from the same path.
-      ema: Whether to load the average of the parameters, which `LossStep(ema=...)` or `jaxloop.optimizers.ema` keeps,
-        instead of the parameters.
+      paths: A dict that maps patterns of paths in the checkpoint to paths in `into`, as in `{"encoder/**":
+        "backbone/**"}`; see `jaxloop.path_patterns`. Other leaves of `into`, which must be arrays, are returned
+        unchanged. None to load every leaf of `into` from the same path.
+      ema: Whether to load the moving average of the parameters, which `LossStep(ema=...)` or `jaxloop.optimizers.ema`
+        keeps, instead of the parameters themselves.
 
     Returns:
       The parameters, in the structure of `into`.
@@ -446,7 +446,7 @@ def load_variables(directory: epath.PathLike, step: int | str = "newest", *, int
 
 
 def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoint"], Any]) -> Any:
-    """Calls a function with the checkpoint of a step, "newest" or "best"."""
+    """Calls `load` with the checkpoint of a step, which can also be "newest" or "best"."""
     if step == "best":
         best = best_step(directory)
         if best is None and not all_steps(directory):
@@ -472,7 +472,7 @@ def _load(directory: epath.PathLike, step: int | str, load: Callable[["Checkpoin
 
 
 def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Returns the JSON dict that was saved as `run` in the checkpoint of a step, or `{}` if none was saved.
+    """Returns the JSON dict saved as `run` in the checkpoint of a step, or `{}` if none was saved.
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -482,7 +482,7 @@ def run(directory: epath.PathLike, step: int) -> dict[str, Any]:
 
 
 def trees(directory: epath.PathLike, step: int, templates: Mapping[str, Any]) -> dict[str, Any]:
-    """Restores trees that were saved in addition to the state, with the structures and shardings of `templates`.
+    """Restores trees that were saved alongside the state, with the structures and shardings of `templates`.
 
     Args:
       directory: The directory with one subdirectory per step.
@@ -509,7 +509,7 @@ class Checkpoint:
       path: The directory of the checkpoint, whose name is the step.
       is_sealed: True if the checkpoint has a seal and its files match the seal. Checkpoints saved by an Orbax manager
         have no seal.
-      custom_metadata: The metadata that the caller and this module saved.
+      custom_metadata: The metadata saved by the caller and by this module.
     """
 
     path: epath.Path
@@ -602,7 +602,7 @@ class Checkpoint:
                     leaf = values[f"params{name.removeprefix(_AVERAGE)}"]
                     values[path] = jnp.array(leaf, ours[path].dtype, copy=True)  # Both are donated.
             logging.log(
-                logging.WARNING if len(kept) < len(ours) else logging.INFO,  # Without an optimizer, all is restored.
+                logging.WARNING if len(kept) < len(ours) else logging.INFO,  # INFO if the state has no optimizer.
                 "The state was restored from %s without its opt_state%s, because the optimizers differ. The optimizer "
                 "starts with the given opt_state. Leaves that differ (checkpoint -> state):\n%s",
                 self.path,
@@ -613,7 +613,7 @@ class Checkpoint:
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, Any]:
-        """Descriptions of the saved leaves of the train state, by path. No array is read."""
+        """Descriptions of the train state's saved leaves, by path. No arrays are read."""
         return checks.leaves_by_path(self._saved_tree(_ITEM))
 
     def has(self, name: str) -> bool:
@@ -651,7 +651,7 @@ class Checkpoint:
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the saved leaves by path, with the shapes, dtypes and shardings of the values in `wanted`."""
         tree, values = self._saved_tree(_ITEM), {}
-        for group in groups(wanted):  # Orbax reads all leaves of a call at once, and copies each.
+        for group in groups(wanted):  # Orbax reads all leaves in a call at once, and copies each one.
             chosen = lambda path, _, group=group: group.get(checks.path_name(path), ocp.PLACEHOLDER)
             read = self._read(_ITEM, jax.tree_util.tree_map_with_path(chosen, tree))
             values |= {path: read[path] for path in group}
@@ -663,19 +663,19 @@ class Checkpoint:
             return ocp.PyTreeCheckpointHandler().metadata(self.path / item).tree
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
-        """Restores trees that were saved in addition to the state; see the function `trees`."""
+        """Restores trees that were saved alongside the state; see the function `trees`."""
         with_leaves = {name: tree for name, tree in templates.items() if jax.tree.leaves(tree)}
         return {**templates, **(self._tree(_TREES_ITEM, with_leaves) if with_leaves else {})}
 
     @contextlib.contextmanager
     def understanding(self) -> Iterator[None]:
-        """A context manager that turns errors in the interpretation of saved values into a `CheckpointError`.
+        """A context manager that converts errors raised while interpreting saved values to a `CheckpointError`.
 
         The error names both the version of jaxloop that saved the checkpoint and the current one.
 
         Raises:
-          CheckpointError: If the checkpoint has a different format, or the body of the `with` statement raised a
-            KeyError or a similar error.
+          CheckpointError: If the checkpoint has a different format, or the body of the `with` statement raises a
+            `KeyError` or a similar error.
         """
         saved_by, version = self.custom_metadata.get(_VERSION_KEY, "an unknown version"), own_version()
         saved_format = self.custom_metadata.get(_FORMAT_KEY)
@@ -700,7 +700,7 @@ class Checkpoint:
             ) from error
 
     def _renamed_tree(self, state: Any, transforms: Mapping[str, str]) -> Any:
-        """Reads the train state, some of whose leaves were saved under other names."""
+        """Reads a train state in which some leaves were saved under different names."""
         ours = checks.leaves_by_path(_storable(state))
         return _with_values(state, _load_leaves(self, self.saved_paths(ours, transforms), ours))
 
@@ -739,7 +739,7 @@ class Checkpoint:
         return _with_values(tree, values)
 
     def _read(self, item: str, template: Any) -> dict[str, Any]:
-        """Reads the arrays of an item by path, for the leaves of a template that are not placeholders."""
+        """Reads an item's arrays, except those whose leaf in the template is a placeholder. Returns them by path."""
         args = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(_restore_args, template),
@@ -750,9 +750,9 @@ class Checkpoint:
             return checks.leaves_by_path(checkpointer.restore(self.path / item, args=args))
 
     def fit_template(self, item: str, template: Any) -> Any:
-        """Arranges the leaves of a template in the structure of a saved item, without reading any array.
+        """Arranges the leaves of a template in the structure of a saved item, without reading any arrays.
 
-        The two trees may differ in parts that have no leaves, such as empty dicts.
+        The two trees may differ in parts without leaves, such as empty dicts.
 
         Raises:
           ValueError: If the two trees differ in the path, shape or dtype of a leaf.
@@ -770,7 +770,7 @@ class Checkpoint:
 
 
 def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
-    """Reads the metadata that the caller and this module saved; `{}` if there is none."""
+    """Reads the metadata saved by the caller and by this module; `{}` if there is none."""
     if not (path / METADATA_FILE).exists():
         return {}
     with _reading(path, METADATA_FILE):
@@ -783,7 +783,7 @@ def _read_custom_metadata(path: epath.Path) -> dict[str, Any]:
 def _is_jaxloop_checkpoint(path: epath.Path, custom_metadata: Mapping[str, Any]) -> bool:
     """Returns whether a checkpoint was saved by a `CheckpointWriter` that was given a directory.
 
-    Any part of the checkpoint is enough to determine this. Checkpoints saved by an Orbax manager are not marked, even
+    Any remaining part of the checkpoint is enough to tell. Checkpoints saved by an Orbax manager are not marked, even
     if a `CheckpointWriter` uses the manager.
     """
     return _SEALED_KEY in custom_metadata or any((each / _MARKER_FILE).exists() for each in path.iterdir())
@@ -803,7 +803,7 @@ def _read_run_id(directory: epath.Path) -> str | None:
 def _run_id_of(directory: epath.Path) -> str:
     """Returns the id of the run that owns a directory.
 
-    If the directory has no id, returns the one in the newest checkpoint that has an id, or else a new id.
+    If the directory has no id, returns the one in the newest checkpoint that has one, or else a new id.
     """
     run_id = _read_run_id(directory)
     if run_id is None:
@@ -852,12 +852,12 @@ def _reading(path: epath.Path, what: str, sealed: bool = False) -> Iterator[None
 
 
 def check_fits(directory: epath.PathLike, step: int, state: Any, transforms: Mapping[str, str] | None = None) -> None:
-    """Checks that `restore` would accept this state, without reading any array.
+    """Checks that `restore` would accept this state, without reading any arrays.
 
     Args:
       directory: The directory with one subdirectory per step.
       step: The step of the checkpoint.
-      state: A state made of arrays or of `jax.ShapeDtypeStruct`s.
+      state: A state of arrays or `jax.ShapeDtypeStruct`s.
       transforms: See `restore`.
 
     Raises:
@@ -913,7 +913,7 @@ def _fingerprint(tree: Any) -> str:
 def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     """Returns restore arguments without a dtype or shape.
 
-    Orbax would cast and pad the arrays to a given dtype and shape, but here any difference is an error.
+    Given a dtype and shape, Orbax would cast and pad the arrays, but jaxloop treats any difference as an error.
     """
     sharding = getattr(leaf, "sharding", None)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
@@ -930,8 +930,8 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
     """Reads leaves of a `Checkpoint` or a `SafetensorsFile`; see `load_params`.
 
     Args:
-      source: What is read from.
-      saved: The path of each leaf in the source, by its path below the part.
+      source: The `Checkpoint` or `SafetensorsFile` to read from.
+      saved: Maps the path of each leaf within the part to its path in the source.
       into: See `load_params`.
       paths: See `load_params`.
     """
@@ -959,11 +959,11 @@ def _load_part(source: Any, saved: Mapping[str, str], into: Any, paths: Mapping[
 
 
 def _load_leaves(source: Any, saved: Mapping[str, str], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads leaves, and nothing else.
+    """Reads the given leaves, and nothing else.
 
     Args:
-      source: What is read from, a `Checkpoint` or a `SafetensorsFile`.
-      saved: The path of each leaf in the source, by name.
+      source: The `Checkpoint` or `SafetensorsFile` to read from.
+      saved: Maps the name of each leaf to its path in the source.
       ours: Arrays or `jax.ShapeDtypeStruct`s with the shapes, dtypes and shardings to load, by name.
 
     Raises:
@@ -980,7 +980,7 @@ def _name(path: str) -> str:
 
 
 def _bare(paths: Iterable[str]) -> dict[str, str]:
-    """Returns the paths by name. The names are the paths without the `/value` of NNX variables."""
+    """Maps names to paths. A name is a path without the `/value` suffix of NNX variables."""
     return {_name(path): path for path in paths}
 
 
@@ -1061,8 +1061,8 @@ class CheckpointWriter:
         API). With a manager, only the state is saved, without a seal. For a directory, the writer creates its own
         manager at the first save, and a new one after `close` or a failed save.
       keep: For a directory, the number of newest checkpoints to keep; None to keep all.
-      best: For a directory, the name of a metric and its mode, "min" or "max". The best checkpoint is then kept too. If
-        several are equally good, the newest of them is kept.
+      best: For a directory, the name of a metric and its mode, "min" or "max". The best checkpoint is also kept. If
+        several are equally good, only the newest of these is kept.
       clock: A function that returns the time in seconds.
 
     Attributes:
@@ -1102,7 +1102,7 @@ class CheckpointWriter:
                 "state of the loops and actions, and to detect damaged files.",
                 self._directory,
             )
-        self._lock = lock.DirectoryLock(self._directory)  # The lock of the run, which is only checked here.
+        self._lock = lock.DirectoryLock(self._directory)  # The run's lock, which this class only checks.
 
     @property
     def directory(self) -> epath.Path:
@@ -1295,7 +1295,7 @@ class CheckpointWriter:
             if item.is_dir():
                 with files.open_file(item / _MARKER_FILE, "w") as file:
                     file.write("A part of a checkpoint that jaxloop saved, with a SEAL in the directory above.\n")
-        # Orbax still writes to this file after this: it adds the time of the commit.
+        # Orbax later writes to this file again, to add the time of the commit.
         seal.write(path, {METADATA_FILE: {"custom_metadata": self._custom_metadata}})
         self._lock.check()
         if _read_run_id(self._directory) is None:

@@ -1,4 +1,4 @@
-"""Checks states, batches and the results of steps. All errors say what was expected, what was found, and what to do."""
+"""Checks states, batches and the results of steps. Errors state what was expected, what was found, and what to do."""
 
 import importlib.util
 import operator
@@ -47,7 +47,7 @@ def describe(leaf: Any) -> str:
 
 
 def listed(names: Iterable[str], *, show: int = 12) -> str:
-    """Joins names with commas. If there are many, lists the first ones and the number of the rest.
+    """Joins names with commas. If there are many, lists the first few and the number of remaining names.
 
     >>> listed(["bias", "kernel", "scale"], show=2)
     'bias, kernel and 1 more'
@@ -57,7 +57,7 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns the first twelve lines. If there are more, adds a line with the number of the rest."""
+    """Returns the first twelve lines. If there are more, adds a line with the number of omitted lines."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
@@ -109,7 +109,7 @@ def is_alive(state: Any) -> bool:
 
 
 def mark_donated(state: Any, by: str) -> None:
-    """Records the call that a state was donated to, for the error that is raised if the state is used again.
+    """Records which call a state was donated to, for the error that is raised if the state is used again.
 
     The name is stored on a donated array, so that it survives `state.replace(...)`.
     """
@@ -119,7 +119,7 @@ def mark_donated(state: Any, by: str) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the first array of a state that a step donates, which is the first one other than `state.step`.
+    """Returns the first array in a state that a step would donate: the first one other than `state.step`.
 
     Returns None if there is no such array.
     """
@@ -201,7 +201,7 @@ def check_counter(step: Any, *, is_scalar: bool = True) -> None:
     """Raises a `TypeError` if `state.step` exists and is not an integer scalar.
 
     Args:
-      step: The leaf `state.step`, or its shape and dtype; None if the state has none.
+      step: The leaf `state.step`, or its shape and dtype; None if the state has no `step`.
       is_scalar: Whether the leaf is a scalar.
     """
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
@@ -296,7 +296,7 @@ def problem_of_dtypes(batch: Any) -> str | None:
     """Returns a warning about dtypes that JAX would silently convert, or None if there are none.
 
     Raises:
-      ValueError: If a 64-bit integer does not fit into 32 bits, so JAX would truncate it.
+      ValueError: If a 64-bit integer does not fit into 32 bits, so that JAX would truncate it.
     """
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return None
@@ -329,9 +329,9 @@ class BatchWatch:
     """Checks the batches of a step for changes, and for dtypes that JAX would silently convert.
 
     Attributes:
-      declared_sizes: The numbers of rows that the dataset has declared in advance. A batch that differs from the first
-        one only in having such a number of rows causes no warning, and doesn't count toward the limit.
-      num_rows: The number of rows of the last batch; None if its leaves differ in the length of their leading axis.
+      declared_sizes: The batch sizes that the dataset declared in advance. A batch with a declared size that differs
+        from the first batch only in its size causes no warning, and doesn't count toward the limit.
+      num_rows: The number of rows of the last batch; None if the leading axes of its leaves differ in length.
       form: A value that is the same for all batches whose leaves have the same names, shapes and dtypes. None before
         the first batch.
     """
@@ -352,15 +352,15 @@ class BatchWatch:
         """Checks the next batches of a step. The step's `max_batch_shapes` limits the number of different shapes.
 
         Args:
-          batches: One batch, or several with the shapes and dtypes of the first.
+          batches: One batch, or several with the same shapes and dtypes.
           step: The step.
 
         Returns:
-          The number of rows of the batch, or None if its leaves differ in the length of their leading axis.
+          The number of rows of each batch, or None if the leading axes of its leaves differ in length.
 
         Raises:
-          ValueError: If a 64-bit integer does not fit into 32 bits, so JAX would truncate it; or there are too many
-            different shapes.
+          ValueError: If a 64-bit integer does not fit into 32 bits, so that JAX would truncate it, or if the step has
+            had batches with too many different shapes.
         """
         batch = batches[0]
         try:
@@ -380,7 +380,7 @@ class BatchWatch:
         """Raises an error if a 64-bit integer in a batch of the same form as the last one does not fit into 32 bits."""
         try:
             leaves = [(batch[name], least, most) for name, least, most in self._limits]
-        except (KeyError, IndexError, TypeError):  # The batch has another structure.
+        except (KeyError, IndexError, TypeError):  # The batch has a different structure.
             leaves = []
         if not leaves:
             _check_range(batch, self._wide)
@@ -478,7 +478,7 @@ def _check_range(batch: Any, wide: list[str]) -> None:
 
 
 def num_examples(batch: Any) -> int | None:
-    """Returns the common length of the leading axes of all array leaves, or None if they differ.
+    """Returns the common length of the leading axes of all array leaves, or None if the lengths differ.
 
     Returns 1 if the batch is None.
 
@@ -590,7 +590,7 @@ def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Returns each path at which two descriptions of leaves differ, with both descriptions."""
+    """Returns the paths at which two descriptions of leaves differ, each with both descriptions."""
     paths = [*expected, *(path for path in got if path not in expected)]
     pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
     return [change for change in pairs if change[1] != change[2]]

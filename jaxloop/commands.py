@@ -44,7 +44,7 @@ class Answer:
       id: The name of the command's file, without its suffix.
       command: The command, such as "save".
       step: The number of completed updates when the command was executed or rejected.
-      error: The reason why the command was rejected; None if it was executed.
+      error: The reason the command was rejected; None if it was executed.
     """
 
     id: str
@@ -61,7 +61,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
     """Sends a command to the run in a work directory, and waits for the run's answer.
 
     - `save`: saves a checkpoint.
-    - `stop`: saves a checkpoint and ends the run, as after Ctrl-C.
+    - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
     - `profile=5`: records a profile of the next 5 steps in `<workdir>/profile`.
     - `log_every=10`: adds a row to the history now and every 10 steps.
     - `summary.interval=100`: calls an end action of the train loop now and every 100 steps.
@@ -84,7 +84,7 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
       wait_secs: Seconds to wait for the answer.
 
     Returns:
-      The answer; None if it did not arrive in time. The run then executes the command later.
+      The answer; None if it did not arrive in time, in which case the run executes the command later.
 
     Raises:
       FileNotFoundError: If the directory has no run log.
@@ -149,21 +149,21 @@ def parse(command: str) -> tuple[str, Any]:
 
 @final
 class Commands:
-    """Executes the commands to one training run.
+    """Executes the commands sent to a training run.
 
-    A thread of the first process looks for files in `<workdir>/commands` once per second, and so does `poll`, at log
-    points. If there are any, the run pauses after the current dispatch, in all processes at the same step. The first
-    process reads the files, and all processes execute the commands in the order of their file names. Each executed
-    command is appended to `<workdir>/commands.jsonl` with its step. If the run is killed and resumes from an earlier
-    checkpoint, it executes the command again at the same step.
+    A thread in the first process looks for files in `<workdir>/commands` once per second, and so does `poll` at log
+    points. If there are files, all processes pause at the same step, after the current dispatch. The first process
+    reads the files, and all processes execute the commands in the order of their file names. Each executed command is
+    appended to `<workdir>/commands.jsonl` with its step. If the run is killed and resumes from an earlier checkpoint,
+    it executes the command again at the same step.
 
     A command has no effect if its file is malformed, too large or not a regular file.
 
     Args:
       workdir: The work directory. If it is None or remote, the run accepts no commands.
       job: The processes that train together.
-      agenda: The `Agenda` of the train loop. (The engine imports this module, so its class can't be named here.)
-      actions: The actions of all loops, whose settings may be changed.
+      agenda: The `Agenda` of the train loop. (The engine imports this module, so that class can't be imported here.)
+      actions: The actions of all loops, whose settings commands can change.
       recorder: The action that adds the training rows to the history.
       history: The history, to which each command is added.
     """
@@ -223,7 +223,7 @@ class Commands:
 
     @property
     def replay(self) -> Schedule | None:
-        """A schedule that fires at the next step at which a command is executed again; None if there is none."""
+        """A schedule that fires at the next step at which a command is executed again; None if no such step remains."""
         return at(self._replayed[0].step) if self._replayed else None
 
     def are_due(self, step: int) -> bool:
@@ -253,7 +253,7 @@ class Commands:
         """Executes a command.
 
         Raises:
-          ValueError: If the command is unknown or has an invalid value. Nothing was changed.
+          ValueError: If the command is unknown or has an invalid value. In that case, nothing has changed.
         """
         name, value = _target(answer.command)
         action, _, setting = name.partition(".")
@@ -328,7 +328,7 @@ class Commands:
             elif setting in self._settings(action):
                 with _warning_of_error():
                     self._actions[action].change(setting, value)
-            elif name == "profile":  # Even if it is complete, because the checkpoint has the state of its action.
+            elif name == "profile":  # Even if it is complete, because the checkpoint contains the state of its action.
                 self._attach_profile(answer)
         lines = answers(self._workdir) if self._workdir is not None and self._job.is_first else []
         lines = self._job.gather([dataclasses.asdict(each) for each in lines])[0]

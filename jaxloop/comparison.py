@@ -1,4 +1,4 @@
-"""A table of runs with the best value of a metric and the notes in which they differ."""
+"""A table of runs with the best value of a metric and the notes that differ between them."""
 
 import contextlib
 import dataclasses
@@ -29,12 +29,12 @@ class Comparison:
     Attributes:
       by: The path of the metric.
       mode: "max" if larger values are better, or "min" if smaller values are better.
-      runs: A dict for each run with `workdir`, `best`, `step` (at which the best value was reached), `secs` (the wall
-        time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and `step` are
-        None if the run has no finite value.
-      groups: A dict for each group of runs whose notes are equal except for `seed`, with `notes`, `runs` (the number of
-        runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty if no
-        group has more than one run.
+      runs: One dict per run, with the keys `workdir`, `best`, `step` (at which the best value was reached), `secs` (the
+        wall time in seconds), `productive` (the fraction of that time spent on new steps) and `notes`. `best` and
+        `step` are None if the run has no finite value.
+      groups: One dict per group of runs whose notes are equal except for `seed`, with the keys `notes`, `runs` (the
+        number of runs), `mean` and `deviation` (the sample standard deviation of `best`; None for a single run). Empty
+        if no group has more than one run.
     """
 
     by: str
@@ -79,7 +79,7 @@ def compare(workdirs: Sequence[epath.PathLike], by: str, mode: str = "auto") -> 
     Args:
       workdirs: The work directories.
       by: The path of the metric in the history, such as "test.accuracy".
-      mode: "max", "min", or "auto" to decide by the name, as `EarlyStoppingAction` does.
+      mode: "max", "min", or "auto" to infer the mode from the name, as `EarlyStoppingAction` does.
 
     Raises:
       FileNotFoundError: If a directory has no run log.
@@ -124,12 +124,12 @@ def _best(path: epath.Path, monitor: Monitor) -> tuple[float | None, int | None]
         content = files.read_bytes(path)
     except FileNotFoundError:
         return None, None
-    for part in wanted.split(".")[:-1]:  # Most lines are those of another group.
+    for part in wanted.split(".")[:-1]:  # Most lines belong to a different group.
         key = json.dumps(part).encode()
         content = b"\n".join(line for line in content.split(b"\n") if key in line)
     sign = -1.0 if monitor.mode == "max" else 1.0
     numbers = set(re.findall(name + rb"(-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)", content))
-    # These include values of other paths with the same last name, so the lines with the best ones are parsed.
+    # Other paths with the same last name also match, so the matching lines are parsed, those with the best value first.
     for number in sorted(numbers, key=lambda number: (sign * float(number), number)):
         for match in re.finditer(name + re.escape(number) + rb"(?![0-9.eE])", content):
             line = content[

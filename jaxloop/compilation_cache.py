@@ -6,7 +6,7 @@ from etils import epath
 
 
 def enable_compilation_cache(directory: epath.PathLike) -> None:
-    """Caches everything that JAX compiles, so that nothing is compiled when the program starts again.
+    """Caches everything that JAX compiles, so that a restarted program doesn't compile it again.
 
     This enables JAX's persistent compilation cache, `jax_compilation_cache_dir`, for the whole process. It also removes
     JAX's thresholds for caching (by default, one second of compile time), so that small models are cached too. Call

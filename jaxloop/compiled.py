@@ -1,4 +1,4 @@
-"""Compilation of a step's `run`, for training or evaluation, with one batch or several per dispatch."""
+"""Compilation of a step's `run`, for training or evaluation, with one or more batches per dispatch."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ from jaxloop.timing import Stopwatch, duration
 class Compiled:
     """Compiles a step's `run` at its first call, and again for each new batch shape.
 
-    Between two calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back.
+    Between calls, the state is kept as a carry: `enter` converts a state to a carry, and `leave` converts it back.
     The carry is a flat state if the partitioner can compile functions of any pytree. Otherwise, it is the state itself.
 
-    If the function is traced again for any reason other than the shape of a batch, a warning lists the leaves that
+    If the function is traced again for any reason other than a new batch shape, a warning lists the leaves that
     changed.
 
     Args:
@@ -33,7 +33,7 @@ class Compiled:
       partitioner: The partitioner that compiles the function.
       evaluates: True if `run` evaluates; the state is then not donated.
       fuses: Whether to run several steps per call: `run` is scanned over stacked batches, and the outputs are stacked.
-      policy: How to react to NaN and infinity; None to ignore them. With a policy, batches and outputs are pairs with
+      policy: How to react to NaN and infinity; None to ignore them. With a policy, batches and outputs are paired with
         flags.
       jit_kwargs: Arguments of `jax.jit`, which override those of the partitioner.
       stopwatch: A function that returns the stopwatch of the loop that runs the step, or None.
@@ -55,7 +55,7 @@ class Compiled:
         stopwatch: Callable[[], Stopwatch | None] = lambda: None,
     ):
         self._name, self._partitioner, self._evaluates = name, partitioner, evaluates
-        # Arguments of jit, and shardings per leaf, refer to the tree of the state, so the state is not flattened.
+        # With `jit_kwargs` or per-leaf shardings, which refer to the tree of the state, the state is not flattened.
         self._is_flat = not evaluates and not jit_kwargs and partitioner.takes_any_tree
         options, mesh = dict(jit_kwargs or {}), partitioner.mesh
         self.detector: nonfinite.Detector | None = None
@@ -92,8 +92,8 @@ class Compiled:
         Args:
           carry: See `enter`.
           batch: The batch.
-          form: A value that is the same for all batches of one structure, from `checks.BatchWatch`. None to inspect the
-            batch, which takes a twentieth of the time of a small step.
+          form: The batch's `form` from `checks.BatchWatch`, which is the same for all batches with the same structure.
+            None to inspect the batch, which takes a twentieth of the time of a small step.
         """
         step = None
         try:
@@ -149,7 +149,7 @@ class Compiled:
         return _SameInAllProcesses(self._name, compiled) if agreement.is_shared(self._partitioner.mesh) else compiled
 
     def _begin_compiling(self) -> None:
-        """Logs that the loop compiles, and counts the time as compiling until the dispatch returns."""
+        """Logs that the loop compiles, and counts the time until the dispatch returns as compiling."""
         stopwatch = self._stopwatch()
         if stopwatch is None:
             return
@@ -196,7 +196,7 @@ class _SameInAllProcesses:
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """Describes, for each leaf by name, the properties on which a trace depends."""
+    """Returns a description of each leaf, by name, with the properties that a trace depends on."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
@@ -235,7 +235,7 @@ def _scan(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _scan_with_flags(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Scans a `run` of `nonfinite.Detector`, and passes its flags from step to step."""
+    """Scans the `run` of a `nonfinite.Detector`, and passes its flags from step to step."""
 
     def fused(state: Any, batches_and_flags: Any) -> Any:
         batches, flags = batches_and_flags
@@ -263,7 +263,7 @@ class _StackedNone:
 
 
 def _scan_batches(body: Callable[[Any, Any], Any], carry: Any, batches: Any) -> Any:
-    """Scans over batches that `stacked` returned."""
+    """Scans over batches stacked by `stacked`."""
     if isinstance(batches, _StackedNone):
         return jax.lax.scan(body, carry, None, length=batches.length)
     return jax.lax.scan(body, carry, batches)

@@ -23,7 +23,7 @@ class Collective:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
       count: The number of operations. An operation in a loop counts once per iteration if XLA knows the number of
         iterations.
-      bytes: The total size of their inputs or outputs, whichever is larger, in bytes per device.
+      bytes: The total size of the operations' inputs or outputs, whichever is larger, in bytes per device.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Cost:
     """XLA's estimate of the cost of one dispatch of a compiled step. `str` formats it as one sentence.
 
     Attributes:
-      flops: The number of floating-point operations on all devices together; see `flops_of`.
+      flops: The total number of floating-point operations on all devices; see `flops_of`.
       argument_bytes: The memory for the state and the batch. This and all sizes below are in bytes per device.
       output_bytes: The memory for the new state and the outputs.
       alias_bytes: The part of `output_bytes` that reuses donated arguments.
@@ -87,7 +87,7 @@ class DeviceMemoryError(MemoryError):
         self.available_bytes: int = available_bytes
 
 
-# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and older forms of it.
+# "the total memory required for HLO temporaries (32.03G) exceeds available HBM (15.75G)", and its older forms.
 _TOO_LARGE = re.compile(
     r"required for [^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)|"
     r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
@@ -135,12 +135,12 @@ _ARITHMETIC = frozenset(
 
 
 def flops_of(program: Any) -> float:
-    """Returns the number of floating-point operations of a traced program (a `ClosedJaxpr`), on all devices together.
+    """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
 
     A multiply-add in a matrix product or convolution counts as two operations, and other arithmetic on floats as one
     per element. The body of a scan counts once per iteration, unlike in XLA's own estimate, which would miss most of a
-    model whose layers are scanned. The body of a `while` loop counts once, because its length is unknown. Of the
-    branches of a `cond`, only the most expensive one counts. Kernels that JAX can't see, such as cuDNN's, don't count.
+    model whose layers are scanned. The body of a `while` loop counts once, because its length is unknown. Only the
+    most expensive branch of a `cond` counts. Kernels that JAX can't see into, such as cuDNN's, don't count.
 
     >>> scanned = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
     >>> flops_of(jax.make_jaxpr(scanned)(jnp.zeros([4, 4]))) == 10 * 2 * 4**3
@@ -180,7 +180,7 @@ def _flops_of_equation(equation: Any) -> float:
 def _flops_of_convolution(
     lhs: Any, rhs: Any, out: Any, *, dimension_numbers: Any, window_strides: Any, padding: Any, **options: Any
 ) -> float:
-    """Counts the products of an element of the input and one of the kernel; padding and dilation add none."""
+    """Counts two operations per product of an input element and a kernel element. Padding and dilation add none."""
     (_, _, *of_lhs), (_, inputs, *of_rhs), (rows, outputs, *of_out) = dimension_numbers
     num_products = out.shape[rows] * out.shape[outputs] * rhs.shape[inputs]
     for axis, (stride, (low, _)) in enumerate(zip(window_strides, padding, strict=True)):
@@ -212,7 +212,7 @@ def collectives_of(program: str) -> Sequence[Collective]:
     >>> collectives_of(program)
     (Collective(kind='all-reduce', count=1, bytes=32),)
     """
-    found: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)  # By computation, by kind.
+    found: dict[str, dict[str, list[int]]] = collections.defaultdict(dict)  # By computation, then by kind.
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     sizes: dict[str, int] = {}
     here = entry = ""
@@ -251,7 +251,7 @@ def _bytes_of(kind_of_value: str) -> int:
 
 
 # Dense bfloat16 (float16 before Ampere), without sparsity, from the data sheets of NVIDIA and from "Cloud TPU system
-# architecture". A JAX device of TPU v2 and v3 is a core, half a chip. More specific names come first.
+# architecture". On TPU v2 and v3, a JAX device is one core: half a chip. More specific names come first.
 _PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -273,7 +273,7 @@ _PEAKS = {
 
 
 def peak_flops_per_sec(device_kind: str) -> float | None:
-    """Returns the peak FLOPs per second of a kind of device for bfloat16 matrix products, or None if unknown.
+    """Returns the peak FLOPs per second of a device kind for bfloat16 matrix products, or None if unknown.
 
     >>> peak_flops_per_sec("NVIDIA H100 80GB HBM3"), peak_flops_per_sec("cpu")
     (989000000000000.0, None)

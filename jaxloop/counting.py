@@ -45,7 +45,7 @@ def elapse(
       clock: A function that returns the time in seconds. Ignored if there is a stopwatch.
 
     Yields:
-      `(elapsed, batch)`, where `elapsed` includes this batch: for the first one, `elapsed.steps == 1`.
+      `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
     """
     stopwatch = stopwatch or timing.Stopwatch(clock)
     return _elapse(Counting(as_iterator(dataset), as_stop(stop), start or Elapsed(), stopwatch, num_examples))
@@ -68,7 +68,7 @@ def _elapse(counting: "Counting") -> Iterator[tuple[Elapsed, types.Batch]]:
 
 @final
 class Counting:
-    """Reads and counts the batches of a run, like `elapse`, for loops that also read some batches themselves.
+    """Reads and counts the batches of a run, like `elapse`, for loops that also read batches themselves.
 
     Args:
       iterator: The batches.
@@ -131,7 +131,7 @@ class Counting:
     def end_by(self, error: BaseException) -> None:
         """Ends the run after the iterator has raised an exception.
 
-        Raises the exception again unless it is `StopIteration`.
+        Re-raises the exception unless it is a `StopIteration`.
         """
         if not isinstance(error, StopIteration):
             error.add_note(f"in the dataset, after step {self.newest.steps}")

@@ -167,8 +167,8 @@ def prefetch(data: Any, size: int = 2) -> Iterable[types.Batch]:
 
     This helps if making a batch takes a long time because it reads files, uses the network, or runs NumPy or other code
     that releases the GIL. It costs a few microseconds per batch. Even without prefetching, batches are made while the
-    device computes, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s prefetch by
-    themselves, so they don't need this function.
+    device computes, because steps are dispatched asynchronously. Grain, tf.data and torch `DataLoader`s prefetch on
+    their own, so they don't need this function.
 
     If the dataset raises an error, the iterator raises it in place of the missing batch. The thread ends at the end of
     the dataset, after an error, or when the iterator is closed with `close` or garbage-collected. A checkpoint stores
@@ -268,7 +268,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
       process_count: The number of processes; None for `jax.process_count()`.
 
     Raises:
-      TypeError: If the dataset is of another kind. The message explains what to do.
+      TypeError: If the dataset is of any other kind. The message explains what to do.
       ValueError: If a dataset of examples is already batched, or the rows of a batch can't be divided evenly among the
         processes.
     """

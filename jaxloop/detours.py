@@ -22,7 +22,7 @@ class Detour:
       step: The step at which the run turned back.
       first_batch: The number of the first batch to skip.
       last_batch: The number of the last batch to skip.
-      first_step: The step that used the first of these batches. The checkpoint precedes this step.
+      first_step: The step that used the first of these batches. The checkpoint was saved before this step.
       reason: The reason, as a phrase for messages.
     """
 
@@ -52,7 +52,7 @@ class LeftOut:
       numbers: The numbers of all batches to leave out, in ascending order.
       detours: The detours so far.
       requested: The detour that an action has requested; None if there is none.
-      at_most: The maximum number of detours; None for no limit. A further detour ends the run with an error.
+      at_most: The maximum number of detours; None for no limit. One more detour ends the run with an error.
       epoch_start: The number of batches in the completed epochs.
     """
 
@@ -75,12 +75,12 @@ class LeftOut:
         self.epoch_start += 0 if source is None else source.num_read
 
     def number_at(self, count: int, source: PositionedIterator | None, *, before: int = 0) -> int:
-        """Returns the number of the batch that was used `before` batches earlier than a given one.
+        """Returns the number of the `count`-th batch returned in the current epoch, or of an earlier batch.
 
         Args:
-          count: The number of batches that the current epoch had returned, up to and including the given one.
+          count: The number of batches returned in the current epoch, up to and including the batch.
           source: The iterator over the current epoch, or None between two epochs.
-          before: The number of batches to go back.
+          before: The number of batches to go back from that batch.
         """
         earlier = self.epoch_start - bisect.bisect_right(self.numbers, self.epoch_start)
         return number_of(earlier + (0 if source is None else count) - before, self.numbers)

@@ -1,4 +1,4 @@
-"""Functions that connect the processes of a multi-process job, and end them."""
+"""Functions that connect the processes of a multi-process job, and shut them down."""
 
 import atexit
 import os
@@ -15,7 +15,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PRO
 """The environment variables through which `python -m jaxloop.launch` describes the job to each process."""
 
 EXIT_CODE_OF_FOLLOWER = 76
-"""The exit code of a process that ends because another one failed."""
+"""The exit code of a process that ends because another process failed."""
 
 
 class ProcessError(RuntimeError):
@@ -39,7 +39,7 @@ def initialize(
     finds no job, the program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. An uncaught exception is printed with the index of
-    its process, and that process ends at once. The other processes notice this within `heartbeat_secs` and end too.
+    its process, and that process exits immediately. The other processes notice within `heartbeat_secs` and exit too.
 
     >>> initialize()  # doctest: +SKIP
 
@@ -50,7 +50,7 @@ def initialize(
       local_device_ids: The GPUs that this process uses; None for all GPUs of the machine.
       start_secs: Seconds to wait for the other processes to join.
       heartbeat_secs: Seconds without a heartbeat after which a process counts as failed.
-      shutdown_secs: Seconds for which a process that has ended normally waits for the others.
+      shutdown_secs: Seconds that a process waits for the others after it has ended normally.
 
     Raises:
       ValueError: If only some of the first three arguments are given.
@@ -125,7 +125,7 @@ def place() -> tuple[int, int]:
 
 
 def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-    """Prints an exception and ends the process at once, because a normal exit would wait for the other processes."""
+    """Prints an exception and exits immediately, because a normal exit would wait for the other processes."""
     lines = "".join(traceback.format_exception(kind, error, trace))
     sys.stdout.flush()
     sys.stderr.write(f"Process {place()[0]} of {place()[1]} ends with an exception.\n{lines}")

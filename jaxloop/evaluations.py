@@ -1,4 +1,4 @@
-"""The evaluations of an experiment, either during training or of checkpoints as they appear."""
+"""Evaluations, either during training or of checkpoints as they appear."""
 
 import contextlib
 import dataclasses
@@ -30,10 +30,10 @@ class Evaluation:
     Attributes:
       loop: The eval loop.
       spec: The dataset and the interval of the evaluation.
-      source: The positioned iterator that each run of the evaluation continues; None if each run reads the dataset from
-        its start.
+      source: The positioned iterator that each run of the evaluation continues to read; None if each run reads the
+        dataset from the start.
       evaluated_at: The step after which the evaluation last ran; None if it has not run yet.
-      was_short: True if a warning that the dataset ended early has been logged.
+      was_short: True once the warning that the dataset ended early has been logged.
     """
 
     loop: ActionLoop
@@ -193,7 +193,7 @@ class Evaluations:
 
 
 def _restore(state: Any, spec: CheckpointSpec, step_num: int) -> tuple[Any, Elapsed] | None:
-    """Returns the state and the progress stored in a checkpoint; None if the training run has meanwhile deleted it."""
+    """Returns the state and the progress stored in a checkpoint; None if the training run has since deleted it."""
     directory = spec.checkpoint_dir
     try:
         restored = checkpoint.restore(
