@@ -34,7 +34,9 @@ class Collective:
 @final
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """XLA's estimate of the cost of one dispatch of a compiled step. `str` formats it as one sentence.
+    """The computation, memory and communication of one dispatch of a compiled step. `str` formats it as one sentence.
+
+    The sizes and collectives come from XLA's compiled program.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
