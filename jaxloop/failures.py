@@ -20,7 +20,7 @@ from jaxloop.step import Step
 from jaxloop.text import printable
 
 FOLDER = "failures"
-"""The name of the folder in a work directory that contains one folder per failed step."""
+"""The folder in a work directory that contains one subfolder per failed step."""
 
 _FILE, _ARRAYS, _STATE = "failure.json", "batches.npz", "state"
 _MOST_FAILURES = 5
@@ -30,15 +30,15 @@ _VERSION = 1
 @final
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A failed step, with everything that is available for running it again.
+    """A failed step, with everything available for rerunning it.
 
     Attributes:
       step_num: The number of the failed step: the value that `state.step` would have had after it.
       error: The exception.
-      nan_policy: The `nan_policy` of the train loop, which is part of the compiled program.
+      nan_policy: The train loop's `nan_policy`, which the compiled program depends on.
       batches: Consecutive batches keyed by step, as the dataset returned them. The last one belongs to the failed step.
       state: The state before the step; None if it was donated.
-      checkpoint_dirs: The directories that contain the checkpoints of the run.
+      checkpoint_dirs: The directories that contain the run's checkpoints.
     """
 
     step_num: int
@@ -53,10 +53,9 @@ def record(workdir: epath.PathLike, step: Step, failure: Failure) -> None:
     """Records a failure in `<workdir>/failures/<step_num>`. A note added to the error explains how to replay the step.
 
     The folder contains the batch of the failed step, the PRNG keys, and the state before the step if it still exists.
-    Otherwise, the folder contains the newest earlier checkpoint and the batches since then, if they belong to the last
-    64 steps and fit in 256 MiB. The files of the checkpoint are linked, so that they survive when the checkpoint is
-    deleted according to `keep`. The newest five records are kept. Errors that occur while recording are logged, not
-    raised.
+    Otherwise, the folder contains the newest earlier checkpoint and the batches since then, provided that they are from
+    the last 64 steps and fit in 256 MiB. The checkpoint's files are hard-linked, so they survive when `keep` deletes
+    the checkpoint. The five newest records are kept. Errors that occur while recording are logged, not raised.
     """
     folder = files.absolute(workdir) / FOLDER / str(failure.step_num)
     try:
@@ -118,7 +117,7 @@ def _save_state(directory: epath.Path, step_num: int, state: Any) -> None:
 
 
 def _keep_checkpoint(checkpoint_dir: epath.Path, folder: epath.Path) -> bool:
-    """Links or copies the files of a checkpoint, which never change. Returns whether that succeeded."""
+    """Links or copies a checkpoint's files, which never change. Returns whether it succeeded."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -185,10 +184,10 @@ def _dtype_name(dtype: np.dtype) -> str:
 def replay(
     path: epath.PathLike, step: Step, step_num: int | None = None, *, state: Any = None, eagerly: bool = False
 ) -> tuple[Any, types.Output]:
-    """Runs a failed step again, using the record that an `OuterLoop` with a `workdir` wrote.
+    """Reruns a failed step from the record that an `OuterLoop` with a `workdir` wrote.
 
-    On the same devices, the results are identical to the last bit. Non-finite results are logged. The step's own
-    actions are not called.
+    On the same devices, the results are bit-identical. Non-finite results are logged. The step's own actions are not
+    called.
 
     >>> import tempfile
     >>> import numpy as np
@@ -211,16 +210,16 @@ def replay(
       path: The folder `<workdir>/failures/<step>`, or the work directory.
       step: The run's step object, or one created in the same way.
       step_num: The number of the failed step, if `path` is a work directory; None for the most recent record.
-      state: A state with the same structure as the run's state. If its `step` is later than the step of the recorded
-        state, and the batches since then were recorded, the replay starts from this state. Otherwise, this state serves
-        as the template for restoring the recorded state. It is not donated. None to use a new state, which requires an
-        earlier call to `step.initialize_model`.
+      state: A state with the same structure as the run's state. If it is from a later step than the recorded state, and
+        all batches since that step were recorded, the replay starts from it. Otherwise, it only serves as the template
+        for restoring the recorded state. It is not donated. None to use a new state, which requires an earlier call to
+        `step.initialize_model`.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
-        may then differ in the last bits. Any steps before the failed one are still compiled, so `run` is first traced
-        for them.
+        may differ in the last bits. Any steps before the failed one are still compiled, so `run` is first traced for
+        them.
 
     Returns:
-      `(state, outputs)` of the failed step. If the step raised an error in the run, that error is raised again.
+      `(state, outputs)` of the failed step. If the step raised an error in the run, the replay raises the same error.
 
     Raises:
       FileNotFoundError: If there is no such record.
@@ -280,7 +279,7 @@ def _folder(path: epath.PathLike, step_num: int | None) -> epath.Path:
 def _state_before(
     folder: epath.Path, noted: Mapping[str, Any], state: Any, batches: Mapping[int, Any], updates: int
 ) -> Any:
-    """Returns a state from which the recorded batches lead to the failed step, and the step of that state."""
+    """Returns a state from which the recorded batches lead to the failed step, and that state's step."""
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     numbers = lambda step: range(step + updates, failed + 1, updates)
     leads = lambda step: failed in numbers(step) and all(number in batches for number in numbers(step))

@@ -36,9 +36,9 @@ def as_iterator(dataset: Any) -> Iterator[Any]:
 
 @final
 class Feed(Iterator[types.Batch]):
-    """Reads batches, one or several at a time, and buffers those that are read before their step needs them.
+    """Reads batches, one or several at a time, and buffers those read before a step needs them.
 
-    If the dataset raises an exception, `Feed` raises it only after it has returned all batches that came before it.
+    If the dataset raises an exception, `Feed` first returns all earlier batches, and raises the exception afterwards.
 
     >>> feed = Feed(iter([1, 2, 3]))
     >>> feed.has_more(), feed.take(2), feed.take(2), feed.has_more()
@@ -46,15 +46,15 @@ class Feed(Iterator[types.Batch]):
 
     Args:
       dataset: An iterator of batches.
-      read: A function that reads the next batch from the dataset; None for `next(dataset)`.
-      join: A function that turns the reader of this process into one that all processes share, in a multi-process job.
+      read: A function that reads the next batch from the dataset; None to use `next(dataset)`.
+      join: In a multi-process job, a function that turns this process's reader into one that all processes share.
 
     Attributes:
       dataset: The iterator.
       joint: The reader that all processes share; None if there is only one process.
-      ahead: The batches that were read but not used yet.
+      ahead: The batches that have been read but not used yet.
       reads_state: True if the dataset yields functions that make the batches; see `jaxloop.data.from_state`.
-      has_ended: True if the dataset has ended and all of its batches were used.
+      has_ended: True if the dataset has ended and all of its batches have been used.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Feed(Iterator[types.Batch]):
 
     @property
     def num_ahead(self) -> int:
-        """The number of batches that were read from the dataset but not used yet."""
+        """The number of batches that have been read from the dataset but not used yet."""
         return len(self.ahead) + (0 if self.joint is None else self.joint.held)
 
     def begin(self, limit: int | None) -> None:
@@ -106,7 +106,7 @@ class Feed(Iterator[types.Batch]):
         return self._read()
 
     def take(self, number: int) -> list[types.Batch]:
-        """Returns the next batches, or fewer if the dataset ends. If none are left, raises the dataset's error, if any.
+        """Returns the next batches, or fewer if the dataset ends. If none are left, raises any pending error.
 
         Args:
           number: The number of batches to return.
@@ -131,7 +131,7 @@ class Feed(Iterator[types.Batch]):
         self.ahead[:0] = batches
 
     def has_more(self) -> bool:
-        """Reads a batch ahead if none is buffered. Returns whether there is a batch to use, or an error to raise."""
+        """Returns True if there is a batch to use or an error to raise. Reads a batch ahead if none is buffered."""
         if not self.ahead and self._error is None:
             try:
                 self.ahead.append(self._read())

@@ -14,7 +14,7 @@ from typing import IO, Any
 from etils import epath
 
 MAX_BYTES = 1 << 28
-"""The size, in bytes, of the largest file that `read_bytes` reads by default."""
+"""The default size limit of `read_bytes`, in bytes."""
 
 _KIND_NAMES = {
     stat.S_IFLNK: "a symbolic link",
@@ -24,12 +24,12 @@ _KIND_NAMES = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-# Windows lacks these flags. There, ordinary users can't create links, and directories don't contain FIFOs.
+# Windows lacks these flags, but ordinary users can't create links there, and directories don't contain FIFOs.
 _SAFE_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Opens a regular file of a local file system, like `os.open`.
+    """Opens a regular file in a local file system, like `os.open`.
 
     The last component of the path must not be a symbolic link, but earlier ones may be. `O_TRUNC` takes effect only
     once the file is known to be regular.
@@ -54,7 +54,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
 
 
 def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
-    """Opens a regular file, like `open`, with text in UTF-8. Remote paths (`gs://`) are opened without checks.
+    """Opens a regular file, like `open`. Text files use UTF-8. Remote paths (`gs://`) are opened without checks.
 
     >>> import tempfile
     >>> directory = epath.Path(tempfile.mkdtemp())
@@ -98,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
 def absolute(directory: Any) -> epath.Path:
     """Returns the absolute path of a directory, with symbolic links resolved.
 
-    Orbax rejects relative paths at its first save.
+    Orbax rejects relative paths, but not until the first save.
     """
     return epath.Path(directory).expanduser().resolve()
 

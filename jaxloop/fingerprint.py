@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxloop import checks, types
 
-# The attributes of a pipeline's parts that must stay the same, with or without a leading underscore. Paths are not
-# included because they may move, nor are options that only affect speed.
+# The attributes of a pipeline's parts that must stay the same, with or without a leading underscore. Paths are excluded
+# because files may move, and so are options that only affect speed.
 _PARAMETERS = """
 batch_size drop_remainder drop_last seed seed2 seed_rng_seed reshuffle_each_epoch reshuffle_each_iteration window_size
 buffer_size num_epochs cycle_length num_records num_batches shuffle shard_index shard_count num_workers
@@ -111,7 +111,7 @@ def check_same(saved: list[str] | None, now: list[str], *, sizes: bool = True) -
     """Raises a `ValueError` that lists the differences between two descriptions.
 
     Args:
-      saved: The description that an earlier run saved; None if that run saved none.
+      saved: The description that an earlier run saved; None if it saved none.
       now: The description in this run.
       sizes: Whether to compare the sizes of arrays. Array sizes may differ between batches of the same dataset, because
         the last batch may be short.

@@ -97,7 +97,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     dry_run: bool = False,
     topology: str | None = None,
 ) -> tuple[Any, History] | Report:
-    """Trains a model in one call. It builds and runs the same loops and actions that you would write by hand.
+    """Trains a model in one call, with the same loops and actions that you would write by hand.
 
     >>> import numpy as np
     >>> from flax import linen as nn
@@ -124,10 +124,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
     >>> weight, history = fit(np.float32(0), batches, train_step=train_step, train_epochs=2, progress=None)
 
     An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop and adds a row
-    to the history when it ends. With `train_total_steps`, the history gets about a hundred additional rows.
+    to the history when it ends. With `train_total_steps`, the history has about a hundred additional rows.
 
     With a work directory, `fit` writes TensorBoard events (train and eval metrics, `hparams`, and the learning rate if
-    `optax.inject_hyperparams` stores it), `history.jsonl`, and `checkpoints` with the newest and the best checkpoint.
+    `optax.inject_hyperparams` stores it), `history.jsonl`, and the newest and the best checkpoint (in `checkpoints`).
     If the run is interrupted, making the same call again resumes it from the newest checkpoint. Without a work
     directory, `fit` writes no files.
 
@@ -135,7 +135,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       model: Any model that `LossStep` accepts or, if `train_step` is given, a state.
       train_dataset: Anything that `jaxloop.data.batches` accepts, such as a list, a generator, a
         `tf.data.Dataset` or a `DataLoader`. Its batches are tuples `(inputs, targets)` or dicts.
-      eval_dataset: The dataset to evaluate on, of any kind that `train_dataset` may have. Each evaluation reads it from
+      eval_dataset: The dataset to evaluate on, in any form that `train_dataset` accepts. Each evaluation reads it from
         the start. The mean metrics are exact even if the last batch is short.
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
@@ -150,14 +150,14 @@ def fit(  # pyright: ignore[reportInconsistentOverload]
       train_epochs: The number of epochs. Pass either this or `train_total_steps`.
       train_total_steps: The number of updates. The dataset is repeated as often as necessary.
       eval_interval: When to evaluate. An int counts epochs; a schedule such as `every(steps=500)` is exact to the step.
-        None to evaluate after every epoch. There is always an evaluation at the end of the run.
+        None to evaluate after every epoch. `fit` always evaluates at the end of the run.
       workdir: The work directory; if None, no files are written.
       log_name: The name of a subdirectory of the work directory to use for this run.
       hparams: Hyperparameters to write to the TensorBoard events and to the log: numbers, strings, and bools.
-      monitor: The metric that decides which checkpoint is the best, such as "eval/accuracy". The default is "eval/loss"
-        if `loss` and `eval_dataset` are given.
+      monitor: The metric that decides which checkpoint is best, such as "eval/accuracy". The default is "eval/loss" if
+        `loss` and `eval_dataset` are given.
       partitioner: Decides where the state and the batches are placed; None to use a single device. "auto" uses all
-        devices: it replicates the state if it fits on each device, and otherwise shards it (`FSDPPartitioner`). The
+        devices: the state is replicated if it fits on each device, and sharded otherwise (`FSDPPartitioner`). The
         choice is logged.
       progress: "auto", "tqdm" or "plain" (see `ProgressAction`); None to show nothing.
       seed: The random seed for initializing the parameters and for dropout.

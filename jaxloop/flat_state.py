@@ -1,4 +1,4 @@
-"""Flattened train states, which are passed between compiled steps, and compiled functions that donate the state."""
+"""Flattened train states for passing between compiled steps, and compiled functions that donate the state."""
 
 import functools
 import operator
@@ -23,8 +23,8 @@ class FlatState:
     ([2.0, 1.0], {'bias': 2.0, 'kernel': 1.0})
 
     Args:
-      structure: A pair: the index of `state.step` among the leaves (None if the state has none), and the key that
-        `structures.flatten` returns.
+      structure: A tuple: the index of `state.step` among the leaves (None if the state has none), followed by the items
+        of the key that `structures.flatten` returns.
       leaves: The other leaves of the state, in order.
     """
 

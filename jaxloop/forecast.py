@@ -1,6 +1,6 @@
 """Predicts the plan of a run from its schedules: where loops end, and when actions and evaluations are called.
 
-It can't predict times, the length of some datasets, or the results of user functions.
+Times, the lengths of some datasets, and the results of user functions can't be predicted.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxloop.engine.agenda import Slot
 from jaxloop.schedules import NEVER, Elapsed, Schedule, earliest, every, goal_of, never
 from jaxloop.specs import RunSpec
 
-# The largest number of moments to predict, and the largest number if the end of the run is unknown.
+# The maximum number of moments to predict, and the maximum if the end of the run is unknown.
 _MOST_MOMENTS, _MOST_IF_OPEN = 20_000, 2_000
 
 At = Literal["begin", "end", "step"]
@@ -41,7 +41,7 @@ class Calls:
 
     Attributes:
       moments: The progress of the run at each call.
-      is_all: True if these are all calls. False if there may be more, at later steps.
+      is_all: True if `moments` contains all calls; False if there may be more at later steps.
       at_end: True if there is also a call at the end of the run, whose step is unknown.
       by_clock: True if a time-based schedule may cause calls at other steps.
       at_most: True if a user function may skip some of the calls.
@@ -60,11 +60,11 @@ class Calls:
 
     @property
     def is_never(self) -> bool:
-        """True if there will certainly be no call."""
+        """True if there will definitely be no calls."""
         return not self.moments and self.is_all and not self.at_end and not self.by_clock
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Returns whether both may be called at the same step."""
+        """Returns whether calls of both may occur at the same step."""
         is_open = [calls.by_clock or not calls.is_all for calls in (self, other)]
         return any(is_open) or (self.at_end and other.at_end) or not set(self.steps).isdisjoint(other.steps)
 
@@ -91,11 +91,11 @@ class Begin:
     Attributes:
       elapsed: The progress of the run.
       passes: The number of completed epochs.
-      batches: The number of batches used in this epoch.
+      batches: The number of batches used in the current epoch.
       has_stopped: True if the run was told to stop at this point.
-      last_beginning: The progress at which the last loop began; None to use `elapsed`.
-      evaluations: A dict from the name of each evaluation to the number of times it ran, and the progress at its last
-        run.
+      last_beginning: The progress when the last loop began; None to use `elapsed`.
+      evaluations: A dict that maps the name of each evaluation to a pair: the number of times it ran, and the progress
+        when it last ran.
     """
 
     elapsed: Elapsed = dataclasses.field(default_factory=Elapsed)
@@ -109,7 +109,7 @@ class Begin:
 @final
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """The predicted course of a run: its end, its loops, and the calls in it.
+    """The predicted course of a run: its end, its loops, and its calls.
 
     >>> from jaxloop.schedules import at, last
     >>> course = Course(RunSpec(total_steps=1000, loop_steps=400))
@@ -124,7 +124,8 @@ class Course:
       spec: The arguments of the run, including its length.
       begin: The point at which the run begins.
       batches_in_pass: The number of batches in an epoch; None if it is unknown.
-      rows: The number of examples in a batch, or a function that returns the number in the first batches of an epoch.
+      rows: The number of examples in a batch, or a function that returns the number in the first `n` batches of an
+        epoch.
       updates_per_step: The number of optimizer updates per batch, as in `Step.updates_per_step`.
       stopped_at: The step at which the schedule `stop` ends the run; None if it can't be predicted.
     """
@@ -157,7 +158,7 @@ class Course:
 
     @property
     def is_over(self) -> bool:
-        """True if no step is left to run."""
+        """True if there are no steps left to run."""
         return self.end is not None and self.start.steps >= self.end
 
     @functools.cached_property
@@ -177,7 +178,7 @@ class Course:
         return f"the run goes {begin}to {'the end of its data' if self.end is None else f'step {self.end:,}'}"
 
     def ended_by(self, stop: Schedule) -> "Course":
-        """Returns the course of the run if this schedule ends it, as far as that can be predicted."""
+        """Returns the course of the run with this schedule as its `stop`, as far as it can be predicted."""
         stop = stop.as_stop()
         moments = itertools.islice(self._moments(stop), _MOST_MOMENTS if self.end is not None else _MOST_IF_OPEN)
         tested = itertools.chain([self.start], (now for now, _ in moments))
@@ -205,7 +206,7 @@ class Course:
         return self._simulated(interval, moments, Calls(at_end=at_end))
 
     def calls_in_evaluation(self, interval: int | Schedule, evaluated: Calls, name: str) -> Calls:
-        """Returns the calls of an action of an evaluation.
+        """Returns the calls of an evaluation's action.
 
         Args:
           interval: The interval of the action. An int counts evaluations.
@@ -244,15 +245,15 @@ class Course:
                 return
             step = now.steps + math.ceil((step - now.steps) / updates) * updates
             before, ends_loop = self._elapsed_at(step - updates, now.loops), step == loop_end
-            # A run doesn't recognize its last step if its data ends together with a loop of `loop_steps`.
+            # A run doesn't recognize its last step if its data ends exactly where a loop of `loop_steps` ends.
             is_stop_given = step == self.stopped_at or step == spec.total_steps
             is_last = step == self.end and (is_stop_given or not spec.loop_steps or step % spec.loop_steps != 0)
             now = self._elapsed_at(step, now.loops + ends_loop, before, is_last=is_last)
             yield now, now.loops if ends_loop else None
-        yield dataclasses.replace(now, is_last=True), None  # The run may recognize its last step only after it.
+        yield dataclasses.replace(now, is_last=True), None  # The run may not recognize its last step until after it.
 
     def _beginnings(self) -> Moments:
-        """Yields the moments at which loops begin, with the numbers of the loops."""
+        """Yields the moments at which loops begin, with the loop numbers."""
         last = self.begin.last_beginning or self.start
         for now, loop in itertools.chain([(self.start, self.start.loops)], self._moments(never())):
             if loop is not None and not now.is_last and not self.is_over:
@@ -276,7 +277,7 @@ class Course:
 
 
 class _Probe(Action):
-    """An action that does nothing, to simulate the calls of an interval."""
+    """A no-op action for simulating the calls of an interval."""
 
     def __call__(self, state, outputs, **kwargs) -> None: ...
 
@@ -286,7 +287,7 @@ def _as_schedule(interval: int | Schedule) -> Schedule:
 
 
 def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -> Moments:
-    """Yields the end and the number of each run of an evaluation, and then the end of the training, if it is known."""
+    """Yields the end and number of each run of an evaluation, and then the end of training if it is known."""
     number_before, last = course.begin.evaluations.get(name, (0, course.start))
     for number, now in enumerate(moments, start=number_before + 1):
         last = dataclasses.replace(now, previous=last.without_previous())
@@ -296,7 +297,7 @@ def _ends_of_evaluation(course: Course, moments: Sequence[Elapsed], name: str) -
 
 
 def _may_fire_at_end(course: Course, interval: int | Schedule) -> bool:
-    """Returns True if an interval may fire at the end of a run, if that end is unknown."""
+    """Returns whether an interval may fire at the end of a run whose last step is unknown."""
     schedule, far = _as_schedule(interval), 2**40
     before = Elapsed(far, far, math.inf, far)
     # The number of the loop is known if there is only one.

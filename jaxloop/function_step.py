@@ -15,7 +15,7 @@ from jaxloop import checks, data, metrics, models, partition, structures, types
 from jaxloop.engine.program import Program
 from jaxloop.step import NumpyStep
 
-# With more values of statics than this, they should probably be broadcasts.
+# If there are more distinct statics than this, they should probably be broadcasts.
 _MANY_STATICS = 16
 
 
@@ -35,7 +35,7 @@ class FunctionStep(NumpyStep):
     (4.0, 1.0)
 
     Args:
-      fn: A pure function, which is compiled for the devices. The state is donated to it.
+      fn: A pure function. It is compiled, and donates the state.
       partitioner: Decides where the state and the batches live.
       train: True for a step that trains.
     """
@@ -78,7 +78,7 @@ class CompiledFunction:
     The function returns None, logs, `(logs, state)` or `(outputs, logs, state)`, as `outputs_logs_and_state` describes.
 
     Hooks:
-      call: Called with all arguments each time the object is called.
+      call: Runs each time the object is called, and receives all arguments.
 
     >>> @CompiledFunction
     ... def add(state, batch, broadcasts):
@@ -236,7 +236,7 @@ class CompiledFunction:
 
 
 def _with_mean_losses(logs: Mapping[str, Any], rows: int | None) -> Any:
-    """Returns the logs with the means of losses that have one value for each example."""
+    """Returns the logs, with per-example losses replaced by their means."""
     mean_of = lambda loss: jnp.mean(loss) if rows is not None and np.shape(loss) == (rows,) else loss
     losses = logs.get("losses") or {}
     return type(logs)({**logs, "losses": jax.tree.map(mean_of, losses)}) if losses else logs  # pyright: ignore
@@ -277,7 +277,7 @@ class _PairStep(_NamedStep):
 
 
 def _unbound(broadcasts: Any, mesh: Any) -> Any:
-    """Copies leaves to the host if they are committed to a set of devices other than that of the mesh."""
+    """Copies leaves to the host if they are committed to devices other than those of the mesh."""
     if mesh is None:
         return broadcasts
     devices = set(mesh.devices.flat)
