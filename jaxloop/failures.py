@@ -178,7 +178,7 @@ def _dtype_name(dtype: np.dtype) -> str:
     return dtype.str if dtype.kind in "SUMm" else dtype.name
 
 
-# Running it again ------------------------------------------------------------------------------------
+# Replay ----------------------------------------------------------------------------------------------
 
 
 def replay(

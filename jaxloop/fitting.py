@@ -253,7 +253,7 @@ def _eval_schedule(eval_interval: int | Schedule | None, eval_dataset: Any) -> S
 def _data(
     train_dataset: Any, eval_dataset: Any, train_epochs: int | None, train_total_steps: int | None
 ) -> tuple[data.Passes, data.Passes, int | None]:
-    """Returns both datasets as epochs, and the maximum number of epochs: None if the training data is an iterator."""
+    """Returns both datasets as `Passes`, and the maximum number of epochs; None if the training data is an iterator."""
     checks.check_positive("train_epochs", train_epochs, optional=True)
     checks.check_positive("train_total_steps", train_total_steps, optional=True)
     if (train_epochs is None) == (train_total_steps is None):

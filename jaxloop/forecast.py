@@ -150,7 +150,7 @@ class Course:
 
     @functools.cached_property
     def end(self) -> int | None:
-        """The step at which the run ends, assuming that the data suffices for `total_steps`; None if it is unknown."""
+        """The step at which the run ends, assuming there is enough data for `total_steps`; None if it is unknown."""
         epochs, total_steps = self.spec.epochs, self.spec.total_steps
         data_end = self.end_of_pass(1 if epochs is None else max(epochs - self.begin.passes, 0))
         ends = [self.stopped_at, total_steps, data_end if epochs is not None or total_steps is None else None]

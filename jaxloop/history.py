@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 HISTORY_FILE = "history.jsonl"
 """The name of the file in the work directory that contains one row of the history per line."""
 
-# The largest number of rows whose values are still on the devices.
+# The maximum number of rows whose values are still on the devices.
 _MAX_PENDING_ROWS = 64
 _UNITS: tuple[str, ...] = ("steps", "samples", "time", "loops")
-# A curve with at most this many points shows a marker for each.
+# A curve with at most this many points has a marker at each of them.
 _FEW_POINTS = 30
 _AXES_IN_A_LINE = 4
 
@@ -112,7 +112,7 @@ class _Form:
         return keys
 
     def checked(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of logs of this form. Device values are unchanged; all others are Python objects."""
+        """Returns the values of logs of this form, with all host values converted to Python objects."""
         return [
             value
             if type(value) in _PLAIN
@@ -123,7 +123,7 @@ class _Form:
         ]
 
     def on_device(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Returns the values that are on devices, by path."""
+        """Returns the values that are on devices, keyed by path."""
         return {path: values[place] for path, place in self._from_devices}
 
     def logs_of(self, values: Iterable[Any]) -> dict[str, Any]:
@@ -177,24 +177,24 @@ class History:
     Traceback (most recent call last):
     ValueError: 'loss' is ambiguous; it may be any of train.loss, eval.loss. Give one of these names.
 
-    `commit` doesn't wait for the devices: their values are copied to the host in chunks, and reading a row waits for
-    the values in that row.
+    `commit` doesn't wait for the devices. Device values are copied to the host in chunks, and reading rows waits for
+    all pending values.
 
     With a `path`, rows are also appended to that file. Each line is a JSON object, `{"elapsed": {...}, "logs": {...}}`.
-    Rows of host values are in the file when `commit` returns. Rows of device values are written when their values
-    arrive, and at the latest by `flush` or `close`. A row that is written out of order contains its number, as in
-    `"row": 7`. The file is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and
+    A row with only host values is in the file when `commit` returns. A row with device values is written once its
+    values have arrived, at the latest in `flush` or `close`. A row that is written out of order contains its number
+    (`"row": 7`). The file is strict JSON: NaN and infinities are written as the strings `"NaN"`, `"Infinity"` and
     `"-Infinity"`, and a logged string that equals one of these is written with a leading `'`.
 
     Args:
-      path: The file to write the rows to; None to keep the rows in memory only. The directory of the file is created if
+      path: The file to write the rows to; None to keep the rows only in memory. The directory of the file is created if
         necessary. If the file already has rows, call `resume` before the first commit.
       writes: False to read the file but never write to it, as in all processes of a job except the first.
     """
 
     def __init__(self, path: epath.PathLike | None = None, *, writes: bool = True):
         self.outputs: list[tuple[Elapsed, Any]] = []
-        """The pairs of elapsed and outputs that were passed to `add_outputs`."""
+        """The `(elapsed, outputs)` pairs that were passed to `add_outputs`."""
         self._path = None if path is None else _absolute(path)
         self._may_append = path is None or not writes
         self._writes = writes
@@ -209,14 +209,14 @@ class History:
         self._forms: list[_Form] = []  # The form of each row.
         self._columns: dict[str, _Column] = {}
         self._paths_by_end: dict[str, list[str]] = {}
-        # The rows whose values have not all arrived, oldest first, and the queue that holds these values; None after a
-        # failure, when it is unknown which ones it holds.
+        # The rows whose values have not all arrived, oldest first, and the queue that holds these values. The queue is
+        # None after a failure, when its contents are unknown.
         self._waiting: list[int] = []
         self._queue: OutputQueue | None = OutputQueue(_MAX_PENDING_ROWS)
 
     @property
     def path(self) -> epath.Path | None:
-        """The file that the rows are written to; None if they are kept in memory only."""
+        """The file that the rows are written to; None if they are kept only in memory."""
         return self._path
 
     # Writing ---------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class History:
         """Appends several rows; see `commit`.
 
         If a row can't be appended, the rows before it are kept, and the rows after it are dropped. A note on the error
-        shows its `Elapsed`.
+        contains the `Elapsed` of the row that failed.
 
         >>> history = History()
         >>> history.commit_all([Elapsed(1), Elapsed(2)], [{"loss": 0.5}, {"loss": 0.4}])
@@ -283,7 +283,7 @@ class History:
     def flush(self) -> None:
         """Waits for all pending values, and writes all rows to the file if there is one.
 
-        A run calls this before each checkpoint is saved, because a checkpoint covers the rows up to its step.
+        A run calls this before it saves a checkpoint, because a checkpoint covers the rows up to its step.
         """
         if self._waiting:
             waiting = [self._on_their_way(number) for number in self._waiting]
@@ -301,11 +301,12 @@ class History:
         return self._in_file.to_dict() if writes and self._in_file is not None else None
 
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
-        """Drops the rows and outputs after a step, so that a run can repeat the following steps.
+        """Drops the rows and outputs after a step, so that a run can repeat the steps that follow.
 
         With a path, the rows are read from the file if it exists, and the file is rewritten if any row was dropped. An
         incomplete last line, left by a killed process, is dropped too. If no row is kept, the old file is saved as
-        `<path>.before`, in case a program was run twice by mistake. Of several such files, only the longest is kept.
+        `<path>.before`, in case a program was run twice by mistake. If there are several such files, only the longest
+        is kept.
 
         Args:
           steps: The number of completed updates at the point from which the run continues; 0 to start over.
@@ -515,7 +516,7 @@ class History:
 
         Raises:
           FileNotFoundError: If there is no such file.
-          ValueError: If a line is malformed. The message contains its number.
+          ValueError: If a line is malformed. The message contains the line number.
         """
         history = cls()
         for row in _Reader(_absolute(path), history._read).rows():
@@ -526,9 +527,9 @@ class History:
         """Returns a figure of learning curves, with one plot per name.
 
         A plot has one line for each value whose path ends in its name. For example, `plot("loss")` shows `train.loss`
-        and `eval.loss` together, labeled `train` and `eval`. At the end of a notebook cell, the figure is displayed;
-        `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib, and doesn't change
-        matplotlib's backend or settings.
+        and `eval.loss` together, labeled `train` and `eval`. A notebook displays the figure if it is the last
+        expression in a cell; `figure.savefig("loss.png")` writes it to a file. This method requires matplotlib, but
+        doesn't change its backend or settings.
 
         Args:
           *names: The values to plot. Without names, all numbers are plotted except the statistics of loops
@@ -572,7 +573,7 @@ class History:
         return figure
 
     def _curves(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Returns the paths to plot, by the name of their axes."""
+        """Returns the paths to plot, keyed by the name of their axes."""
         drawable = {path for path, column in self._columns.items() if not any(map(_is_text, column.values))}
         if not names:
             chosen = [path for path in self._columns if path in drawable and "jaxloop" not in path.split(".")[:2]]
@@ -628,7 +629,7 @@ class History:
         return column
 
     def _send_newest(self, on_device: dict[str, jax.Array]) -> None:
-        """Starts to copy the device values of the newest row to the host."""
+        """Starts copying the device values of the newest row to the host."""
         self._waiting.append(len(self) - 1)
         if self._queue is None:
             return self.flush()
@@ -639,7 +640,7 @@ class History:
         self._queue = queue
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores arrived values in the oldest rows that are waiting for values, and writes these rows to the file."""
+        """Stores values that have arrived in the oldest waiting rows, and writes these rows to the file."""
         numbers = self._waiting[: len(rows)]
         for number, values in zip(numbers, rows, strict=True):
             for path, value in values.items():
@@ -746,7 +747,7 @@ def _dotted(name: str) -> str:
 
 
 def _ends(path: str) -> list[str]:
-    """Returns the names of a path: `a.b.c`, `b.c` and `c`."""
+    """Returns the names that can refer to a path, such as `a.b.c`, `b.c` and `c`."""
     return [path, *(path[match.end() :] for match in re.finditer(r"\.", path))]
 
 
@@ -802,10 +803,10 @@ def _is_text(value: Any) -> bool:
 # The file --------------------------------------------------------------------------------------------
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# A string of the logs that equals one of these words, with any number of leading quotes.
+# A string in the logs that equals one of these words, with any number of leading quotes.
 _QUOTED = re.compile(r"'*(NaN|-?Infinity)")
 _LONGEST_LINE, _CHUNK = 1 << 24, 1 << 20  # Bytes.
-# The errors raised when reading a line that no history wrote.
+# The errors that a malformed line can cause.
 _OF_A_BROKEN_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -862,7 +863,7 @@ class _Reader:
     """Reads the rows of a file, one line at a time.
 
     Attributes:
-      is_in_order: True if the lines read so far are exactly the rows, complete and in order.
+      is_in_order: True if all lines read so far are complete rows, in order.
       broken_lines: The numbers of the broken lines that were skipped.
     """
 
@@ -961,7 +962,7 @@ def _write(path: epath.Path, rows: Iterable[Row]) -> _Checksum:
 
 
 def _keep_damaged_file(path: epath.Path, suffix: str) -> epath.Path | None:
-    """Moves a file to `<path>.<suffix>`, and returns that path; None if there is no file or a longer one is there."""
+    """Moves a file to `<path>.<suffix>`. Returns that path, or None if there is no file or a longer one is there."""
     aside = epath.Path(f"{path}.{suffix}")
     if not path.exists() or (aside.exists() and aside.stat().length > path.stat().length):
         return None

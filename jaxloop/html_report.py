@@ -1,4 +1,4 @@
-"""A report about a run as a single HTML file: curves, time, starts and environment."""
+"""A report on a run as a single HTML file: learning curves, time breakdown, starts and environment."""
 
 import datetime
 import html
@@ -67,7 +67,7 @@ def report(workdir: epath.PathLike) -> str:
 
 
 def _check(workdir: epath.PathLike) -> Iterable[str]:
-    """Yields the section with the plan of the run and the problems that the most recent check found."""
+    """Yields the sections with the plan of the run and the problems that the most recent check found."""
     if (found := Report.load(workdir)) is None:
         return
     yield "<h2>Plan</h2>"
@@ -119,7 +119,7 @@ def _described(attempt: run_log.Attempt) -> Iterable[tuple[str, object]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns an HTML table. Each row is a sequence that alternates tags and texts."""
+    """Returns an HTML table. Each row is a sequence of alternating tags and texts."""
     lines = [
         "".join(f"<{tag}>{_text(text)}</{tag}>" for tag, text in zip(row[::2], row[1::2], strict=True)) for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, the second one immediately.
+"""Handles Ctrl-C and SIGTERM: the first signal ends the run after the current step, and the second ends it immediately.
 
 Other threads can also pause a run between two steps, or end it.
 """
@@ -18,14 +18,14 @@ from typing import Any, final
 
 from absl import logging
 
-# If Ctrl-C comes this soon after one that ended an earlier run, it is meant for the program that repeats the run.
+# A Ctrl-C that comes this soon after one that ended an earlier run is meant for the program that repeats the run.
 _SECOND_WITHIN_SECS = 2.0
-# If a second SIGTERM comes this soon after the first, it counts as the same one: systemd sends it to a launcher and to
-# its child, and the launcher forwards it to the child.
+# A second SIGTERM that comes this soon after the first counts as the same one: systemd sends SIGTERM to a launcher and
+# to its child, and the launcher also forwards it to the child.
 _SAME_WITHIN_SECS = 0.1
 # Python's default handlers. jaxloop handles a signal only if the program has not replaced its default handler.
 _DEFAULTS: tuple[tuple[signal.Signals, Any], ...] = (
-    (signal.SIGINT, signal.default_int_handler),  # First, so that nothing is raised before all are installed.
+    (signal.SIGINT, signal.default_int_handler),  # First, so that nothing is raised before all handlers are set.
     (signal.SIGTERM, signal.SIG_DFL),
 )
 _EXIT_CODE = 128 + signal.SIGTERM
@@ -36,7 +36,7 @@ STOP = -1
 DETOUR = -2
 """The number to pass to `Interruptible.confirm` to interrupt a run that returns to an earlier checkpoint."""
 _NO_SIGNALS = (None, STOP, DETOUR)
-# The time for cleanup after the second signal, and the time in which a job must agree on the first one.
+# The time for cleanup after the second signal, and the time within which a job must agree on the first one.
 _CLEANUP_SECS = 5.0
 _AGREEMENT_SECS = 15.0
 _CLOSED = 0  # Sent to the watching thread. No signal has this number.
@@ -51,14 +51,14 @@ class Interruptible:
     added to them.
 
     Second signal: Ctrl-C raises `KeyboardInterrupt`, even if the first Ctrl-C ended an earlier run a moment ago. If one
-    of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` runs, and the
-    child processes of `multiprocessing` are killed. But Python handles signals only between two of its instructions,
-    and a program may swallow `KeyboardInterrupt`. A thread therefore watches for signals, too: 5 s after the second
-    signal, or at the third, it exits the process with code 128 + the signal's number. In an interactive session, only
-    `KeyboardInterrupt` is raised.
+    of the two signals is SIGTERM, the second one ends the process by its default action: no `finally` block runs, and
+    the child processes of `multiprocessing` are killed. However, Python handles signals only between bytecode
+    instructions, and a program may swallow `KeyboardInterrupt`. Therefore, a thread also watches for signals: 5 s after
+    the second signal, or on the third, it exits the process with code 128 + the signal's number. Interactive sessions
+    don't start this thread.
 
-    If the processes of a job have not agreed on a first signal after 15 s, because one of them hangs, the process exits
-    in the same way. Saved checkpoints stay intact in all cases.
+    If the processes of a job have not agreed on the first signal after 15 s, because one of them hangs, the process
+    exits in the same way. Saved checkpoints stay intact in all cases.
 
     Nested contexts share the state of the outermost one, so an `OuterLoop` and its loops agree. The context has no
     effect outside the main thread, or on a signal that the program already handles or ignores (as under `nohup`).
@@ -83,7 +83,7 @@ class Interruptible:
         self._confirmed_elsewhere: int | None = None  # A confirmed signal that this process has not received.
         self.pauses: bool = False  # True if the run pauses after the current dispatch.
         self._pause_is_unconfirmed = False
-        self._times: dict[int, float] = {}  # The last time of each signal, also in an earlier run.
+        self._times: dict[int, float] = {}  # When each signal last came, in this run or an earlier one.
         self._before: dict[int, tuple[Any, Any]] = {}  # The replaced handlers of Python and of the C library.
         self._watch: _Watch | None = None
 
@@ -115,7 +115,7 @@ class Interruptible:
 
     @property
     def reason(self) -> str | None:
-        """The reason why a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
+        """The reason a run ends: "Ctrl-C", "SIGTERM" or "stopped by a command"; None if it was not interrupted."""
         return "stopped by a command" if self.signum == STOP else self.signal_name
 
     def request_pause(self) -> None:
@@ -135,10 +135,10 @@ class Interruptible:
         return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
     def confirm(self, signum: int) -> None:
-        """Makes a request effective, no matter which process of the job received it.
+        """Puts a request into effect, no matter which process of the job received it.
 
-        The hosts of a cluster don't receive a signal at the same time. If the signal reaches this process later, it
-        counts as the same one.
+        The hosts of a cluster don't receive a signal at the same time. If this process receives the signal later, that
+        counts as the same signal.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
@@ -305,7 +305,7 @@ def _kill_workers() -> None:
 
 
 def _forget_watch() -> None:
-    """Detaches a forked process from its parent's watching thread, which would otherwise receive its signals."""
+    """Detaches a forked child from its parent's watching thread, which would otherwise receive the child's signals."""
     open_ = _find_open()
     if open_ is not None and open_._watch is not None:
         signal.set_wakeup_fd(-1)
@@ -325,7 +325,7 @@ def _find_open() -> Interruptible | None:
 
 
 def _end_at_once(signum: int) -> None:
-    """Ends the process by the signal's default action, which nothing can swallow or delay."""
+    """Ends the process with the signal's default action, which nothing can swallow or delay."""
     signal.signal(signum, signal.SIG_DFL)
     signal.raise_signal(signum)
     os._exit(128 + signum)  # The default action doesn't end the first process of a container.

@@ -1,9 +1,9 @@
 """Starts the processes of a job on one machine: `python -m jaxloop.launch --processes 2 --devices 2 driver.py ...`.
 
 `--devices` sets the number of CPU devices of each process; without it, each process uses the devices that JAX finds.
-The launcher prints the output of the processes line by line, prefixed with the number of the process. If processes
-fail, it names the first one that did, kills the others three seconds later, and exits with the code of the first one.
-It passes Ctrl-C and SIGTERM on to all processes. SIGHUP, which a closed terminal sends, is passed on as SIGTERM.
+The launcher prints the output of the processes line by line, prefixed with the process number. If a process fails, the
+launcher reports it, kills the others three seconds later, and exits with the code of the first process that failed. It
+forwards Ctrl-C and SIGTERM to all processes. SIGHUP, which is sent when a terminal closes, is forwarded as SIGTERM.
 Processes that are still running 15 seconds after the first signal (`--signal-secs`) are killed. A process is killed
 together with everything it started. If the launcher itself is killed, all processes are killed too.
 """
@@ -22,10 +22,10 @@ from typing import Any
 
 from jaxloop import distributed
 
-# After a process has failed, the others have this many seconds to end by themselves.
+# After a process has failed, the others have this many seconds to end on their own.
 _GRACE_SECS = 3.0
 _POLL_SECS = 0.05
-# Ends the processes if the launcher is killed. It reads the numbers of their process groups, one per line.
+# Ends the processes if the launcher is killed. It reads the IDs of their process groups, one per line.
 _GUARD = """
 import os, signal, sys, time
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -139,7 +139,7 @@ class _Process:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], place: int):
         self.place = place
-        # In its own session, so that only the launcher passes Ctrl-C on.
+        # In its own session, so that only the launcher forwards Ctrl-C.
         self._process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -178,7 +178,7 @@ class _Process:
     def _print_lines(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(OSError):  # Nobody reads the output any more, but the process must not block.
+            with contextlib.suppress(OSError):  # Nobody is reading the output, but the process must not block.
                 sys.stdout.write(f"[{self.place}] {line.decode(errors='replace')}")
                 sys.stdout.flush()
 
@@ -190,7 +190,7 @@ class _Process:
 def _report(
     processes: "Sequence[_Process]", killed: "Sequence[_Process]", signum: int | None, signal_secs: float
 ) -> int:
-    """Prints how processes failed, and returns the exit code of the first one that did."""
+    """Prints how the processes failed, and returns the exit code of the first one that failed."""
     failed = sorted((each for each in processes if each.code), key=lambda each: (each in killed, *_rank(each)))
     hangs = bool(failed) and failed[0] in killed  # No process failed by itself.
     since = f"{_GRACE_SECS:.0f} s later" if not hangs else f"{signal_secs:g} s after {signal.Signals(signum or 0).name}"
@@ -214,7 +214,8 @@ def _rank(process: _Process) -> tuple[object, ...]:
     """Returns a sort key. A process with a lower key is more likely to have caused the failure of the job."""
     code = process.code or 0
     is_follower = code in (distributed.EXIT_CODE_OF_FOLLOWER, -signal.SIGABRT)
-    # If two ended between two polls, one by a signal and one with an error, the error may report the loss of the other.
+    # If two processes ended between two polls, one by a signal and one with an error, the error may only report the
+    # loss of the other process.
     is_signal = code < 0 or code == 128 + signal.SIGTERM
     return is_follower, process.ended_at, not is_signal
 

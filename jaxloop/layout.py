@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxloop import checks
 from jaxloop.text import printable
 
-# The maximum number of pictures, one for each kind of layout.
+# The maximum number of diagrams, one per distinct layout.
 _MOST_PICTURES = 8
 
 
@@ -27,7 +27,7 @@ class LeafLayout:
       shape: The shape of the whole leaf.
       dtype: The dtype.
       sharding: The sharding.
-      reason: The reason why the leaf is replicated, if it is large but replicated.
+      reason: The reason a large leaf is replicated; empty for other leaves.
     """
 
     path: str
@@ -75,10 +75,10 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def plot(self, pattern: str = "") -> None:
-        """Prints diagrams of the sharded leaves with JAX's visualizer, one for each group of equal layouts.
+        """Prints diagrams of the sharded leaves with JAX's visualizer, one per distinct layout.
 
         Args:
-          pattern: A regular expression that is searched for in the paths of the leaves.
+          pattern: A regular expression. Only leaves whose path contains a match are shown.
 
         Raises:
           ImportError: If rich, which draws the diagrams, is not installed.
@@ -158,7 +158,7 @@ class Layout:
 
 
 def _with_two_axes(leaf: LeafLayout) -> tuple[tuple[int, ...], NamedSharding]:
-    """Returns a shape with at most two axes, preferably axes that are split, and its sharding."""
+    """Returns the shape and the sharding of at most two axes of a leaf, preferably split ones."""
     entries = (*leaf.sharding.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
     by_weight = sorted(range(len(leaf.shape)), key=lambda axis: (entries[axis] is None, -leaf.shape[axis]))
     axes = sorted(by_weight[:2])

@@ -1,4 +1,4 @@
-"""Directory locks, so that only one run at a time trains in a directory.
+"""Directory locks, which ensure that only one run at a time trains in a directory.
 
 A lock that a killed process left behind can be acquired again.
 """
@@ -123,9 +123,10 @@ class DirectoryLock:
     """Prevents other processes and threads from training in a directory at the same time.
 
     While the lock is held, a file in the directory describes the process that holds it. The kernel locks the file
-    (`flock`) and releases the lock however the process ends. If the process leaves the file behind, the next process
-    reuses it. A thread can acquire the lock several times, even through different paths to the same directory, and must
-    release it as many times. Meanwhile, no other thread can acquire the lock. Forked processes don't hold it.
+    (`flock`) and releases the lock no matter how the process ends. If the process leaves the file behind, the next
+    process reuses it. A thread can acquire the lock several times, even through different paths to the same directory,
+    and must release it the same number of times. Meanwhile, no other thread can acquire the lock. Forked processes
+    don't hold it.
 
     If the file system doesn't support locks (`gs://`, some network file systems), the lock excludes only other threads
     of this process, and a warning is logged.

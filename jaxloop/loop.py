@@ -1,4 +1,4 @@
-"""The loop, which runs a bounded number of steps over one dataset."""
+"""`Loop`, which runs a bounded number of steps over one dataset."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ class Loop:
         later.
       _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
       _run_one_step: Called with `(state, batch, per_loop_step_number)` to run the step on each batch. An override
-        disables the faster paths: each step is then run by `Step.__call__`.
+        disables the faster paths, so that `Step.__call__` runs every step.
 
     >>> from jaxloop import examples
     >>> step, state, batches = examples.tiny_regression()
@@ -67,7 +67,7 @@ class Loop:
     def step_num(self) -> int:
         """The number of completed updates (`state.step`) after the last step, counted on the host.
 
-        If the state has no `step`, the number of steps that this loop has run.
+        If the state has no `step`, this is the number of steps that this loop has run.
         """
         return self.engine.stepper.step_num
 
@@ -100,12 +100,12 @@ class Loop:
     def rescued_state(self) -> Any:
         """The state after the last completed step, if the last call raised an exception; None otherwise.
 
-        Also None if the step that failed had already donated the state.
+        It is also None if the failed step had already donated the state.
         """
         return self.engine.rescued[0]
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles ahead of time everything that this loop runs on batches of this shape.
+        """Compiles everything that this loop runs on batches of this shape, ahead of time.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -114,8 +114,8 @@ class Loop:
         >>> state, outputs = loop(state, batches, num_steps=3)
 
         Args:
-          state: A state with the shapes of the one that will be passed to the loop. It is not donated.
-          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. For the result of
+          state: A state with the same shapes as the one that will be passed to the loop. It is not donated.
+          batch: A batch as the dataset returns it, or its shapes; see `Step.compile`. If this is the result of
             `data.batched`, `data.mixture` or `from_index`, everything is compiled for each of its batch sizes.
         """
         self.engine.stepper.compile(state, batch)
@@ -143,8 +143,8 @@ class Loop:
 
         Args:
           state: The train state. It is donated, unless `return_state_from_step` is False.
-          dataset_iterator: The batches. An iterable is read from its start. None if the step needs no data; its `run`
-            then receives None as the batch, and `num_steps` ends the loop.
+          dataset_iterator: The batches. An iterable is read from its start. None if the step needs no data, in which
+            case `run` receives None as the batch, and `num_steps` must be given.
           num_steps: The number of steps, counted in updates (see `Step.updates_per_step`); None to use all batches.
           return_state_from_step: If False, every step receives the same state, and the loop returns it unchanged.
 
@@ -152,8 +152,8 @@ class Loop:
           `(state, outputs)`. `outputs[name]` is the list of that output's values on the host, one per step.
 
         Raises:
-          Any exception from a hook, an action or the dataset, with a note that names the place and the step.
-          `rescued_state` then holds the state after the last completed step.
+          Exception: If a hook, an action or the dataset raises it. A note on it names the place and the step, and
+            `rescued_state` holds the state after the last completed step.
         """
         checks.check_positive("num_steps", num_steps, optional=True)
         if dataset_iterator is None and num_steps is None:

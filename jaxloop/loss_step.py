@@ -25,7 +25,7 @@ class LossStep(NumpyStep):
 
     `outputs` is the model's output for the inputs of the batch. The loss returns an array `[batch]` with one number per
     example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics, return a
-    pair `(losses, metrics)`, where `metrics` is a dict whose values have any of these three forms.
+    pair `(losses, metrics)`, where `metrics` is a dict whose values have one of these three forms.
 
     With `train=True`, a step makes one optimizer update with the gradient of the mean loss. It also updates the batch
     statistics and other variables of the model. With `train=False`, a step calls the model in evaluation mode, and the
@@ -79,25 +79,25 @@ class LossStep(NumpyStep):
     `prng_key(state.step)`, which depends only on `base_prng` and the step. NNX models keep their own keys in the state.
 
     **Masks and short batches.** A dict batch may contain a `"mask"` of shape `[batch]` with bools, or with 0s and 1s.
-    Examples whose mask is 0 have no weight in means. A mask of any other shape is left to the loss, and so is the mask
-    of a `Weighted` loss or metric: multiply its weights by the mask.
+    Examples whose mask is 0 have no weight in means. A mask of any other shape is ignored, so the loss must apply it.
+    No mask is applied to a `Weighted` loss or metric either: multiply its weights by the mask.
 
     A short batch is padded with masked copies of its last row if that doesn't change any mean. This requires that the
-    loss and all metrics are per example and that, in training, the model doesn't mix examples, as batch normalization
-    does. An evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to
+    loss and all metrics are per example and that, in training, the model doesn't mix examples (as batch normalization
+    does). An evaluation pads to the size of the loop's first batch, so that it compiles only once. Training pads to
     `batch_size` or, without it, to the next multiple of the number of devices in the mesh. Short batches that can't be
-    padded stay short. Their means are exact too, but the step compiles once more. A loss that compares the examples of
+    padded stay short. Their means are also exact, but the step compiles once more. A loss that compares the examples of
     a batch with each other must return a scalar.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and sums their gradients, weighted by their numbers of examples. The update is the same as for the
     whole batch, but needs a quarter of the memory. With per-example losses, the batch size doesn't have to be a
-    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA compiles convolutions in such a loop to slow
-    code.
+    multiple of four. On a mesh, each row stays on its device. On CPUs, XLA generates slow code for convolutions in such
+    a loop.
 
     Args:
       base_prng: See `Step`, which also describes the other arguments up to `end_actions`.
-      model: A model of one of the kinds above.
+      model: A model of any kind listed above.
       loss: The loss function, unless a subclass defines the method `loss`.
       metrics: A dict of functions `(outputs, batch) -> value` that compute additional metrics.
       inputs: The key of the model's inputs in the batch, or a function that takes the batch and returns them. By
@@ -187,7 +187,7 @@ class LossStep(NumpyStep):
         self._compute_dtype = compute_dtype
         self._batch_size = batch_size
         self._use_ema = use_ema
-        self._eval_rows: int | None = None  # In an evaluation, the rows of the loop's first batch.
+        self._eval_rows: int | None = None  # In an evaluation, the number of rows in the loop's first batch.
         self._full_mask: jax.Array | None = None  # The mask of a batch without padding, on the device.
         self._forward: _Forward | None = None  # Made by `predict`, and kept with its compiled function.
         self._not_per_example: tuple[str, ...] | None = None  # Names of values; None until `run` is traced.
@@ -254,7 +254,7 @@ class LossStep(NumpyStep):
 
     @property
     def begin_reads_state(self) -> bool:
-        # `LossStep.begin` reads it only to pad a batch.
+        # `LossStep.begin` reads the state only to pad a batch.
         may_pad = not self.train or self._batch_size is not None or self._partitioner.local_shards > 1
         return may_pad or checks.is_user_defined(self, "begin")
 
@@ -337,7 +337,7 @@ class LossStep(NumpyStep):
         pending, parts = None, []
         for batch in data.batches(dataset):
             newest = self._forward.predict(state, self.preprocess_batch(batch))
-            if pending is not None:  # The devices compute the newest batch while the one before is read.
+            if pending is not None:  # The devices compute the newest batch while the previous one is read.
                 parts.append(_read_rows(*pending))
             pending = newest
         if pending is None:
@@ -620,7 +620,7 @@ class _Forward(Step):
         return leaves
 
     def predict(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the outputs, which are still on the devices, and the mask of the batch; None if it has no mask."""
+        """Returns the outputs, still on the devices, and the mask of the batch (None if it has no mask)."""
         rows, mask = checks.num_examples(batch), _mask_of(batch)
         outputs = self.evaluate(state, batch, per_loop_step_number=1) or {}
         outputs = jax.tree.unflatten(self._structure, [outputs[str(number)] for number in range(len(outputs))])
@@ -662,7 +662,7 @@ def _pad(batch: Any, rows: int, size: int) -> _MaskedBatch:
     if size > rows:
         # Copies of a row, because the loss may be undefined for zeros.
         chosen = np.minimum(np.arange(size), rows - 1)
-        # A batch without rows occurs if other processes have some.
+        # A batch can have no rows if other processes have some.
         copied = lambda leaf: leaf[chosen] if rows else np.zeros([size, *leaf.shape[1:]], leaf.dtype)
         batch = jax.tree.map(lambda leaf: copied(leaf) if np.ndim(leaf) else leaf, batch)
     mask = _mask_of(batch)
@@ -680,7 +680,7 @@ def _count(mask: Any) -> jax.Array:
 def _split(tree: Any, rows: int, parts: int, shards: int) -> Any:
     """Splits the rows into `parts` along a new first axis.
 
-    Each part has the same number of rows from each of the `shards`.
+    Each part has the same number of rows from each of the `shards` shards.
 
     Rows stay on their device. If the rows of a shard can't be divided evenly, masked copies of the last row are added.
     """
@@ -720,7 +720,7 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the product, or 0 if the weight is 0, because the value may then be NaN."""
+    """Returns the product, or 0 if the weight is 0, because in that case the value may be NaN."""
     dtype = _sum_dtype(value)
     return jnp.where(weight > 0, weight.astype(dtype) * value.astype(dtype), 0)
 

@@ -1,6 +1,6 @@
 """Functions that fetch, merge, and summarize the outputs of steps.
 
-`fetch` is the only place where jaxloop reads values from devices; `view` reads values that are in host memory.
+`fetch` is the only place where jaxloop reads values from devices; `view` reads values that are already in host memory.
 `summarize` turns the outputs of a loop into example-weighted scalars.
 """
 
@@ -293,7 +293,7 @@ def is_metric(value: Any) -> bool:
 
 
 def merges_on_host(metric: Any) -> bool:
-    """Returns whether merging can't be compiled because the state collects values, so it grows with each merge."""
+    """Returns whether merging can't be compiled because the state collects values, and so grows with each merge."""
     leaves, structure = jax.tree.flatten(metric)
     return _grows(structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
 

@@ -1,4 +1,4 @@
-"""Initializes models of all kinds, which makes a `TrainState`, and runs their forward pass.
+"""Creates the initial `TrainState` for models of all kinds, and runs their forward pass.
 
 A `Step` accepts Linen modules and NNX classes, and its `run` calls `state.apply_fn`. A `LossStep` also accepts other
 kinds of models. `adapt` converts each of them to an `AdaptedModel`, and `forward` calls all kinds in the same way.
@@ -22,7 +22,7 @@ from jaxloop.types import nnx
 
 
 def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mapping[str, Any], known: list[str]) -> None:
-    """Raises an error if a model and its arguments don't fit together.
+    """Raises an error if a model and its arguments are incompatible.
 
     Args:
       model: A Linen module, an NNX module class, an `AdaptedModel`, or None.
@@ -31,7 +31,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
       known: The names of the arguments that the Step defines.
 
     Raises:
-      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with another model.
+      ValueError: If `nnx_model_args` is missing for an NNX class, or is given for any other kind of model.
       TypeError: If this kind of model is not supported, or a keyword is unknown and the model is not an NNX class.
     """
     is_nnx_class = types.is_nnx_class(model)
@@ -67,7 +67,7 @@ def check_model(model: Any, nnx_model_args: Sequence[Any] | None, options: Mappi
 
 
 def options_of(step_class: type) -> list[str]:
-    """Returns the names of the arguments of a Step class, without those that it passes to its model."""
+    """Returns the names of the arguments of a Step class, except those that it passes on to its model."""
     parameters = inspect.signature(step_class).parameters.values()
     return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
@@ -159,7 +159,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       state: The `TrainState`. Its `apply_fn` determines the kind of the model. A plain function is called like the
         `apply` of a pair `(init, apply)`.
       params: The parameters to use instead of `state.params`, for example inside a function that is differentiated.
-      inputs: The input of the model. For a Linen or NNX model that takes several inputs, a list or a dict of them.
+      inputs: The input of the model, or a list or dict of inputs for a Linen or NNX model that takes several.
       train: Whether to call the model in training mode.
       rngs: A single key, or a dict of keys by name. With a single key, Linen's dropout receives that key, and other
         names receive keys derived from it. With a dict, a model that takes one key receives the key named "dropout",
@@ -250,7 +250,7 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
     Args:
       method: The method, bound or unbound.
       inputs: The inputs.
-      given: The names of the arguments that the caller passes in addition.
+      given: The names of other arguments that the caller passes.
 
     Raises:
       TypeError: If the method takes several arguments, and the inputs are not a matching list or dict.
@@ -289,7 +289,7 @@ def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of a model that is not a Linen module. `jit` hashes and compares it at each call."""
+    """The `apply_fn` of a model that is not a Linen module. `jit` hashes and compares it on each call."""
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
@@ -304,7 +304,7 @@ class NNXApply(Forward):
     `model.eval()`, which turn dropout and the use of batch statistics on or off. Without `train`, the model stays in
     the mode that its constructor chose.
 
-    `jit` hashes the static fields of the state at each call. Hashing a graphdef takes about a millisecond, so its hash
+    `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so its hash
     is cached.
     """
 
@@ -451,7 +451,7 @@ class AdaptedModel:
       kind: A clause that describes the kind of the model in error messages.
       apply_fn: The `apply_fn` of the states that are made from the model.
       arrays: The initial `(params, batch_stats, collections)`, if the model contains them.
-      init: Otherwise, a function that makes these values from `(key, inputs, init_kwargs)`.
+      init: A function that makes these values from `(key, inputs, init_kwargs)`, if the model doesn't contain them.
     """
 
     kind: str
@@ -511,7 +511,7 @@ _SUPPORTED_MODELS = (
 
 
 def _is_of(package: str, model: Any) -> bool:
-    """Returns whether a base class of the model is from a package. Importing the package for `isinstance` is slow."""
+    """Returns whether a base class of the model is from a package. Importing it for `isinstance` would be slow."""
     return any(base.__module__.partition(".")[0] == package for base in type(model).__mro__)
 
 
@@ -604,7 +604,7 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Returns the shape of a NumPy array, with the dtype that it has inside `jit`. Other leaves stay unchanged."""
+    """Returns the shape of a NumPy array, and its dtype inside `jit`. Other leaves are returned unchanged."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -21,7 +21,7 @@ NanPolicy = Literal["raise", "skip", "ignore"]
 POLICIES = ("raise", "skip", "ignore")
 
 STAT_SKIPPED_STEPS = "jaxloop/skipped_steps"
-"""The number of steps in a call that `nan_policy="skip"` skipped; present only if there are any."""
+"""The number of steps that `nan_policy="skip"` skipped; present only if there are any."""
 
 # The number of steps for which the devices keep flags.
 MAX_STEPS = _ROWS = 32
@@ -29,7 +29,7 @@ MAX_STEPS = _ROWS = 32
 # The number of flags in one word, and the length of the rows in which parameters are checked on a CPU.
 _WORD, _COLUMNS = 32, 64
 
-# The number of flags for outputs. The last one is shared by all further outputs.
+# The number of flags for outputs. The last one is shared by all remaining outputs.
 _OUTPUT_FLAGS = 8
 
 
@@ -37,7 +37,7 @@ class NonFiniteError(FloatingPointError):
     """Raised if a training step computes NaN or infinity.
 
     Attributes:
-      step_num: The first such step, given as the value of `state.step` after it.
+      step_num: The number of the first such step: the value of `state.step` after it.
       names: The names of the values that were not finite, such as `outputs/loss` or `params/Dense_0/kernel`.
     """
 
@@ -56,8 +56,9 @@ class NonFiniteError(FloatingPointError):
 class Detector:
     """Wraps a step's `run` so that the same compiled program also returns flags for non-finite values.
 
-    It checks the floating-point leaves of the new `params` and `batch_stats` (all leaves of a state without `params`),
-    and outputs with "loss" in their name, because other outputs may be undefined in some batches.
+    It checks the floating-point leaves of the new `params` and `batch_stats` (or of the whole state if it has no
+    `params`), and the outputs with "loss" in their name. Other outputs are not checked, because they may be undefined
+    for some batches.
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
@@ -70,7 +71,7 @@ class Detector:
         self._output_names: list[str] = []
 
     def run(self, state: Any, batch_and_flags: Any) -> tuple[Any, Any]:
-        """Runs a step with `(batch, flags)`. `flags` has one row for each of the last steps, ending with the newest."""
+        """Runs a step with `(batch, flags)`. `flags` has one row for each recent step, newest last."""
         batch, flags = batch_and_flags
         new_state, outputs = self._run(state, batch)
         found = _losses(outputs)
@@ -181,8 +182,8 @@ class Found:
     """A step with non-finite values.
 
     Attributes:
-      index: The index of the step in the call of the loop, starting at 0.
-      names: The values that were not finite.
+      index: The index of the step since the last `Watch.restart`, starting at 0.
+      names: The names of the values that were not finite.
     """
 
     index: int
@@ -191,7 +192,7 @@ class Found:
 
 @final
 class Watch:
-    """Transfers the flags of a loop's steps to the host, as one small array for several steps.
+    """Transfers the flags of a loop's steps to the host, in one small array for several steps at a time.
 
     Args:
       policy: "raise" or "skip".
@@ -212,13 +213,13 @@ class Watch:
         self._detector: Detector | None = None
 
     def restart(self) -> None:
-        """Resets the counters for a new call of the loop."""
+        """Resets the counters for a new loop."""
         self._pending.clear()
         self.steps = self._sent = self._read = 0
 
     def call(self, compiled: Any, carry: Any, batch: Any, form: Any = None, *, fuses: bool = False) -> Any:
         """Dispatches a batch, or stacked batches, together with the flags, like `Compiled.call`."""
-        # Without data there is no leaf, and stacked batches have the number of steps as their length.
+        # Without data there are no leaves, and the length of the stacked batches is the number of steps.
         num_steps = len((jax.tree.leaves(batch) or [batch])[0]) if fuses else 1
         if compiled.detector is not self._detector:  # Each detector has its own flags.
             self._send()
@@ -234,8 +235,8 @@ class Watch:
 
         Args:
           state: Any state with the structure of the train state.
-          in_step: True if all processes of a job must get the same result after the same step. The call then waits for
-            all flags except the newest.
+          in_step: True if all processes of a job must get the same result after the same step. In that case, the call
+            waits for all flags except the newest.
         """
         if self.steps - self._sent >= self._chunk_size:
             self._send()
@@ -260,7 +261,7 @@ class Watch:
     def _found_next(self, state: Any) -> list[Found]:
         flags, steps, detector = self._pending[0]
         rows = metrics.fetch(flags)[-steps:]
-        self._pending.popleft()  # After the read, so that an interrupted one loses nothing.
+        self._pending.popleft()  # After the read, so that an interrupted read loses nothing.
         first, self._read = self._read, self._read + steps
         return [Found(first + int(i), detector.names(rows[i], state)) for i in np.flatnonzero(rows.any(axis=1))]
 
