@@ -37,11 +37,11 @@ class Action(abc.ABC):
     """
 
     uses_outputs: bool = True
-    """True if the action reads the outputs. If not, a loop keeps none for it and doesn't wait for the devices."""
+    """True if the action reads the outputs. If False, a loop keeps none for it and doesn't wait for the devices."""
 
     needs_all_outputs: bool = True
     """True if a loop that calls the action between two steps must first wait for the outputs of all steps so far. If
-    not, the loop doesn't wait, and the action receives the outputs of the newest step that has been computed."""
+    False, the loop doesn't wait, and the action receives the outputs of the newest step that has been computed."""
 
     runs_last: bool = False
     """True if the action, like a checkpoint, is called after the other actions and the evaluations of the same step."""
@@ -69,7 +69,7 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: Any, outputs: types.Output, **kwargs: Any) -> None:
-        """Runs the side effect. Called by a loop or a step when the action is due, at most once after each step.
+        """Runs the side effect. Called by a loop or a step when the action is due, at most once per step.
 
         Args:
           state: The train state. The next step donates it, so copy anything that you keep.
@@ -79,9 +79,9 @@ class Action(abc.ABC):
             A loop also passes `history`, the values measured so far (a `History`, or None); `total_steps`, the planned
             number of updates (None if unknown); `spent`, the time report since the last call (a `Spent`); `snapshot`, a
             function that returns what a checkpoint stores besides the state; and `detour`, a function that returns to
-            an earlier checkpoint (None if the run has none): `detour(first_step, last_step, reason)` interrupts the
-            run, restores the newest checkpoint before `first_step`, and continues without the batches of these steps.
-            More keywords may be added in later versions.
+            an earlier checkpoint (None if the run has no checkpoints): `detour(first_step, last_step, reason)`
+            interrupts the run, restores the newest checkpoint before `first_step`, and continues without the batches of
+            these steps. More keywords may be added in later versions.
         """
 
     def reschedule(self, interval: Schedule) -> None:
@@ -114,12 +114,12 @@ class Action(abc.ABC):
         return ()
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
-        """Returns a message for each problem that a run would have. Each message explains how to fix the problem.
+        """Returns one message for each problem that a run would have. Each message explains how to fix the problem.
 
         Called by `OuterLoop.check`.
 
         Args:
-          state: The shapes of the train state.
+          state: The abstract train state (shapes and dtypes only).
           outputs: Outputs with the structure that the action would receive, but with every number set to 1; None for a
             begin action.
         """

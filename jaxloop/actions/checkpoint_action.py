@@ -47,20 +47,20 @@ class CheckpointAction(Action):
         item. At the end of a run, the last save is committed and the manager is closed. If a directory was given, the
         next run opens a new manager.
       interval: See `Action`.
-      keep: The number of newest checkpoints to keep; None to keep all. Applies only to a directory, because a manager
+      keep: The number of newest checkpoints to keep; None to keep all. Used only with a directory, because a manager
         has its own options.
-      best: The name of a metric, or its name and mode, as in `("test/accuracy", "max")`; see `Monitor`. Applies only to
-        a directory. The best checkpoint is kept in addition to the newest ones, even across restarts. If several are
-        equally good, the newest of them counts as the best. A checkpoint is considered only if the metric was measured
-        at its step, so choose an interval that coincides with the evaluations. A train metric is averaged over the
-        steps since the last save.
+      best: The name of a metric, or its name and mode, as in `("test/accuracy", "max")`; see `Monitor`. Requires a
+        directory. The best checkpoint is kept in addition to the newest ones, even across restarts. If several
+        checkpoints are equally good, the newest of them counts as best. A checkpoint is considered only if the metric
+        was measured at its step, so choose an interval that coincides with the evaluations. A train metric is averaged
+        over the steps since the last save.
       clock: A function that returns the time in seconds.
 
     Raises:
       OSError: If the directory can't be written to.
     """
 
-    uses_outputs: bool = False  # An action with `best` sets its own attribute to True.
+    uses_outputs: bool = False  # Instances with `best` set this to True.
     runs_last = True
     time_category = "checkpoints"
 
@@ -102,7 +102,7 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint from this run and all earlier runs. Waits for a pending save.
+        """The step of the best checkpoint from this run and all earlier runs. Waits for any pending save.
 
         None if no checkpoint contains the metric. To get the step without an action, call
         `checkpoint.best_step(directory)`.
@@ -114,12 +114,12 @@ class CheckpointAction(Action):
 
     @property
     def last_stall_secs(self) -> float | None:
-        """The number of seconds for which the last save blocked the run; None before the first save."""
+        """The number of seconds that the last save blocked the run; None before the first save."""
         return self._writer.last_stall_secs
 
     @property
     def last_wait_secs(self) -> float | None:
-        """The part of `last_stall_secs` spent waiting until the previous save was on disk."""
+        """The part of `last_stall_secs` spent waiting for the previous save to reach the disk."""
         return self._writer.last_wait_secs
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class CheckpointAction(Action):
           step: The step number, which becomes the name of the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: A dict with the value of the metric named by `best`; None if there is no value.
+          metrics: A dict with the value of the metric that `best` names; None if there is no value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. `checkpoint.metadata` reads them.
           run: Like `metadata`, but for values of any size. `checkpoint.run` reads them. Saved only if `ckpt_manager` is
             a directory.

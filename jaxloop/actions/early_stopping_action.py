@@ -1,4 +1,4 @@
-"""The action that stops a run when a metric no longer improves."""
+"""The action that stops a run when a metric stops improving."""
 
 import dataclasses
 import math
@@ -40,11 +40,12 @@ class _Memory:
 
 
 class EarlyStoppingAction(Action):
-    """Ends the run when a metric no longer improves, or immediately if it becomes NaN.
+    """Ends the run when a metric stops improving, or immediately if it becomes NaN.
 
-    Add it to the eval loop whose metric it monitors, which calls it after each evaluation. You can also add it to the
-    train loop with the interval of the evaluation: `interval=every(steps=100)`. The default interval, 1, means every
-    train loop, which may be the whole run. When the action stops the run, it logs the reason.
+    Add it to the eval loop that computes the metric; the loop calls it after each evaluation. You can also add it to
+    the train loop with the same interval as the evaluation: `interval=every(steps=100)`. In a train loop, the default
+    interval of 1 means once per loop, and a single loop may be the whole run. When the action stops the run, it logs
+    the reason.
 
     Hooks:
       __call__, finish, close, state_dict, load_state_dict: See `Action`. An override must call the `super()` method.
@@ -62,7 +63,7 @@ class EarlyStoppingAction(Action):
       patience: The number of consecutive measurements without an improvement after which the run ends. A period such as
         `after(steps=1000)` or `after(time=600)` ends the run when the best value is older than the period.
       mode: "min", "max" or "auto"; see `jaxloop.actions.Monitor`.
-      min_delta: A value counts as an improvement only if it is better than the best value by more than this.
+      min_delta: A value counts as an improvement only if it beats the best value by more than this amount.
       baseline: An improvement resets the patience only if the metric is also better than this value.
       restore_best: Whether to keep a copy of the best state on the devices. If so, the run returns this state, with the
         `step` at which it was reached, no matter how the run ends.

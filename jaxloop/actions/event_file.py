@@ -25,15 +25,15 @@ _NUM_FRAME_BYTES = _LENGTH.size + 2 * _CRC.size
 class EventFile:
     """The event file of one process. When `add_event` returns, the event is in the file.
 
-    It replaces tensorboardX's `FileWriter`, which keeps events in a queue and two buffers: a killed process loses them,
-    `flush` doesn't wait for the queue, and its thread ends without an error if the disk is full. Here, if an event
-    can't be written, an error is raised and the file stays unchanged. Thread-safe.
+    This class replaces tensorboardX's `FileWriter`, which keeps events in a queue and two buffers. A killed process
+    loses these events, `flush` doesn't wait for the queue, and the writer's thread ends silently if the disk is full.
+    By contrast, if this class can't write an event, it raises an error and leaves the file unchanged. Thread-safe.
 
-    The first event creates the file. It is closed by `close`, or when this object is garbage-collected. TensorBoard
+    The first event creates the file, which is closed by `close` or when this object is garbage-collected. TensorBoard
     reads event files in the order of their names, so the new file's name sorts after all existing ones.
 
     Args:
-      directory: The directory of the file.
+      directory: The directory in which to create the file.
     """
 
     def __init__(self, directory: str):
@@ -48,7 +48,7 @@ class EventFile:
         self._newest_step, self._begins = -1, 0  # The highest step, and where its events begin.
 
     def get_logdir(self) -> str:
-        """Returns the directory, as tensorboardX requires."""
+        """Returns the directory. tensorboardX requires this method."""
         return self._directory
 
     def add_summary(self, summary: Any, global_step: int | None = None, walltime: float | None = None) -> None:
@@ -99,20 +99,20 @@ class EventFile:
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Makes TensorBoard hide everything after the position at which a run resumes or starts over.
 
-        TensorBoard can only hide all points from a given step on. Points of that step that were written before the
+        TensorBoard can only hide all points at or after a given step. Points of that step that were written before the
         position are therefore copied from the earlier file.
 
         Args:
           step: The step at which the run resumes.
-          position: The result of `position` when that step was saved. If it is unknown (None), points of the step
-            itself are kept, except for step 0.
+          position: The result of `position` when that step was saved. If None, points of the step itself are kept,
+            except for step 0.
         """
         with self._lock:
             if not self._numbers():
                 return
             copies = None if position is None else self._events_of(step, position)
             first_hidden = step if copies is not None or step == 0 else step + 1
-            for _ in range(2):  # TensorBoard's pages attribute the first one in a directory to the first process.
+            for _ in range(2):  # TensorBoard attributes the first one in a directory to the first process.
                 self.add_event(self._new_event(step=first_hidden, session_log={"status": "START"}))
             self._newest_step, self._begins = step, self._size
             for event in copies or ():
@@ -137,7 +137,7 @@ class EventFile:
             # The name includes the process and this object, so that no two objects create the same file.
             self._name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
             self._size, self._newest_step, self._begins = 0, -1, 0
-        if files.is_remote(self._directory):  # Such a store can't append, so every file is a new one.
+        if files.is_remote(self._directory):  # Remote stores can't append, so every file is new.
             from tensorboardX import record_writer
 
             record_writer.directory_check(self._directory)
@@ -145,8 +145,8 @@ class EventFile:
         else:
             os.makedirs(self._directory, exist_ok=True)
             file = open(self._path, "ab" if is_old else "xb", buffering=0)  # noqa: SIM115
-        # Closed with this object at the latest, because not everyone closes a writer; but not at exit, because an exit
-        # handler may still write.
+        # Closed at the latest when this object is garbage-collected, because callers may not close the writer. Not
+        # closed at exit, because an exit handler may still write.
         self._file, self._close_file = file, weakref.finalize(self, file.close)
         self._close_file.atexit = False
 
@@ -171,7 +171,7 @@ class EventFile:
             error.filename = self._path
 
     def _events_of(self, step: int, position: Mapping[str, Any]) -> list[Any] | None:
-        """Returns the events at a position, from the given step on; None if the file can't be read."""
+        """Returns the summaries at a position, starting at the given step; None if the file can't be read."""
         name: Any
         name, begins, ends = (position.get(key, -1) for key in ("file", "begins", "ends"))
         if name is None:

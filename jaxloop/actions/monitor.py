@@ -59,13 +59,13 @@ class Monitor:
         return f"Monitor({self.name!r}, {self.mode!r})"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns True if a value is better than the best one by more than `min_delta`, and is not NaN."""
+        """Returns True if a value is not NaN and beats `best` by more than `min_delta`."""
         if best is None:
             return not math.isnan(value)
         return value > best + min_delta if self.mode == "max" else value < best - min_delta
 
     def has_failed(self, value: float) -> bool:
-        """Returns True if a value is NaN or the worst possible infinity."""
+        """Returns True if a value is NaN, or infinite in the wrong direction."""
         return math.isnan(value) or value == (-math.inf if self.mode == "max" else math.inf)
 
     def measured(self, outputs: types.Output, history: History | None, elapsed: Elapsed) -> float | None:
@@ -94,7 +94,7 @@ class Monitor:
         return self._find(scalars) is not None or (history is not None and history.last(self.name) is not None)
 
     def missing_message(self, scalars: Iterable[str], history: History | None) -> str:
-        """Returns a message that says that no metric has this name and lists the metrics that exist."""
+        """Returns an error message for a metric that doesn't exist. The message lists the existing metrics."""
         paths = () if history is None else history.paths()
         there = sorted({*scalars, *(path.replace(".", "/") for path in paths)})
         return f"Nothing named {self.name!r} is measured. There is: {checks.listed(self._by_similarity(there))}."

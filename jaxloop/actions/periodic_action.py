@@ -8,7 +8,7 @@ from jaxloop import types
 from jaxloop.actions.action import Action
 from jaxloop.schedules import always
 
-# Importing it would import TensorFlow.
+# Not imported, because that would import TensorFlow.
 _CLU_MODULE = "clu.periodic_actions"
 
 
@@ -24,12 +24,12 @@ class PeriodicAction(Action):
     A loop wraps the periodic actions in its list of actions automatically:
     `TrainLoop(step, end_actions=[periodic_actions.ReportProgress(num_train_steps=10_000)])`.
 
-    The periodic action's own arguments, such as `every_steps`, decide when it does its work. It receives only the
-    number of completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need
-    the state, write an `Action`. The clock of the periodic action starts at the first step of each run.
+    The periodic action's own arguments, such as `every_steps`, determine when it acts. It receives only the number of
+    completed updates, so the callback of a `PeriodicCallback` gets `step` and `t` but no state. If you need the state,
+    write an `Action`. The periodic action's clock starts at the first step of each run.
 
-    At the end of a run, the action waits for the result of an asynchronous callback, and writes the profile that is
-    being recorded, if any.
+    At the end of a run, the action waits for the result of an asynchronous callback, and writes any profile that is
+    still being recorded.
 
     Args:
       periodic: The periodic action to call.

@@ -26,7 +26,7 @@ class ProfileAction(Action):
     Args:
       logdir: The directory of the trace, which is written under `plugins/profile/`.
       first_step: The first step to trace. It must be at least 2, because the first step of a run compiles.
-      num_steps: The number of steps to trace. A few steps are enough, and longer traces make large files.
+      num_steps: The number of steps to trace. A few steps are enough; longer traces produce large files.
       every_steps: The number of steps from the start of one trace to the start of the next; None to record a single
         trace.
 

@@ -24,7 +24,7 @@ from jaxloop.timing import Spent, duration
 
 _BARS = ("auto", "tqdm", "plain")
 _NOW_AND_THEN = every(time=0.1) | first() | last()
-# For lines that stay, as in a file: the minimum time between two lines, and their approximate maximum number in a run.
+# For output that can't be redrawn, such as a file: the minimum time between lines, and roughly the most lines per run.
 _LINE_SECONDS = 10.0
 _MOST_LINES = 50
 
@@ -38,11 +38,11 @@ class Progress:
     'step 4,650 of 10,000 (46%)  673.9 steps/s  0:08 left  accuracy 0.9779'
 
     Attributes:
-      steps: The number of completed updates of the run.
-      total: The number of updates of the whole run; None if unknown.
-      steps_here: The number of steps that this process has timed: all but its first step, which compiles.
+      steps: The number of completed updates in the run.
+      total: The total number of updates in the run; None if unknown.
+      steps_here: The number of steps timed by this process. Its first step is excluded, because it compiles.
       seconds: The time that these steps took, in seconds.
-      values: The newest metrics by name.
+      values: The newest metrics, by name.
       run_seconds: The time since the run began in this process, in seconds, including start-up and compilation.
     """
 
@@ -71,7 +71,7 @@ class Progress:
         return max(_LINE_SECONDS, (self.seconds + self.seconds_left) / _MOST_LINES)
 
     def line(self, *, is_final: bool = False) -> str:
-        """Returns a line for a log file. It contains the time left or, at the end, the time that the run took."""
+        """Returns a line for a log file. It contains the time left or, at the end of the run, the time taken."""
         parts = [f"step {self.steps:,}"]
         if self.total:
             parts[0] += f" of {self.total:,} ({100 * self.steps // self.total}%)"
@@ -87,7 +87,7 @@ class Progress:
 
 @final
 class ProgressAction(Action):
-    """Shows the progress of a run: steps, time left, speed, the newest metrics, and results of evaluations.
+    """Shows the progress of a run: steps, time left, speed, the newest metrics, and evaluation results.
 
     The action never waits for the devices; it shows the newest metrics that have reached the host. Evaluation results
     and log lines appear above the bar. In a multi-process job, only the first process shows anything.
@@ -102,12 +102,12 @@ class ProgressAction(Action):
     step 4 of 4 (100%)  2.7 s/step  took 8.0 s  loss 0.2500
 
     Args:
-      total_steps: The number of updates of the whole run; None to use the number that the loop passes.
-      interval: See `Action`. By default, the display is updated up to ten times per second, and the steps in between
-        cost nothing.
+      total_steps: The total number of updates in the run; None to use the number that the loop passes.
+      interval: See `Action`. By default, the display is updated up to ten times per second, and steps between updates
+        add no overhead.
       bar: "tqdm" for a bar, "plain" for occasional lines, or "auto". "auto" means "tqdm" on a terminal and in a
         notebook, where a bar can be redrawn, and "plain" if the output goes to a file. If tqdm is not installed, "tqdm"
-        means "plain". In a file, both kinds print a line at most every 10 seconds, and less often in a long run.
+        means "plain". In a file, both modes print at most one line every 10 seconds, and fewer in a long run.
       min_seconds: The minimum number of seconds between two updates of the display.
       names: The metrics to show, in this order; None for all except the loop's statistics (`jaxloop/...`). For
         evaluations, all metrics are always shown.
@@ -281,13 +281,13 @@ class _PlainBar:
     """Shows progress as separate lines."""
 
     is_live = False
-    """True if each drawing replaces the previous one. If not, drawings should be rare."""
+    """True if each `draw` replaces the previous output. If False, `draw` should be called rarely."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._drawn_at = stream, -1
 
     def announce(self, text: str) -> None:
-        """Shows a text until progress is shown for the first time."""
+        """Shows a message until progress is shown for the first time."""
         self.write(text)
 
     def draw(self, progress: Progress, *, is_final: bool = False) -> None:
@@ -330,7 +330,7 @@ class _TqdmBar:
             handler.addFilter(self._make_way)
 
     def _make_way(self, record: Any) -> bool:
-        """Clears the bar before a log line is written; the next drawing shows it again."""
+        """Clears the bar before a log line is written; the next `draw` restores it."""
         self._tqdm.clear()
         self._stream.write("\r\x1b[K")  # Also clears what the terminal shows after the bar, such as ^C.
         return True
@@ -351,7 +351,7 @@ class _TqdmBar:
         self._tqdm.update(progress.steps - self._tqdm.n)
         if is_final:
             self._tqdm.set_postfix_str(", ".join(values), refresh=False)
-            self._tqdm.ncols = self._tqdm.dynamic_ncols = None  # Not cut to the width of the terminal.
+            self._tqdm.ncols = self._tqdm.dynamic_ncols = None  # Not truncated to the width of the terminal.
             self._close()
 
     def _fits(self, steps: int, values: str) -> bool:
@@ -410,7 +410,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _is_result(path: str) -> bool:
-    """Returns True if a path in a history is a result of an evaluation, such as `test.accuracy`."""
+    """Returns True if a path in a history is an evaluation result, such as `test.accuracy`."""
     group, _, name = path.partition(".")
     return bool(name) and group not in ("train", "jaxloop") and not name.startswith("jaxloop.")
 

@@ -1,4 +1,4 @@
-"""The action that leaves out batches that make a metric spike."""
+"""The action that skips batches that make a metric spike."""
 
 import collections
 import math
@@ -21,8 +21,8 @@ class SpikeGuard(Action):
 
     A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
     `sigmas` times their standard deviation. The run then rolls back to the newest checkpoint before the spike. When it
-    continues, it skips all batches from the first spike that the check found through the last one. From then on, it is
-    bit-identical to a run whose data never contained those batches. Each rollback adds a "detour" row to the history.
+    continues, it skips all batches from the first spike found by the check through the last one. From then on, the run
+    is bit-identical to one whose data never contained those batches. Each rollback adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and data that can return to an earlier position.
@@ -33,12 +33,12 @@ class SpikeGuard(Action):
     Args:
       name: The name of an output of the train step, which must be a scalar.
       sigmas: The number of standard deviations above the mean that counts as a spike.
-      window: The number of previous values to compare with. Until there are that many, only NaN and infinity count as
-        spikes.
-      at_most: The maximum number of rollbacks in a run. One more spike ends the run with an error. If the run is then
+      window: The number of previous values to compare with. Until that many values exist, only NaN and infinity count
+        as spikes.
+      at_most: The maximum number of rollbacks in a run. One more spike ends the run with an error. If that run is
         resumed, it starts from a checkpoint before that spike.
-      interval: When to check the values since the last call. Each check waits for the devices. A spike undoes all steps
-        since the preceding checkpoint, so check more often than you save.
+      interval: When to check the values since the last call. Each check waits for the devices. A rollback discards all
+        steps since the preceding checkpoint, so check more often than you save.
 
     Raises:
       RuntimeError: If a spike occurs after `at_most` rollbacks, or before the first checkpoint.
@@ -116,7 +116,7 @@ class SpikeGuard(Action):
         detour(first, last, reason, at_most=self._at_most)
 
     def _values_of_steps(self, outputs: types.Output) -> list[Any]:
-        """Returns the values of the metric since the last call, one per step; None for a `Weighted` of weight 0."""
+        """Returns the values of the metric since the last call, one per step; None for a `Weighted` with weight 0."""
         name = self._monitor.name.removeprefix("train/")
         values = outputs.get(name) if isinstance(outputs, Mapping) else None
         if not isinstance(values, list) or any(np.ndim(value) for value in values):

@@ -36,13 +36,13 @@ class SummaryAction(WriterAction):
     Args:
       summary_writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
         `jaxloop.actions.MlflowWriter`, or any object with the methods of `clu.metric_writers.MetricWriter`. Only
-        `write_scalars` and `flush` are required. An output for which the writer has no method causes one warning. You
-        own the writer: it is flushed when a run ends, but not closed. If you write to it yourself during a run, it must
-        be thread-safe, as the writers of jaxloop are. Otherwise, call this action's `flush` first.
+        `write_scalars` and `flush` are required. If the writer has no method for an output, a warning is logged once.
+        You own the writer: it is flushed when a run ends, but not closed. If you write to it yourself during a run, it
+        must be thread-safe, as jaxloop's writers are. Otherwise, call this action's `flush` first.
       interval: See `Action`.
       flush_each_call: Whether to wait for a flush after each call, so that TensorBoard shows the values immediately.
-      prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from the `loss` of
-        the train loop.
+      prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
+        train loop.
       background: Whether to write in a background thread. If a writer may only be used by the thread that created it,
         pass False to all actions that share it.
     """
@@ -94,7 +94,7 @@ class SummaryAction(WriterAction):
 
     @functools.cached_property
     def _methods(self) -> dict[types.MetricType, str]:
-        """The names of the methods that the writer has, keyed by the type of value that each one writes."""
+        """The names of the methods that the writer has, keyed by the type of value that each method writes."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def _warn_of_rewrites(self, step: int, names: set[str]) -> None:

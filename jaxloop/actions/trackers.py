@@ -25,7 +25,7 @@ from jaxloop.text import printable
 
 
 class _TrackerWriter(abc.ABC):
-    """The base class of all tracker writers. Stores the identity of the tracked run, and skips points that it has.
+    """The base class of all tracker writers. Stores the tracked run's identity, and skips existing points.
 
     The identity is saved in a file in the work directory before the first point is written, and in each checkpoint.
     After a resume or an error, the next write first reads back the points that the tracker already has, and doesn't
@@ -116,8 +116,8 @@ class _TrackerWriter(abc.ABC):
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Chooses the tracked run that the next write continues.
 
-        This is the tracked run of the checkpoint. If there is no checkpoint, it is the tracked run named in the work
-        directory. If there is none, the next write creates a tracked run.
+        This is the tracked run named in the checkpoint or, without a checkpoint, in the work directory. If neither
+        names one, the next write creates a tracked run.
 
         Args:
           step: The step at which the run resumes or starts.
@@ -139,7 +139,7 @@ class _TrackerWriter(abc.ABC):
             self._id, self._known = saved, None if saved else {}
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes those values that the tracker doesn't have yet."""
+        """Writes the values that the tracker doesn't have yet."""
         with self._using():
             if self._known is None:
                 self._known = {}
@@ -230,7 +230,7 @@ class MlflowWriter(_TrackerWriter):
     ...     return jaxloop.SummaryAction(writer, jaxloop.every(steps=100))
 
     Hyperparameters become params, and notes become tags. The writer uses `MlflowClient` with the ID of its own run, so
-    it doesn't affect the active run of any thread. MLflow can't delete points, so the writer reads back the points that
+    it doesn't affect any thread's active run. MLflow can't delete points, so the writer reads back the points that
     MLflow has, and doesn't write them again. Characters that MLflow doesn't allow in names become underscores. An
     existing param keeps its value; if the new value differs, a warning is logged.
 
@@ -263,7 +263,7 @@ class MlflowWriter(_TrackerWriter):
         self._client = self._module.MlflowClient(self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        # The tag is known before the run exists, so that a resumed run finds it even after a kill in between.
+        # The tag is known beforehand, so a resumed run finds the MLflow run even if a kill follows its creation.
         found = self._client.search_runs([number], f"tags.`jaxloop.run` = '{self._id}'")
         tags = {"jaxloop.run": self._id}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=self._run_name)
@@ -362,7 +362,7 @@ class TrackioWriter(_MediaWriter):
                 yield from ((name, row["step"], row[name]) for name in row.keys() - {"step", "timestamp"})
 
     def _stored(self, value: Any, step: int) -> Any:
-        if hasattr(value, "_save"):  # As trackio's own `Run.log` does; there is no public way without its thread.
+        if hasattr(value, "_save"):  # As in trackio's own `Run.log`; the public API always uses its thread.
             value._save(self._project, self._run_name, step)
         return value._to_dict() if hasattr(value, "_to_dict") else value
 
@@ -593,7 +593,7 @@ def _check_options(writer: Any, options: Mapping[str, Any], own: Iterable[str]) 
 
 
 def _is_same(name: str, known: Any, value: Any) -> bool:
-    """Returns whether a stored value matches a new one. Always True for media and statistics, which aren't compared."""
+    """Returns True if a stored value matches a new one. Media and statistics aren't compared, and always match."""
     if not isinstance(value, float) or "jaxloop/" in name:
         return True
     try:

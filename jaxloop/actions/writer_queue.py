@@ -34,15 +34,15 @@ _METHODS = frozenset(
 @final
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A pending call of a writer's method, such as `write_scalars`, `flush` or `resume`.
+    """A pending call to a writer's method, such as `write_scalars`, `flush` or `resume`.
 
     Attributes:
-      action: The action that requested it.
+      action: The action that requested the call.
       step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
       options: Further keyword arguments.
-      number: The position of this call in the order of all calls of the writer. 0 comes before all others.
+      number: The position of this call among all calls to the writer. Calls with number 0 come first.
       is_in_checkpoint: True if a checkpoint saved by this process contains the call, so that a resumed run will make
         it.
     """
@@ -69,7 +69,7 @@ class Call:
             raise
 
     def keep(self) -> dict[str, Any] | None:
-        """Returns the call as stored in a checkpoint. If it can't be stored, logs an error and returns None."""
+        """Returns the call as checkpoints store it. If it can't be stored, logs an error and returns None."""
         kept = {name: getattr(self, name) for name in ("number", "step", "method", "values", "options")}
         try:
             encoding.encode(kept)
@@ -83,7 +83,7 @@ class Call:
 
 @final
 class WriterQueue:
-    """Calls the methods of a writer in a thread, in the order in which actions request them.
+    """Calls a writer's methods in a thread, in the order in which actions request the calls.
 
     >>> import types
     >>> writer = types.SimpleNamespace(write_scalars=lambda step, values: print(step, values), flush=lambda: None)
@@ -94,9 +94,9 @@ class WriterQueue:
 
     All actions with the same writer share its queue. The first request starts the thread, which waits a tenth of a
     second for more requests, makes all calls, and ends. A killed process can lose the calls requested in that tenth of
-    a second, but none from before a checkpoint, because `state_dict` waits until everything is written and flushed. A
-    program makes all pending calls before it exits. A forked process makes none. In a multi-process job, only the first
-    process calls the writer.
+    a second, but none from before a checkpoint, because `state_dict` waits until everything is written and flushed.
+    Before a program exits, it makes all pending calls. A forked process makes none of them. In a multi-process job,
+    only the first process calls the writer.
 
     If a call raises an error, no row is lost or written twice: that call and all later ones stay in the queue, and the
     thread ends. The next request or flush raises the error, and the request after that retries the calls. A checkpoint
@@ -135,12 +135,12 @@ class WriterQueue:
         self._process = os.getpid()
 
     def put(self, *calls: Call, waits: bool = False) -> None:
-        """Adds calls to the end of the queue, all or none of them. If the queue is full, waits until it is empty.
+        """Appends either all of the calls to the queue or none of them. If the queue is full, waits until it is empty.
 
         Args:
           calls: The calls. Their values are copied.
-          waits: Whether to wait until the calls are made. If a call raises an error, it stays in the queue, and the
-            next request raises that error.
+          waits: Whether to wait until the calls have been made. If a call raises an error, it stays in the queue, and
+            the next request raises that error.
 
         Raises:
           BaseException: If an earlier call raised it or, without a thread, one of these calls did.
@@ -168,7 +168,7 @@ class WriterQueue:
             self._drain()
 
     def flush(self) -> None:
-        """Waits until all calls are made and the thread has ended, and flushes the writer.
+        """Waits until all calls have been made and the thread has ended, and flushes the writer.
 
         Raises:
           BaseException: If an earlier call raised it. Each error is raised only once.
@@ -197,12 +197,12 @@ class WriterQueue:
         return unwritten | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, action: Any, state_dict: Mapping[str, Any]) -> None:
-        """Puts the failed calls that a checkpoint contains at the front of the queue."""
+        """Puts the failed calls from a checkpoint at the front of the queue."""
         calls = list(_calls_in(action, state_dict)) if distributed.is_first_process() else []
         self._join()
         with self._lock:
-            # Drops the calls of this action and those in a checkpoint (of an action in its place in an earlier run),
-            # because the state contains them if they still have to be made.
+            # Drops the calls of this action and those in a checkpoint (of the corresponding action in an earlier run),
+            # because the state contains any that still have to be made.
             others = [each for each in self._pending if each.action is not action and not each.is_in_checkpoint]
             # Other actions may insert their calls between these, so the thread starts later.
             self._pending = sorted([*others, *calls], key=lambda call: call.number)
@@ -289,7 +289,7 @@ class WriterQueue:
 
     def _finish(self) -> None:
         """Makes the pending calls when the program exits, and logs errors."""
-        if os.getpid() != self._process:  # The thread belongs to the process from which this one was forked.
+        if os.getpid() != self._process:  # The thread belongs to the parent process.
             return
         self._join()
         self._pending = [call for call in self._pending if not call.is_in_checkpoint]
@@ -354,9 +354,9 @@ def _resume(writer: Any, step: int, position: Mapping[str, Any] | None) -> None:
         import tensorflow as tf
 
         started = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)
-        # The file doesn't tell which points of the step itself were written after the checkpoint, so all of them stay.
+        # The file doesn't show which points of the step itself were written after the checkpoint, so all are kept.
         event = tf.compat.v1.Event(wall_time=time.time(), step=step + 1 if step else 0, session_log=started)
-        for _ in range(2):  # TensorBoard's pages attribute the first one in a directory to the first process.
+        for _ in range(2):  # TensorBoard attributes the first one in a directory to the first process.
             tf.raw_ops.ImportEvent(writer=writer._summary_writer._resource, event=event.SerializeToString())
     else:
         for inner in getattr(writer, "_writers", [getattr(writer, "_writer", None)]):

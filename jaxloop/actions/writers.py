@@ -18,8 +18,8 @@ def default_writer(workdir: epath.PathLike) -> Any:
 
     The writer uses tensorboardX if it is installed. Otherwise, if clu, TensorFlow and TensorBoard are installed, this
     function returns `clu.metric_writers.create_default_writer(...)` and hides the accelerators from TensorFlow, which
-    would otherwise allocate their memory. With that writer, the first row takes seconds, and each later row takes about
-    fifty times as long as with tensorboardX. If those packages are missing too, this function logs a warning and
+    would otherwise allocate their memory. With clu's writer, the first row takes seconds, and each later row takes
+    about fifty times as long as with tensorboardX. If those packages are missing too, this function logs a warning and
     returns a writer that only logs scalars.
 
     In a multi-process job, only the first process writes files.
@@ -199,6 +199,6 @@ class TensorBoardWriter(LogWriter):
 
 
 def as_batch(value: Any, num_axes: int) -> np.ndarray:
-    """Returns a value as an array with `num_axes` axes. Adds the first axis if it is missing."""
+    """Converts a value to an array with `num_axes` axes, adding a leading axis if it is missing."""
     array = np.asarray(value)
     return array if array.ndim == num_axes else array[None]

@@ -63,11 +63,11 @@ class Engine:
 
     @property
     def action_lists(self) -> Sequence[ActionList]:
-        """All actions, including those of the step, and how often each was called."""
+        """All actions, including those of the step, with the number of calls to each."""
         return (self.moments.begin_actions, self.moments.agenda.actions, *self._step.action_lists)
 
     def description(self) -> list[str]:
-        """Returns a description of the loop, in lines that must be the same in all processes of a job."""
+        """Returns lines that describe the loop. They must be identical in all processes of a job."""
         head = [repr(self._loop), f"  {self._step!r}", f"  max_steps_in_flight={self.stepper.max_in_flight}"]
         actions = [action for each in self.action_lists for action in each.actions]
         return [*head, *(f"  {class_name(action)}, interval {action.interval!r}" for action in actions)]
@@ -83,7 +83,7 @@ class Engine:
     def run_loops(
         self, state: Any, dataset: Any, steps_of_loop: Callable[[], int | None], *, trains: bool
     ) -> tuple[Any, metrics.LoopOutputs]:
-        """Runs one loop after another, and returns the state and the outputs of the last one.
+        """Runs one loop after another, and returns the state and the outputs of the last loop.
 
         Args:
           state: See `Loop.__call__`.
@@ -141,7 +141,7 @@ class Engine:
                 self.resume(Elapsed(step_num, loops=progress.loops))
             checks.mark_donated(call.state, f"{self._loop!r}, which began at step {step_num}")
         progress.steps = step_num
-        if progress.is_inside:  # An exception ended the last call. This is another loop.
+        if progress.is_inside:  # An exception ended the last call. This is a new loop.
             progress.restart_clock()
             if trains:
                 stepper.ledger.end_part()
@@ -380,7 +380,7 @@ class Engine:
 
     def set_loops(self, loops: int) -> None:
         """Sets the number of loops that have ended."""
-        if loops != self.progress.loops:  # Outputs that no action has read yet belong to another run.
+        if loops != self.progress.loops:  # Outputs that no action has read yet belong to a different run.
             self._reset()
         self.progress.loops, self.progress.is_inside = loops, False
         self.progress.last_elapsed = dataclasses.replace(self.progress.last_elapsed, loops=loops)
@@ -447,7 +447,7 @@ class Engine:
         if state_dict["has_begun"] or progress.batches_before:
             progress.began = state_dict["wraps_dataset"]
         self.moments.last_beginning = Elapsed(**state_dict["last_beginning"])
-        if stepper.steps_per_dispatch is None:  # Another number could change the last bits of the results.
+        if stepper.steps_per_dispatch is None:  # A different number could change the last bits of the results.
             stepper.steps_per_dispatch = state_dict["steps_per_dispatch"]
         stepper.ledger = Ledger.of(state_dict["ledger"])
         self.moments.agenda.load_state_dict(state_dict["slots"], kept_states, self._loop)

@@ -65,8 +65,8 @@ class Ledger:
     """The step outputs of a run, kept on the host in step order. A position in the ledger is a number of steps.
 
     Actions read two series: the outputs from one read to the next, and the outputs of whole loops, as the `end` hook
-    returned them. Between two reads, `clu.metrics` states are merged in step order. Saving a checkpoint is not a read,
-    so it doesn't change a single bit of these states.
+    returned them. Between two reads, `clu.metrics` states are merged in step order. Saving a checkpoint does not count
+    as a read, so it doesn't change a single bit of these states.
 
     Attributes:
       position: The number of steps counted so far.
@@ -84,7 +84,7 @@ class Ledger:
         self.sums: dict[str, Any] = {}
         self.parts: Series = Series()
         self.loops: Series = Series()
-        self._ended = LoopOutputs()  # The outputs of the loops that ended last.
+        self._ended = LoopOutputs()  # The outputs of the loop or loops that ended last.
         self._last_steps = 0  # The number of steps in the last of these loops.
         self._unread = LoopOutputs()
         self._passed: collections.deque[_Passed] = collections.deque()  # Ended loops with outputs still on the devices.
@@ -177,7 +177,7 @@ class Ledger:
 
         Args:
           last_steps: The number of steps in the last of several loops; None if only one loop ends.
-          steps_since: The number of steps that were already counted for the next loop.
+          steps_since: The number of steps already counted that belong to the next loop.
         """
         position, (weights, self.weights) = self.position - steps_since, _split_end(self.weights, steps_since)
         unread, self._unread.num_examples = _split_end(self._unread.num_examples, steps_since)

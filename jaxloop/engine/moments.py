@@ -28,7 +28,7 @@ class Run:
     Attributes:
       history: The values measured so far.
       total_steps: The total number of updates; None if it is unknown.
-      loop_steps: The length of a loop: loops end at the multiples of this number of steps. None if it is unknown.
+      loop_steps: The length of a loop in steps. Loops end at multiples of this number. None if it is unknown.
       elapsed: For an eval loop, the training progress; None for a train loop, which counts its own progress.
       stop: An additional schedule that ends the run.
       eval_intervals: The intervals of the evaluations, in the same form as `Action.interval`.
@@ -83,7 +83,7 @@ class Moments:
       last_beginning: The progress at which the begin actions were last checked.
       run: The run to which the loop belongs; None for a standalone loop.
       stop_requested: True if an action or an evaluation has requested that the run end.
-      stopped_by: The name of the action that has requested it; None if it was not an action.
+      stopped_by: The name of the action that requested the end; None if no action did.
     """
 
     def __init__(self, stepper: Stepper, progress: Progress, job: agreement.Job):
@@ -307,7 +307,7 @@ class Moments:
         try:
             yield
         except (Exception, SystemExit) as error:
-            if self._job.is_shared and not slot.saves:  # The others may be waiting inside the save.
+            if self._job.is_shared and not slot.saves:  # The other processes may be waiting inside the save.
                 agreement.report_failure(error)
             raise
 

@@ -22,7 +22,7 @@ from jaxloop.step import FusingError, Step
 STEPS_TRIED = 32
 """The number of steps per dispatch that "auto" measures and compares with 1."""
 
-# The minimum and maximum number of rounds to measure, and the seconds after which no round beyond the minimum begins.
+# The minimum and maximum number of rounds to measure, and the time after which no round beyond the minimum begins.
 # The fastest round counts, because other programs may be using the machine.
 _MIN_ROUNDS, _MAX_ROUNDS, _SECS = 3, 20, 0.2
 # If dispatching takes less than this share of a step, fusing steps isn't worth measuring.
@@ -71,7 +71,7 @@ class Program:
 
     Attributes:
       step: The step.
-      custom_step: The argument of that name.
+      custom_step: See the argument.
       observers: Functions to call with each batch: before its step or, if several steps are dispatched together, after
         the dispatch.
     """
@@ -163,7 +163,7 @@ class Program:
         return carry, outputs, num_examples
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int | None]:
-        """Passes a batch through the hooks before `run`. Counts its examples unless `Step.check_batches` does later."""
+        """Passes a batch through the hooks before `run`. Counts its examples unless `Step.check_batches` will."""
         step, num_examples = self.step, None
         if self._counts:
             num_examples = step.count_examples(batch)
@@ -183,8 +183,8 @@ class Program:
     def run_fused(self, dispatches: Dispatches, feed: Feed, size: int) -> bool:
         """Runs `size` steps in one dispatch, and returns True if it ran them.
 
-        It runs no steps if fewer batches are left, if the batches differ in shape, or if an earlier dispatch of several
-        steps failed.
+        It runs no steps if too few batches are left, if the batches differ in shape, or if an earlier dispatch of
+        several steps failed.
 
         Raises:
           FusingError: If the step can't be fused.

@@ -22,7 +22,7 @@ class Progress:
       is_shared: True if several processes train together.
 
     Attributes:
-      stopwatch: The stopwatch that tracks what the time is spent on.
+      stopwatch: The stopwatch that tracks where the time goes.
       steps: The number of completed updates.
       samples: The number of examples in all batches so far.
       loops: The number of loops that have ended.
@@ -30,10 +30,10 @@ class Progress:
       agreed_secs: In a multi-process job, the training time at the newest batch, as measured by the first process, in
         seconds. None with a single process.
       secs_before: The training time at which the second-to-last batch arrived, in seconds.
-      batches_before: The number of batches of the current loop that an earlier call or run trained on.
+      batches_before: The number of batches in the current loop that an earlier call or run trained on.
       began: True if the hook `begin` returned a different iterator than it received; None before it is called.
       is_inside: True if a loop has begun, and has neither ended nor been interrupted.
-      is_ending: True while end actions are being called, when some may not have been called yet.
+      is_ending: True while end actions are being called; some may not have been called yet.
       loops_run: The number of loops that this process has run.
       longest_loop: The largest number of batches in any of these loops.
     """

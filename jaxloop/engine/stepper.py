@@ -24,7 +24,7 @@ _MAX_STEPS_ON_DEVICES = 1024
 
 @final
 class Call:
-    """One call of a loop.
+    """One call to a loop.
 
     Args:
       state: The initial state.
@@ -33,10 +33,10 @@ class Call:
       updates: The number of optimizer updates per batch.
 
     Attributes:
-      state: The state as of the last completed step; None after the call.
+      state: The state after the last completed step; None after the call.
       trains: See the argument.
       updates: See the argument.
-      consumed: The number of batches counted by the source as of the last completed step.
+      consumed: The number of batches that the source had counted when the last step completed.
       program: The program that runs the steps; None before the first step.
       queue: The queue that moves the outputs of the steps to the host; None before the first step.
       num_examples: The number of examples in each step of the loop, as a list.
@@ -45,7 +45,7 @@ class Call:
       passed: The number of batches since `run` was called that belong to loops before the current one.
       idle_ends: The steps inside the current `run` at which a loop ends but nothing is due.
       has_passed_end: True if the last loop ended at one of these steps, so that its `end` was not called.
-      place: The origin of an exception, for the note that is added to it: a `Step` or a text.
+      place: The source of any exception, as named in the note that is added to the exception: a `Step` or a text.
       was_interrupted: True if a signal ended the call inside a loop.
       data_ended: True if the data ended.
       made_iterator: True if this call created the iterator over the data.
@@ -109,12 +109,12 @@ class Stepper:
       max_steps_in_flight: See `Loop`.
 
     Attributes:
-      call: The current call, or the last one.
+      call: The current or last call.
       ledger: The outputs of the steps.
       source: The source of the batches, which counts how many have been read.
       guard: The object that detects NaN and infinity.
       evaluates: True if the stepper only evaluates, so that no call changes the state.
-      checks_count: Whether to check `state.step` against the number of steps counted here.
+      checks_count: Whether to check `state.step` against the number of steps that the stepper counted.
       steps_per_dispatch: The number of steps per dispatch; None until "auto" has measured it.
       readers: A function that returns two flags. The first is True if any action reads the ledger's `parts`, the second
         if any action reads its `loops`.
@@ -137,7 +137,7 @@ class Stepper:
 
     @property
     def max_in_flight(self) -> int:
-        """The number of steps that the host may be ahead of the devices."""
+        """The number of steps by which the host may be ahead of the devices."""
         mesh, at_once = self._step.partitioner.mesh, self.steps_per_dispatch or 1
         return self._given_max_in_flight or partition.max_steps_in_flight(mesh, at_once)
 
@@ -167,7 +167,7 @@ class Stepper:
     # A call ------------------------------------------------------------------------------------------
 
     def begin_call(self, state: Any, *, trains: bool) -> Call:
-        """Begins a call of the loop."""
+        """Begins a call to the loop."""
         state, updates = self._step.prepare_state(state), self._step.updates_per_step if trains else 1
         self.call = Call(state, self.source.count, trains=trains, updates=updates)
         self.guard.bad = None
@@ -194,7 +194,7 @@ class Stepper:
                 self.steps_per_dispatch = 1
         feed.begin(num_batches)
         if self._job.is_shared and not feed.num_ahead:
-            self.source.mark()  # From here on, batches are read ahead. Some sources then don't know their position.
+            self.source.mark()  # From here on, batches are read ahead, and some sources lose track of their position.
         call.consumed, call.place = self.source.count - feed.num_ahead, "the dataset"
         if not call.trains:
             self._step.begin_evaluation()
@@ -442,7 +442,7 @@ class Stepper:
         return self._feed.num_ahead if self._feed.dataset is source else 0
 
     def forget_batches(self) -> None:
-        """Drops the batches that were read ahead, and their iterator, whose position has changed or which has ended."""
+        """Drops the batches that were read ahead, and their iterator, which has ended or changed its position."""
         self._feed, self.source, self.call.consumed = Feed(iter(())), _NoSource(), 0
 
     # Outputs -----------------------------------------------------------------------------------------

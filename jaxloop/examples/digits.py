@@ -78,7 +78,7 @@ def measure(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
 
 
 def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Shifts each image by up to one pixel in each direction, to reduce overfitting on so small a dataset."""
+    """Shifts each image by up to one pixel in each direction, to reduce overfitting on such a small dataset."""
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     corners = jax.random.randint(key, (len(images), 2), 0, 3)
     crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
@@ -184,7 +184,7 @@ def run(
             sys.exit(f"{report}" if report.errors else print(report))
         state, outputs = outer_loop(state, **arguments)
         writer.close()
-        if jaxloop.STOP_LOOP in (outputs or {}):  # By Ctrl-C or a command.
+        if jaxloop.STOP_LOOP in (outputs or {}):  # Stopped by Ctrl-C or a command.
             print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
             sys.exit(130)
         print(outer_loop.spent)

@@ -120,7 +120,7 @@ def visible(tokens: jax.Array) -> jax.Array:
 def next_byte_loss(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
     """Returns the cross-entropy of the next byte in nats, `[rows]`.
 
-    The first byte of a file is left out, because no earlier byte of the file can predict it.
+    The first byte of each file is excluded, because the file has no earlier bytes to predict it from.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32))
@@ -286,7 +286,7 @@ def run(options) -> float:
         report = outer_loop.check(*arguments, topology=options.topology)
         sys.exit(f"{report}" if report.errors else print(report))
     state, outputs = outer_loop(*arguments)
-    if jaxloop.STOP_LOOP in (outputs or {}):  # By Ctrl-C or a command.
+    if jaxloop.STOP_LOOP in (outputs or {}):  # Stopped by Ctrl-C or a command.
         if is_first_process():
             print(f"Stopped at step {int(state.step)} of {train_steps}. Run the same command again to resume.")
         sys.exit(130)

@@ -25,8 +25,8 @@ step 30: 3.0000
 The state may be any pytree. `Elapsed`, schedules, `History`, actions, checkpoints and partitioners are the same as in
 the other APIs.
 
-- `loop` calls the callbacks. `elapse` counts steps in a hand-written loop, in which you call the same tools yourself.
-- `logs()` creates an object for the values that a step reports, and `history()` one for the metrics of a run.
+- `loop` calls the callbacks. `elapse` counts steps in a hand-written loop, where you call the same tools yourself.
+- `logs()` creates an object for the values that a step reports. `history()` creates one for the metrics of a run.
 - `step` and `train_step` compile and shard pure functions as callbacks.
 - `checkpoint`, `early_stopping`, `keras_bar`, `tqdm_bar` and `inner_loop` return callbacks.
 """

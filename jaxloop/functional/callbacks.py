@@ -82,23 +82,26 @@ class CallbackOf(abc.ABC):
             loop_state.state = state
 
     def add_note(self, error: BaseException, loop_state: LoopState) -> None:
-        """Adds a note to an error, with the callback and the step."""
+        """Adds a note to an error, naming the callback and the step."""
         error.add_note(f"in the callback {self.name}, at step {loop_state.elapsed.steps}")
 
     def begin_run(self, step_num: int) -> None:  # noqa: B027 (to override, or not)
         """See `Action.begin_run`."""
 
     def program(self) -> Program | None:
-        """Returns the program that runs its steps; None unless it only calls a compiled function that returns logs."""
+        """Returns the program that runs the callback's steps.
+
+        None unless the callback only calls a compiled function that returns logs.
+        """
         return None
 
     @property
     def _reports_alone(self) -> bool:
-        """True if its reports contain only logs."""
+        """True if the callback reports only logs."""
         return self.has_reported and not self._reports_state
 
     def _check_report(self, loop_state: LoopState, outputs: Any, reported: Any, state: Any) -> None:
-        """Checks its first report."""
+        """Checks the callback's first report."""
         self.has_reported = bool(reported)
         if reported:
             History().commit(loop_state.elapsed, reported)  # Raises an error here, where the callback is known.
@@ -192,7 +195,7 @@ class ActionCallback(CallbackOf):
         self._was_measured = self._has_warned = False
         self._newest = NewestReady()
         self._called_at: int | None = None
-        # How far it has read the history: the next row, and the names that it has already read in that row.
+        # The position in the history: the next row to read, and the names that were already read in that row.
         self._next_row, self._names_seen = len(loop_state.history), set[str]()
         self._before = loop_state.elapsed
 
@@ -274,7 +277,7 @@ class ActionCallback(CallbackOf):
         return outputs
 
     def _is_measured(self, loop_state: LoopState) -> bool:
-        """Returns True if its monitored value was measured. Raises an error if it can't be measured any more."""
+        """Returns True if the monitored value was measured. Raises an error if it can no longer be measured."""
         if self._was_measured or self._monitor is None:
             return True
         paths = [*loop_state.history.paths(), *dict(entries(loop_state.logs))]

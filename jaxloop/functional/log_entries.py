@@ -170,7 +170,7 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     """Returns the number of examples in a row.
 
-    If steps between the previous row and this one have no row, returns the mean number of examples per step.
+    If some steps since the previous row have no row, returns the mean number of examples per step.
     """
     return max((elapsed.samples - before.samples) // max(elapsed.steps - before.steps, 1), 1)
 

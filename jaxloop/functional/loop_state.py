@@ -26,9 +26,9 @@ class Moment:
 
 
 on_start: Moment = Moment("on_start")
-"""The key of the callbacks to call before the first step. Their batch is None."""
+"""The key for callbacks to call before the first step. Their batch is None."""
 on_end: Moment = Moment("on_end")
-"""The key of the callbacks to call after the last step, even after Ctrl-C, but not after an exception."""
+"""The key for callbacks to call after the last step, even after Ctrl-C, but not after an exception."""
 
 
 @final
@@ -78,11 +78,11 @@ class LoopState:
 
 
 Callback = Any
-"""A function of up to four of `(state, batch, elapsed, loop_state)`, an object with `__loop_callback__`, a `Step`, an
-`Action`, a `Loop`, or an object of `clu.periodic_actions`."""
+"""A function that takes up to four of `(state, batch, elapsed, loop_state)`, an object with `__loop_callback__`, a
+`Step`, an `Action`, a `Loop`, or an object from `clu.periodic_actions`."""
 
 Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
-"""Schedules with callbacks: a dictionary or pairs. The value is a callback or a list of callbacks."""
+"""Schedules with callbacks, as a dictionary or as pairs. Each value is a callback or a list of callbacks."""
 
 
 def end_row(loop_state: LoopState) -> None:

@@ -61,16 +61,16 @@ def loop(
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
-      dataset: The batches to loop over. None if the callbacks need no data: `batch` is then None, and `stop` ends the
-        loop.
+      dataset: The batches to loop over. None if the callbacks need no data; in that case, `batch` is None, and `stop`
+        ends the loop.
       tasks: The callbacks by schedule, such as `{every(1): [train_step], every(steps=1000): [checkpoint(...)]}`, as a
         dictionary or as pairs. `on_start` and `on_end` are also valid keys.
       stop: When to end the loop; see `elapse`.
       history: A history to continue, which is also returned; None to start a new one.
       elapsed: The progress of an earlier run to continue.
-      num_examples: A function that returns the number of examples in a batch, by which means are weighted. For padded
-        batches, pass a function such as `lambda batch: batch["mask"].sum()`. None to use the size of the leading axis,
-        or 1 if there is none.
+      num_examples: A function that returns the number of examples in a batch, which is the batch's weight in means. For
+        padded batches, pass a function such as `lambda batch: batch["mask"].sum()`. None to use the size of the leading
+        axis, or 1 if there is none.
       clock: A function that returns the time in seconds.
 
     Returns:
@@ -79,8 +79,8 @@ def loop(
     Raises:
       TypeError: If a callback has an invalid signature or returns an invalid result. The message names the callback.
       ValueError: If the state was donated to an earlier call.
-      Exception: If a callback or the dataset raises it. A note on the error says where and at which step it occurred.
-        Pending checkpoints are committed first.
+      Exception: If a callback or the dataset raises it. A note on the error names the place and the step. Pending
+        checkpoints are committed first.
     """
     if dataset is None:
         if stop is None:

@@ -88,7 +88,7 @@ class CheckpointTool(Tool):
         returned with `Elapsed()`.
 
         Raises:
-          FileNotFoundError: If there is no checkpoint of step `step`.
+          FileNotFoundError: If there is no checkpoint for step `step`.
           ValueError: If the checkpoint was saved from a different state. The error lists the leaves that differ.
         """
         directory = self.action.directory
@@ -118,7 +118,7 @@ def checkpoint(
       directory: The directory, with one subdirectory per checkpoint. The path may be relative.
       keep: The number of newest checkpoints to keep; None to keep all.
       monitor: The logged value that determines the best checkpoint, which is also kept. The value must be logged at the
-        steps that are saved.
+        steps at which checkpoints are saved.
       mode: "min" if the smallest value is the best, or "max" if the largest is.
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If True, and if no history is passed to
         the loop, the loop writes its history to `history.jsonl` in the directory.
@@ -144,7 +144,7 @@ def early_stopping(
     baseline: float | None = None,
     restore_best: bool = False,
 ) -> EarlyStoppingTool:
-    """Returns a callback that ends the loop when a logged value no longer improves.
+    """Returns a callback that ends the loop when a logged value stops improving.
 
     In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Reading the value waits for the
     devices. For the arguments, see `EarlyStoppingAction`. `patience` is the time to wait for an improvement: either a
@@ -179,7 +179,7 @@ def keras_bar(total: int | None = None, **options: Any) -> BarTool:
 
     Args:
       total: The number of steps in the run; None to use the loop's `stop`.
-      **options: Further arguments of `ProgressAction`.
+      **options: Further arguments for `ProgressAction`.
     """
     return BarTool("keras_bar()", ProgressAction(total, bar="tqdm", **options))
 

@@ -21,9 +21,8 @@ def choose(state: Any, rows: int | None) -> Partitioner:
     """Chooses a partitioner for the available devices, and logs the reason.
 
     If there are several devices, the batch is split across all of them. The state is replicated if it and its
-    gradients, which are as large as its parameters, need at most half of a device's memory. Otherwise the state is
-    split too. If the rows of a batch can't be divided evenly across the devices of a single process, only one device is
-    used.
+    gradients, which are as large as its parameters, need at most half of a device's memory. Otherwise, the state is
+    split too. A single process uses only one device if the rows of a batch can't be divided evenly across its devices.
 
     Args:
       state: The train state, or its shapes as returned by `jax.eval_shape`.

@@ -23,7 +23,7 @@ class _LaidOutPartitioner(MeshPartitioner):
     def sharding(self) -> Any:
         """A pytree of `NamedSharding` with the structure of the state.
 
-        It is known once a state has been initialized.
+        Available once a state has been initialized.
         """
         if self._sharding is None:
             raise ValueError(
@@ -99,6 +99,6 @@ def boxes_of(tree: Any) -> list[Any]:
 
 
 def unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to remove Linen's annotations, whose names may need rules, from its result."""
+    """Wraps a function so that Linen's annotations, whose names may need rules, are removed from its result."""
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

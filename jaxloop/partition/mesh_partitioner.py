@@ -1,4 +1,4 @@
-"""The base class of the partitioners over a mesh."""
+"""The base class of partitioners that use a mesh."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ from jaxloop.partition.partitioner import Partitioner
 
 
 class MeshPartitioner(Partitioner):
-    """Splits batches along their leading axis over `data_axis`. The base class of the partitioners over a mesh.
+    """The base class of partitioners that use a mesh. Splits batches along their leading axis over `data_axis`.
 
     Hooks:
       sharding, shard_init_fn: See `Partitioner`. Subclasses implement them.
@@ -28,8 +28,9 @@ class MeshPartitioner(Partitioner):
 
     Args:
       mesh: A mesh from `jax.make_mesh` or `jax.sharding.Mesh`. Explicit axes are converted to automatic ones, with a
-        log message, so that `Step.run` can be written as for one device. `ExplicitPartitioner` keeps them explicit.
-      data_axis: The name of the mesh axis over which batches are split. They are replicated over the other axes.
+        log message, so that `Step.run` can be written as if for a single device. `ExplicitPartitioner` keeps them
+        explicit.
+      data_axis: The name of the mesh axis over which batches are split. Batches are replicated over the other axes.
     """
 
     _axis_type = AxisType.Auto
@@ -55,7 +56,7 @@ class MeshPartitioner(Partitioner):
         self._local_shards = sum(any(map(is_here, each)) for each in along.reshape(len(along), -1))
 
     def moved_to(self, devices: Sequence[Any]) -> Self:
-        """Returns a copy whose mesh consists of the given devices. Its data axis is the only one whose size may differ.
+        """Returns a copy whose mesh consists of the given devices. Only its data axis may have a different size.
 
         The copy treats all of these devices as local to this process.
         """
@@ -92,7 +93,7 @@ class MeshPartitioner(Partitioner):
           ValueError: If the rows of a leaf can't be divided evenly among the devices of the axis.
         """
         if self._mesh.size == 1:
-            return batch  # The jitted call takes host arrays faster than device_put does.
+            return batch  # Passing host arrays to the jitted call is faster than device_put.
         self._check_divides(batch, axis=0)
         return self._put(batch, jax.tree.map(self._leaf_sharding, batch))
 
@@ -195,8 +196,8 @@ class _OfAnyResult:
 
     Args:
       fn: The function.
-      pair_shardings: A function that returns the shardings of a new state and of outputs.
-      jit_kwargs: Arguments of `jax.jit`.
+      pair_shardings: A function that returns the shardings of the new state and of the outputs.
+      jit_kwargs: Arguments for `jax.jit`.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class _OfAnyResult:
             return self._compiled(state, batch)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the function for arguments like these, which may be shapes."""
+        """Traces the function for the given arguments, which may be abstract (shapes and dtypes only)."""
         try:
             return self._compiled.trace(state, batch)
         except _OtherResult:
@@ -243,7 +244,7 @@ class _OfAnyResult:
 
 
 def _place_in_all_processes(leaf: Any, sharding: NamedSharding) -> Any:
-    """Moves a leaf to the devices of all processes. Each process must have the same copy of it."""
+    """Moves a leaf to the devices of all processes. Each process must have an identical copy."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -19,7 +19,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
     Args:
       devices: The devices of the mesh; None to use all devices of all hosts.
-      **axes: The size of each axis. One size may be -1, so that the mesh uses all devices.
+      **axes: The size of each axis. One size may be -1, in which case it is chosen so that the mesh uses all devices.
 
     Raises:
       ValueError: If the product of the sizes is not the number of devices.
@@ -76,7 +76,7 @@ def is_cpu_mesh(mesh: Mesh | None) -> bool:
 
 
 def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
-    """Returns the number of steps that the host may run ahead of the devices, so that they never wait for the host.
+    """Returns the number of steps that the host may run ahead, so that the devices never wait for the host.
 
     The number is small if several devices share one CPU, because the collectives of many steps would compete for the
     same threads. For a single CPU, it grows with `steps_per_dispatch`: such a device finishes a small dispatch in less

@@ -12,7 +12,7 @@ from jaxloop import checks, types
 from jaxloop.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
-"""Pairs. Each consists of a name or name pattern, and the spec or mesh axes that it maps to."""
+"""Pairs of a name (or name pattern) and the spec or mesh axes that it maps to."""
 
 SMALL = 2**12
 """The number of elements below which a leaf is not worth splitting or reporting."""
@@ -115,7 +115,7 @@ class Partitioner(abc.ABC):
         True
 
         Args:
-          state: Arrays, or their shapes as `jax.eval_shape` returns them.
+          state: The state, or its shapes as returned by `jax.eval_shape`.
         """
         return Layout(self._leaf_layout(*each) for each in checks.leaves_by_path(state).items())
 
@@ -142,7 +142,7 @@ class Partitioner(abc.ABC):
         return ""
 
     def moved_to(self, devices: Sequence[Any]) -> "Partitioner":
-        """Returns a partitioner that places everything in the same way on other devices, such as those of a topology.
+        """Returns an equivalent partitioner for other devices, such as those of a topology.
 
         Raises:
           ValueError: If the mesh can't be built from these devices.
@@ -162,9 +162,9 @@ class Partitioner(abc.ABC):
         """Compiles `fn(state, batch)` with the state as a donated argument.
 
         Args:
-          fn: A pure function, which may return anything. If it returns a pair whose first item has the structure of the
+          fn: A pure function that may return anything. If it returns a pair whose first item has the structure of the
             state, that item gets the layout of the state. JAX warns if no result can use the donated memory; in that
             case, pass `donate_argnums=()`.
-          **jit_kwargs: Arguments of `jax.jit`, which must override the partitioner's own, as in
+          **jit_kwargs: Arguments for `jax.jit`, which must override the partitioner's own, as in
             `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. An evaluation passes `donate_argnums=()`.
         """

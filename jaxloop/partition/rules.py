@@ -35,8 +35,8 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state raises one, too, if a rule
-        splits an axis that the parameter doesn't have, or one that can't be divided evenly among the devices.
+      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state also raises this error if a
+        rule splits an axis that the parameter doesn't have, or one that can't be divided evenly among the devices.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):

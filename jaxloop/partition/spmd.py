@@ -38,8 +38,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
         inside `run` uses these rules too.
 
     Raises:
-      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state raises one, too, if the model
-        uses a name that is neither an axis of the mesh nor a logical name with a rule.
+      ValueError: If a rule names an axis that the mesh doesn't have. Laying out a state also raises this error if the
+        model uses a name that is neither an axis of the mesh nor a logical name with a rule.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, logical_axis_rules: Rules = ()):

@@ -35,7 +35,7 @@ __all__ = ["CheckError", "Experiment", "Problem", "Report", "check"]
 
 
 def check(experiment: Experiment, state: Any, errors: Iterable[Exception]) -> Report:
-    """Checks an experiment that starts from a state. `errors` are those already detected in its arguments."""
+    """Checks an experiment that starts from a state. `errors` are errors already detected in its arguments."""
     began, found = time.perf_counter(), Findings()
     for error in errors:
         found.at("the arguments").error(str(error))
@@ -70,7 +70,7 @@ def _check(experiment: Experiment, given: Any, found: Findings) -> Mapping[Actio
     if train_loop is not None:
         _check_log_interval(experiment.log_interval, course, found.at("OuterLoop"))
         check_saving(experiment, course, bytes_of(state.shapes), data, found.at("the checkpoints"))
-    if data.source is not None and not experiment.spec.has_iterator:  # The run will continue to read from an iterator.
+    if data.source is not None and not experiment.spec.has_iterator:  # The run will keep reading from an iterator.
         data.source.close()
     return calls
 

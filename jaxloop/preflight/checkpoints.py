@@ -57,7 +57,7 @@ def _check_directories(experiment: Experiment, found: Findings) -> None:
 def _begin_with(given: Any, experiment: Experiment) -> Begin:
     """Returns the point at which a run with the given state begins, unless it resumes from a checkpoint.
 
-    If the state is at the step at which the last call of the train loop ended, the run continues from there.
+    If the state is at the step where the last call to the train loop ended, the run continues from there.
     """
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps
     step = 0 if np.ndim(getattr(given, "step", 0)) else step_num_of(given)  # Otherwise, an error was already found.
@@ -76,7 +76,7 @@ def _begin_with(given: Any, experiment: Experiment) -> Begin:
 def _check_checkpoint(
     spec: CheckpointSpec, step: int, loop: ActionLoop | None, state: State, data: TrainData, here: Findings
 ) -> Begin:
-    """Checks that a checkpoint belongs to this run. Returns the point at which a run resumed from it begins."""
+    """Checks that a checkpoint belongs to this run. Returns the point at which a resumed run would begin."""
     directory = spec.checkpoint_dir
     opened = checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE)
     with opened.understanding():

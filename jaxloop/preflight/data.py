@@ -32,7 +32,8 @@ class TrainData:
     Attributes:
       source: The iterator over the dataset; None if it can't be opened, or if the run doesn't train.
       first: A list with the first batch; empty if there is none. In a run without data, the batch is None.
-      num_batches: The number of batches in an epoch or, for an iterator, the number left in it. None if unknown.
+      num_batches: The number of batches in an epoch or, for an iterator, the number of remaining batches. None if
+        unknown.
     """
 
     source: PositionedIterator | None = None

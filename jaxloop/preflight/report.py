@@ -62,7 +62,7 @@ class Report:
       problems: The problems, errors first.
       plan: The plan of the run, as lines of text by topic.
       secs: The number of seconds that the check took.
-      calls: The predicted calls of each of the loops' actions.
+      calls: The predicted calls to each of the loops' actions.
     """
 
     problems: Sequence[Problem]
@@ -193,8 +193,8 @@ class Findings(contextlib.AbstractContextManager[None]):
 def _formatted(error: Exception) -> str:
     """Formats an error for the report.
 
-    Errors raised by jaxloop are shown as they are. Other errors are shown with their class and the line of the user's
-    code that raised them.
+    Errors raised by jaxloop are shown as they are. Other errors are shown with their class and the line of user code
+    that raised them.
     """
     # JAX's own notes begin with a line of dashes.
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))

@@ -95,8 +95,8 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a tuple with the batch that `run` would receive from the hooks; None if only a run can determine it.
 
-    The latter is the case if other methods that are called before `run` are overridden, if `begin` needs values but
-    only the state's shapes are known, or if `begin` returns a different state.
+    A run is needed if other methods that are called before `run` are overridden, if `begin` needs values but only the
+    state's shapes are known, or if `begin` returns a different state.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
@@ -191,7 +191,7 @@ def check_optimizer(part: Part, state: Any) -> None:
 
 
 def check_model(part: Part, train_step: Step) -> None:
-    """Warns about an evaluation step whose model is not the one to which the state belongs."""
+    """Warns about an evaluation step whose model is not the one that the state belongs to."""
     trained, evaluated = train_step.model, part.loop.step.model
     if not _is_same_model(trained, evaluated):
         part.here.warn(
@@ -215,7 +215,7 @@ def _shown_model(model: Any) -> str:
 
 
 def check_memory(part: Part, state: State, first: Sequence[types.Batch], topology: str | None = None) -> None:
-    """Compiles the train step, and checks the memory that it and the state need, for a topology if one is given.
+    """Compiles the train step, for a topology if one is given, and checks the memory that the step and the state need.
 
     Args:
       part: The train loop.
@@ -263,7 +263,7 @@ def _listed(sizes: Mapping[str, int]) -> str:
 
 
 def _check_topology(here: Findings, step: Step, shapes: Any, batch: types.Batch, topology: str) -> None:
-    """Compiles a step for TPUs, which this machine doesn't need to have, and checks that it fits into their memory."""
+    """Compiles a step for TPUs, which this machine need not have, and checks that the step fits into their memory."""
     devices = topologies.devices_of(topology)
     there = step.moved_to(devices)
     state = there.partitioner.layout_of(shapes)
