@@ -14,7 +14,7 @@ class ActionList:
     """Actions, in the order in which they are called.
 
     Args:
-      actions: The actions; None if there are none. Objects from `clu.periodic_actions` are accepted.
+      actions: The actions; None for no actions. Objects from `clu.periodic_actions` are accepted.
       unit: The unit of their int intervals, such as "loops". Used in warnings.
     """
 

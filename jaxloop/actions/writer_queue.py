@@ -326,7 +326,7 @@ class WriterAction(Action):
         return self._summary_writer
 
     def before_checkpoint(self) -> None:
-        """Does nothing, because `state_dict` flushes the writer and returns what it could not write."""
+        """Does nothing, because `state_dict` flushes the writer and returns any failed calls."""
 
     def begin_run(self, step_num: int, *, can_resume: bool) -> None:
         if can_resume:

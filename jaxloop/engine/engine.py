@@ -367,7 +367,7 @@ class Engine:
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
         """Sets the loop's counters to the progress of an earlier run, so that counting continues from there.
 
-        The earlier run may have been in this process or in another one.
+        The earlier run may have been in this process or a different one.
 
         Args:
           elapsed: The progress of the earlier run.
@@ -439,7 +439,7 @@ class Engine:
         return state_dict, kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict` from a loop with the same actions, in this process or in another one."""
+        """Restores the result of `state_dict` from a loop with the same actions, in this process or a different one."""
         elapsed, progress, stepper = Elapsed(**state_dict["elapsed"]), self.progress, self.stepper
         self.resume(elapsed, state_dict["steps_in_loop"])
         progress.last_elapsed = dataclasses.replace(elapsed, previous=Elapsed(**state_dict["previous"]))

@@ -77,7 +77,7 @@ class Progress:
     def resume(self, elapsed: Elapsed) -> None:
         """Sets the counters to the progress of an earlier run, so that counting continues from there.
 
-        The earlier run may have been in this process or in another one.
+        The earlier run may have been in this process or a different one.
         """
         self.steps, self.samples, self.loops = elapsed.steps, elapsed.samples, elapsed.loops
         self._offset = elapsed.time - self.secs()

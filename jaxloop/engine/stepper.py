@@ -154,7 +154,7 @@ class Stepper:
         return int(metrics.fetch(count))
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles everything that steps on batches like this one will need; see `Loop.compile`."""
+        """Compiles everything needed for steps on batches like this one; see `Loop.compile`."""
         at_once = STEPS_TRIED if self.steps_per_dispatch is None else self.steps_per_dispatch
         dataset = indexed(batch)
         if reads_state(batch):

@@ -304,7 +304,8 @@ class _Due:
     def call(self, loop_state: LoopState, stopwatch: timing.Stopwatch, *, ends_loop: bool = False) -> None:
         """Calls the callbacks. With `ends_loop`, checkpoints are skipped if a callback has stopped the loop.
 
-        In that case, the checkpoint is saved when the loop ends at this step. It then includes everything logged there.
+        In that case, the checkpoint is saved when the loop ends at this step. It includes everything logged at that
+        step.
         """
         for callback in self.callbacks:
             if callback.saves and ends_loop and loop_state.stop_iteration:

@@ -99,8 +99,8 @@ def constrain(value: jax.Array, *axes: Any) -> jax.Array:
 
     Args:
       value: The array to constrain.
-      *axes: For each leading axis of the array, the name of a mesh axis, a tuple of such names, or None. Names that the
-        mesh doesn't have are ignored.
+      *axes: For each leading axis of the array, the name of a mesh axis, a tuple of mesh axis names, or None. Names
+        that the mesh doesn't have are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -1,6 +1,6 @@
 """Checks a run before it starts, and reports its plan and its problems. No step is run, and no state is changed.
 
-`check` uses these modules, each of which checks one part of the run:
+`check` uses these modules. Each one checks one part of the run:
 
 - `step`: the state, the hooks (called with a batch), a trace of `run`, and the memory use of the compiled train step.
 - `data`: the first batch of each dataset, the number of batches, and the length of the run.

@@ -96,7 +96,7 @@ def course_of(experiment: Experiment, begin: Begin, data: TrainData) -> Course:
 
 
 def check_length(here: Findings, spec: RunSpec, course: Course, data: TrainData, state: Any) -> None:
-    """Checks the length of the training, and warns if it is probably not what was intended."""
+    """Checks the length of the training, and warns if it is probably unintended."""
     start, end = course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"
     if course.is_over:
