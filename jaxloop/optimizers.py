@@ -1,4 +1,4 @@
-"""Optax transformations that average the parameters, or choose a transformation by the path of a parameter."""
+"""Optax transformations that average the parameters, or choose a transformation by parameter path."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
@@ -15,8 +15,8 @@ class EMAState(NamedTuple):
     """The state of `ema`.
 
     Attributes:
-      count: The number of updates, an int32 scalar.
-      params_ema: The average, a tree with the structure of the parameters. Parameters in half precision are averaged in
+      count: The number of updates so far, an int32 scalar.
+      params_ema: The average, with the tree structure of the parameters. Half-precision parameters are averaged in
         float32.
     """
 
@@ -28,7 +28,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
     """Keeps an exponential moving average of the parameters in the optimizer's state.
 
     After each update, `average += (1 - decay) * (params - average)`. The average starts as a copy of the initial
-    parameters, has their sharding, and is saved with the optimizer's state. The updates are not changed.
+    parameters, has their sharding, and is saved with the optimizer's state. The updates pass through unchanged.
     `LossStep(ema=...)` adds this transformation.
 
     >>> optimizer = optax.chain(optax.sgd(1.0), ema(0.75))  # It must be the last transformation.
@@ -39,7 +39,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
 
     Args:
       decay: Either a number from 0 to 1, for an average over about `1 / (1 - decay)` updates, or a function of the
-        number of earlier updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets a
+        number of previous updates. For example, `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))` lets a
         short run forget its initial parameters.
 
     Raises:
@@ -49,7 +49,7 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformati
         raise ValueError(f"ema must be a number from 0 to 1, such as 0.999, or a function of the count, got {decay!r}.")
 
     def init(params: Any) -> EMAState:
-        # Copies, because the parameters are donated too.
+        # Make copies, because the parameters are donated too.
         copies = jax.tree.map(lambda leaf: jnp.array(leaf, _average_dtype(leaf), copy=True), params)
         return EMAState(jnp.zeros((), jnp.int32), copies)
 
@@ -109,7 +109,7 @@ def by_path(transformations: Mapping[str, optax.GradientTransformation | None]) 
 
     Args:
       transformations: A dict that maps patterns (see `jaxloop.path_patterns.matches`) to Optax transformations or None.
-        Patterns with the same transformation object share its state. Different objects are independent: an
+        Patterns mapped to the same transformation object share its state. Different objects are independent: an
         `optax.clip_by_global_norm` in one of them computes the norm over that object's parameters only. To clip by the
         norm of all gradients, write `optax.chain(optax.clip_by_global_norm(1.0), by_path(...))`.
 
@@ -152,7 +152,7 @@ def _average_dtype(leaf: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-# The update is -0.0, because adding 0.0 would change a parameter of -0.0.
+# The update is -0.0, because adding 0.0 to a parameter of -0.0 would change it.
 _FROZEN = optax.GradientTransformation(
     lambda params: optax.EmptyState(),
     lambda updates, state, params=None: (jax.tree.map(lambda leaf: -jnp.zeros_like(leaf), updates), state),

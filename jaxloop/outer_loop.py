@@ -47,7 +47,7 @@ from jaxloop.watchdog import Watchdog
 from jaxloop.whole_run import WholeRun, checkpoint_actions, directories_of
 
 STOP_LOOP = types.STOP_LOOP
-"""The name of the output with which a train or eval loop ends the experiment: `outputs[STOP_LOOP] = True`."""
+"""The name of the output that a train or eval loop sets to end the experiment: `outputs[STOP_LOOP] = True`."""
 
 
 @final
@@ -72,10 +72,10 @@ class OuterLoop:
       train_loop: The loop that trains; None to evaluate only.
       eval_loops: One loop for each `EvalSpec` that is passed to `__call__`.
       checkpoint_spec: The checkpoints to resume from or, without a train loop, to evaluate. None for no checkpoints.
-      workdir: The directory of `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the history is
-        appended to the file immediately, and a resumed run continues the file. If None, a run with a train loop and a
-        `checkpoint_spec` uses the directory of the checkpoints, and any other run writes no file.
-      log_interval: When to add a row to the history. The row contains the train metrics since the previous row. Like
+      workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each row of the
+        history is appended to the file immediately, and a resumed run continues the file. If None, a run with a train
+        loop and a `checkpoint_spec` uses the checkpoint directory, and any other run writes no file.
+      log_interval: When to add a row to the history. The row contains the train metrics since the previous row. As with
         the interval of an action, an int counts train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
@@ -83,8 +83,8 @@ class OuterLoop:
       watchdog: A `Watchdog` that ends the run if it hangs; None for no watchdog.
       skip: The numbers of the batches to leave out, as if the training data had never contained them. Batches are
         numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves out the
-        batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch, a
-        row of the history records its number as `left_out.batch`.
+        batch of step 48,213. In a multi-process job, each process leaves out its part of the batch. For each batch left
+        out, a row of the history records its number as `left_out.batch`.
 
     Attributes:
       train_loop: The argument of the same name.
@@ -151,11 +151,11 @@ class OuterLoop:
         self.log_interval: int | Schedule = log_interval
         self._spent = Spent()
         self._passes = 0  # Completed epochs.
-        self._sources: dict[int, PositionedIterator] = {}  # By the ids of the iterators of the last call.
+        self._sources: dict[int, PositionedIterator] = {}  # Keyed by the `id` of each iterator.
 
     @property
     def history(self) -> History:
-        """The metrics of the run: train metrics under "train", and those of an evaluation under its name.
+        """The metrics of the run: train metrics under "train", and the metrics of each evaluation under its name.
 
         The history contains no statistics such as steps per second, so repeating a run produces the same history.
         """
@@ -163,7 +163,7 @@ class OuterLoop:
 
     @property
     def spent(self) -> Spent:
-        """The time report for the last call. `str` formats it as one sentence."""
+        """A breakdown of how the last call spent its time. `str` formats it as one sentence."""
         return self._spent
 
     @property
@@ -191,12 +191,12 @@ class OuterLoop:
         writers flushed. If an exception ends it, `rescued_state` holds the state after the last completed step, and the
         train loop's `CheckpointAction`s save it.
 
-        Before actions are called at a step inside a loop, the run reads the next batch to find out whether the step is
-        the last one. A checkpoint stores the data position before that batch.
+        Before calling actions at a step inside a loop, the run reads the next batch to find out whether the step is the
+        last one. A checkpoint stores the data position before that batch.
 
         Args:
           state: The train state. The train loop donates it; without a train loop it stays usable.
-          train_dataset: An iterator of batches, or an iterable from which one iterator is made. For a train step that
+          train_dataset: An iterator over batches, or an iterable from which the run creates one. If the train step
             needs no data, pass None: `run` then receives None as its batch, which counts as one example, and
             `train_total_steps` or `stop` must end the run.
           train_total_steps: The total number of optimizer updates, including those before a resume; None to train until
@@ -208,7 +208,7 @@ class OuterLoop:
           stop: A schedule that also ends the training, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is given too, the run ends at whichever
-            comes first. A checkpoint stores the epoch and the position in it. If the order of later epochs can't be
+            comes first. A checkpoint stores the epoch and the position within it. If the order of later epochs can't be
             reproduced, a warning is logged at the start of the run.
           on_exhausted: What to do if the training dataset ends before `train_total_steps`: "stop" ends the run with a
             warning; "raise" saves the last step and raises an error.
@@ -326,19 +326,20 @@ class OuterLoop:
         eval 'eval' | It would never run: eval_loop_interval=50, a
 
         Args:
-          state: The initial state of the run, which the check doesn't donate; or its shapes from
-            `step.abstract_state(...)`, which need no memory.
-          train_dataset: See `__call__`, which also describes the following arguments. If this is an iterator, its first
-            batch is read, and the next run of this `OuterLoop` begins with that batch.
+          state: The initial state of the run, which the check doesn't donate; or the result of
+            `step.abstract_state(...)`, which takes no memory.
+          train_dataset: See `__call__`, which also describes the following arguments. If this is an iterator, the check
+            reads its first batch, and the next run of this `OuterLoop` begins with that batch.
           topology: The TPUs to compile the train step for, such as "v5e:16x16". This machine doesn't need to have them.
             The report then contains the memory, FLOPs and communication per device on these TPUs, and an error if the
             step doesn't fit. This needs libtpu (`pip install 'jaxloop[tpu-check]'`). The batch must be the global
             batch of all devices.
 
         Returns:
-          A report of the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. With
-          a work directory, the report is also written to `check.json` there, for `python -m jaxloop report`. Apart from
-          this file, a check only creates the directories for checkpoints and the history if they are missing.
+          A report with the plan and all problems. `report.raise_errors()` raises an exception if it contains errors. If
+          there is a work directory, the report is also written to its `check.json`, which `python -m jaxloop report`
+          reads. Apart from this file, a check only creates the directories for checkpoints and the history if they are
+          missing.
         """
         specs = named(eval_specs)
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, specs, stop, train_epochs, on_exhausted)
@@ -364,9 +365,9 @@ class OuterLoop:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Sequence[lock.DirectoryLock]]:
-        """Locks the directories that the run writes to against other programs.
+        """Locks the directories that the run writes to, so that no other program can write to them.
 
-        In a multi-process job, the first process does so for all processes.
+        In a multi-process job, the first process holds the locks for all processes.
         """
         directories = directories_of(self.train_loop, self.checkpoint_spec, self._workdir)
         for directory in directories:  # Fails now rather than after hours of training.
@@ -389,7 +390,7 @@ class OuterLoop:
     def _join_loops(
         self, spec: RunSpec, log: run_log.RunLog, before: Training | None
     ) -> tuple[Evaluations, Training | None]:
-        """Joins the loops into one run, whose actions are closed by this object.
+        """Joins the loops into one run. This object closes its actions.
 
         Args:
           spec: The arguments of the call.
@@ -500,7 +501,7 @@ class OuterLoop:
 
     def _close_actions(self, raise_errors: bool) -> None:
         errors = []
-        for action in reversed(_all_actions(self._loops)):  # So the progress bar, often first, times the others.
+        for action in reversed(_all_actions(self._loops)):  # Lets the progress bar, often first, time the others.
             try:
                 with self._loops[0].engine.progress.stopwatch.counting(action.time_category):
                     action.close()

@@ -19,11 +19,11 @@ from jaxloop import metrics, timing, types
 from jaxloop.structures import PerStructure
 
 CHUNK_SIZE = 32
-"""The number of steps whose scalars leave an accelerator as one array. For fewer, compiling isn't worth its time."""
+"""The number of steps whose scalars are copied from an accelerator as one array. It isn't worth compiling for fewer."""
 
 
 def chunk_size(max_steps_in_flight: int) -> int:
-    """Returns the number of steps that a loop dispatches before it handles their outputs: at most half in flight."""
+    """Returns the number of steps to dispatch before handling their outputs: at most half of those in flight."""
     return min(CHUNK_SIZE, -(-max_steps_in_flight // 2))
 
 
@@ -37,8 +37,8 @@ class Arrived:
     [{'loss': 3.0}, {'loss': 2.0}]
 
     Attributes:
-      blocks: Pairs of columns and their number of steps, in order. All steps of a block report the same names. The
-        columns are None if the steps have no outputs.
+      blocks: Pairs `(columns, num_steps)`, in order. All steps of a block report the same names. The columns are None
+        if the steps have no outputs.
     """
 
     def __init__(self, blocks: Iterable[tuple[dict[str, Any] | None, int]] = ()):
@@ -84,16 +84,16 @@ def split_block(block: tuple[Any, int], num_steps: int) -> tuple[Any, Any]:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """The outputs, on the devices, of several steps that were dispatched together.
+    """The on-device outputs of several steps that were dispatched together.
 
-    The leading axis of each array is the axis of the steps.
+    The leading axis of each array counts the steps.
     """
 
     outputs: types.Output
     num_steps: int
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the last step, on the host, or `{}` while one of them is still being computed."""
+        """Returns the scalars of the last step on the host, or `{}` if any of them is still being computed."""
         arrays = {name: value for name, value in (self.outputs or {}).items() if getattr(value, "ndim", 0) == 1}
         if not all(map(metrics.is_ready, arrays.values())):
             return {}
@@ -115,7 +115,7 @@ def _unstacked(value: Any, number: int) -> Sequence[Any]:
 
 
 class _Chunk:
-    """The outputs of some steps, which are being moved to the host.
+    """The outputs of several steps that are being moved to the host.
 
     Args:
       outputs: The outputs of each step on the devices. Steps that were dispatched together share a `Block`.
@@ -203,7 +203,7 @@ def _columns_if_alike(rows: "Sequence[types.Output | Block]") -> dict[str, list[
         return None
     try:
         columns = {name: [row[name] for row in rows] for name in rows[0]}  # pyright: ignore
-        # Each row has all names of the first. If the total number of names matches, no row has other names.
+        # Each row has all the names of the first row. If the total number of names matches, no row has other names.
         return columns if sum(map(len, rows)) == len(columns) * len(rows) else None  # pyright: ignore
     except (KeyError, TypeError):
         return None
@@ -215,13 +215,13 @@ def _kind(outputs: "types.Output | Block") -> Any:
 
 
 def _columns_of_scalars(chunk: Sequence[types.Output]) -> dict[str, list[jax.Array]]:
-    """Returns the on-device values of each name under which all steps report a scalar of the same dtype."""
+    """Returns, by name, the on-device values of each output that is a scalar of the same dtype in all steps."""
     columns = {}
     for name, first in (chunk[0] or {}).items():
         values = [outputs.get(name) if outputs else None for outputs in chunk]
         scalars = [value for value in values if isinstance(value, jax.Array) and not value.ndim]
         is_whole = len(scalars) == len(values) and {value.dtype for value in scalars} == {first.dtype}
-        if is_whole and isinstance(first.dtype, np.dtype):  # No typed keys.
+        if is_whole and isinstance(first.dtype, np.dtype):  # Excludes typed keys.
             columns[name] = scalars
     return columns
 
@@ -238,20 +238,20 @@ class OutputQueue:
     """Receives the outputs of a loop's steps, and returns them when they are on the host.
 
     The host reads values from a device only in `drain`, or when the devices hold the outputs of more than
-    `max_steps_kept` steps. That bounds the memory used on the devices. If the devices share the host's memory, nothing
+    `max_steps_kept` steps. This bounds the memory used on the devices. If the devices share the host's memory, nothing
     needs to be copied, and the queue reads the values as soon as some steps are computed, while the values are still in
-    the CPU caches. The host waits only if it is more than `max_steps_in_flight` steps ahead. That bounds the number of
+    the CPU caches. The host waits only if it is more than `max_steps_in_flight` steps ahead. This bounds the number of
     pending steps.
 
-    States of `clu.metrics` are merged one at a time, from the first to the last. The merged states are therefore the
-    same, bit for bit, wherever one chunk or queue ends and the next one begins.
+    `clu.metrics` states are merged one at a time, from first to last. The merged states are therefore bit-identical, no
+    matter where chunks and queues begin and end.
 
     Args:
       max_steps_in_flight: The maximum number of pending steps on the devices.
-      max_steps_kept: The maximum number of steps whose outputs stay on the devices if they are scalars. Larger outputs
-        are read as soon as their step is computed. None to use `max_steps_in_flight`.
+      max_steps_kept: The maximum number of steps whose outputs stay on the devices if all outputs are scalars. Larger
+        outputs are read as soon as their step is computed. None to use `max_steps_in_flight`.
       stopwatch: The stopwatch that measures the time spent waiting.
-      sums: The merged `clu.metrics` states of an earlier queue, by name, from which merging continues.
+      sums: The merged `clu.metrics` states of an earlier queue, by name. Merging continues from them.
       is_on_host: Whether the devices share the host's memory, so that nothing is copied. None to detect it.
 
     Attributes:
@@ -279,7 +279,7 @@ class OutputQueue:
         self._held = 0  # The number of steps in `_chunks`.
         self._num_outputs = 0  # The number of dispatches in `_chunks`.
         self._merged: dict[str, Any] = {}
-        self._are_plain = True  # Describes all steps before `newest`.
+        self._are_plain = True  # Whether all steps before `newest` are plain.
         # For each dispatch, an array to wait for and the number of steps; oldest first.
         self._in_flight: collections.deque[tuple[jax.Array | None, int]] = collections.deque()
         self._num_in_flight = 0
@@ -290,7 +290,7 @@ class OutputQueue:
         return self._chunk_size - self._steps
 
     def push(self, num_steps: int, state: Any) -> Arrived:
-        """Processes the outputs that were appended to `newest`, and returns those that have arrived on the host.
+        """Processes the outputs that were appended to `newest`, and returns the outputs that have arrived on the host.
 
         Args:
           num_steps: The number of steps that were appended: at most `room`, or the steps of one dispatch.
@@ -389,7 +389,7 @@ class OutputQueue:
             self._are_plain &= all(map(_is_plain, chunk))
         else:
             kinds = {kind for column in columns.values() for kind in set(map(type, column))}
-            # Arrays from one compiled function have the same axes, so checking those of the last step is enough.
+            # Arrays from one compiled function have the same axes, so it is enough to check the last step.
             self._are_plain &= all(issubclass(kind, jax.Array) for kind in kinds) and _is_plain(chunk[-1])
             if not any(map(metrics.is_metric_class, kinds)):
                 return chunk
@@ -412,7 +412,8 @@ class OutputQueue:
         return [_outputs_without(outputs, names) for outputs in chunk]
 
     def _sums(self, name: str, states: list[Any]) -> list[Any]:
-        """Returns the sum for a name so far, as a list with one element of the class of `states`, or an empty list."""
+        """Returns the sum so far for a name, in a list and converted to the class of `states`; `[]` if there is
+        none."""
         found = [sums[name] for sums in (self._merged, self._sums_before) if name in sums][:1]
         return metrics.as_states_like(found, states)
 
@@ -440,7 +441,7 @@ _merge_stacked = PerStructure(lambda: jax.jit(lambda before, stacked: _merge_alo
 
 
 def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:
-    """Merges the states in `before`, then those along the leading axis of `stacked`, from the first to the last."""
+    """Merges the states in `before`, then those along the leading axis of `stacked`, from first to last."""
     first, others = (jax.tree.map(lambda leaf, part=part: leaf[part], stacked) for part in (0, slice(1, None)))
     fold = lambda sums, state: (sums.merge(state), None)
     return jax.lax.scan(fold, metrics.merge([*before, first]), others)[0]

@@ -24,19 +24,20 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Returns the new path of each path that a pattern matches.
+    """Returns a dict that maps each path matched by a pattern to its new path.
 
     >>> renamed(["backbone/Dense_0/kernel", "head/kernel"], {"backbone/**": "encoder/**"})
     {'backbone/Dense_0/kernel': 'encoder/Dense_0/kernel'}
 
     Args:
       paths: The paths.
-      patterns: A dict from patterns to new paths. A new path contains the wildcards of its pattern in the same order;
-        each is replaced by the names that it matched. If several patterns match a path, the first one is used.
+      patterns: A dict that maps patterns to new paths. A new path contains the wildcards of its pattern in the same
+        order; each wildcard is replaced by the names that it matched. If several patterns match a path, the first one
+        is used.
 
     Raises:
       ValueError: If a pattern matches no path, if a pattern and its new path have different wildcards, or if two paths
-        have the same new path.
+        would get the same new path.
     """
     paths, new_paths = list(paths), {}
     for pattern, target in patterns.items():

@@ -59,11 +59,11 @@ class DatasetPosition:
         - "skip": No state. The order is the same each time, so the consumed batches are read again and skipped.
         - "unknown": No state, and no way to return to the position.
       count: The number of batches consumed since the start of the epoch, including those left out.
-      state: The state of the source at the newest mark, encoded by `jaxloop.encoding` or with raw bytes. None for the
-        start of the epoch.
+      state: The state of the source at the newest mark, encoded by `jaxloop.encoding` or containing raw bytes. None for
+        the start of the epoch.
       skip: The number of batches consumed since that mark.
-      fingerprint: Lines that identify the dataset: "source" for the parts of the pipeline and, once the first batch has
-        been read, "batch" for its leaves.
+      fingerprint: Lines that identify the dataset: "source" describes the parts of the pipeline and, once the first
+        batch has been read, "batch" describes its leaves.
     """
 
     kind: str
@@ -118,7 +118,7 @@ def _extract_arrays(state: Any, arrays: dict[str, np.ndarray] | None) -> Any:
 
 
 def _insert_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns the state, with the byte strings that `_extract_arrays` moved to `arrays` put back."""
+    """Puts the byte strings that `_extract_arrays` moved to `arrays` back into the state, and returns the state."""
     is_reference = lambda node: isinstance(node, dict) and _ARRAY_KEY in node
     insert = lambda node: np.asarray(arrays[node[_ARRAY_KEY]], np.uint8).tobytes() if is_reference(node) else node
     try:
@@ -144,8 +144,8 @@ class PositionedIterator(Iterator[types.Batch]):
     {'x': 3}
 
     A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
-    `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. tf.data
-    restores a checkpoint of its iterator. The batches between the newest mark and the position are then read and
+    `position(count)`. Grain datasets, sequences, and index functions can return to a position directly. For tf.data, a
+    checkpoint of the iterator is restored. The batches between the newest mark and the position are then read and
     skipped.
 
     Args:
@@ -197,12 +197,15 @@ class PositionedIterator(Iterator[types.Batch]):
         return self
 
     def _start_reading(self, iterator: Iterator[types.Batch], count: int, state: Any) -> None:
-        """Starts reading from an iterator after `count` batches. Its source has this state there (None if unknown)."""
+        """Starts reading from an iterator that has returned `count` batches.
+
+        `state` is the state of its source at that point (None if unknown).
+        """
         self.close()
         self._iterator, self._count = iterator, count
         self._has_begun = False  # True once a batch has been read since then.
         self._peeked: list[types.Batch] = []  # At most one batch.
-        self._seek_target: DatasetPosition | None = None  # Set until the first batch after it is checked.
+        self._seek_target: DatasetPosition | None = None  # Set until the next batch is checked.
         self._marks: deque[tuple[int, Any]] = deque([(count, state)], _MAX_MARKS)
         self._read_batch: Callable[[], types.Batch] = iterator.__next__
         if self._prefetch:
@@ -237,7 +240,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
         Args:
           numbers: The numbers of the batches in the dataset, starting at 1. If they include batches that have already
-            been read, the caller asserts that these were left out, too. `seek` forgets all numbers.
+            been read, the caller guarantees that those were left out too. `seek` clears the numbers.
         """
         self._left_out = tuple(sorted(set(numbers)))
         if self._left_out and reads_state(self):
@@ -324,7 +327,7 @@ class PositionedIterator(Iterator[types.Batch]):
     # Batches -----------------------------------------------------------------------------------------
 
     def converted_by(self, convert: Callable[[types.Batch], types.Batch]) -> "PositionedIterator":
-        """Makes the iterator apply a function to each batch before returning the batch. Returns this iterator."""
+        """Makes the iterator apply a function to each batch that it returns. Returns this iterator."""
         if self._convert is not convert:
             self._convert = convert
             self._peeked = [convert(batch) for batch in self._peeked]
@@ -361,7 +364,7 @@ class PositionedIterator(Iterator[types.Batch]):
         logging.info("Skipped %d batches of %s in %.1f s.", num_batches, name_of(self._dataset), secs)
 
     def close(self) -> None:
-        """Stops the thread that reads ahead, if there is one. The iterator then has no more batches."""
+        """Stops the prefetch thread, if there is one; after that, the iterator has no more batches."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -386,7 +389,7 @@ class PositionedIterator(Iterator[types.Batch]):
     # Positions ---------------------------------------------------------------------------------------
 
     def mark(self, *, if_cheap: bool = False) -> None:
-        """Stores the state of the source, on which later positions are based. Call this when all read batches are used.
+        """Stores the state of the source as the basis for later positions. Call this once all batches read are used.
 
         A mark takes microseconds for Grain, milliseconds for tf.data, and no time for sources whose position is a
         number. If a thread reads ahead, the mark is placed after the next batch that the thread reads.
@@ -405,7 +408,7 @@ class PositionedIterator(Iterator[types.Batch]):
                 self._marks.append((self._count, state))
 
     def position(self, count: int | None = None) -> DatasetPosition:
-        """Returns the position after the first `count` batches returned in this epoch, or after all if that is None.
+        """Returns the position after `count` returned batches of this epoch, or after all of them if `count` is None.
 
         Raises:
           ValueError: If `count` is larger than the number of batches returned, or is before the oldest stored mark.
@@ -427,9 +430,9 @@ class PositionedIterator(Iterator[types.Batch]):
         return DatasetPosition(self._kind_without_state if count else self.kind, count, None, count, fingerprint)
 
     def seek(self, saved: DatasetPosition) -> None:
-        """Goes to a position that an iterator over the same dataset returned, in this process or another.
+        """Goes to a position that an iterator over the same dataset returned, in this or another process.
 
-        If batches must be skipped, the number of batches and the time this took are logged.
+        If batches must be skipped, logs their number and the time this took.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
@@ -463,7 +466,7 @@ class PositionedIterator(Iterator[types.Batch]):
             self._fingerprint["batch"] = list(saved.fingerprint["batch"])
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position as a dict, like the method of Grain's iterators."""
+        """Returns the position as a dict, like the `get_state` method of Grain's iterators."""
         return self.position().to_dict()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -475,7 +478,7 @@ class PositionedIterator(Iterator[types.Batch]):
         if saved.kind not in ("skip", "unknown"):
             check_same([*(before or now), f"kind {saved.kind!r}"], [*now, f"kind {kind!r}"])
         elif before and before[0].split()[0] == now[0].split()[0]:
-            check_same(before, now)  # Otherwise, if a list replaced a generator, say, skip as many batches.
+            check_same(before, now)  # Otherwise, e.g. if a list replaced a generator, only skips batches.
 
     def _fresh_iterator(self) -> Iterator[types.Batch]:
         start = random_state(self._dataset)
@@ -490,7 +493,7 @@ class PositionedIterator(Iterator[types.Batch]):
 
 
 def number_of(count: int, left_out: Sequence[int]) -> int:
-    """Returns the number, in the dataset, of the last of `count` batches that were not left out.
+    """Returns the dataset's number for the `count`-th batch that is not left out; 0 if `count` is 0.
 
     The numbers in `left_out` must be in ascending order.
 
@@ -509,7 +512,7 @@ def _iterate(dataset: Any) -> Iterator[types.Batch]:
 
 
 def _make_reader(ahead: ReadAhead, marks: deque[tuple[int, Any]], start: int) -> Callable[[], types.Batch]:
-    """Returns a function that takes batches from a prefetching thread.
+    """Returns a function that takes batches from a prefetch thread.
 
     The function is not a method, because that would create a reference cycle and keep the iterator and its thread alive
     for too long.
@@ -554,7 +557,7 @@ class DataWithOptions(Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Adds options for `PositionedIterator` to a dataset. Returns an iterator if the dataset is an iterator."""
+    """Adds options for `PositionedIterator` to a dataset. Returns an iterator if the dataset is one."""
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):
@@ -567,9 +570,9 @@ def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
 def skippable(data: Any) -> Iterable[types.Batch]:
     """Declares that a dataset yields the same batches in the same order each time it is created.
 
-    Some datasets can't save their position, such as generators or the result of `tfds.as_numpy`. With this declaration,
-    a resumed run reads and skips the batches that were used before. It logs how many it skipped and how long that took.
-    The declaration has no effect on a dataset that can save its position.
+    Some datasets, such as generators or the result of `tfds.as_numpy`, can't save their position. With this
+    declaration, a resumed run reads and skips the batches that were already used. It logs how many it skipped and how
+    long that took. The declaration has no effect on a dataset that can save its position.
 
     With `train_epochs`, the dataset is created again for each epoch, and all epochs must have the same order. This
     rules out data whose order changes with each epoch, such as a PyTorch `DataLoader` that shuffles. Pass such data as

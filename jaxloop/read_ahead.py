@@ -83,7 +83,7 @@ class ReadAhead:
 
 
 class _Buffer:
-    """State shared by the thread and the consumer.
+    """The state shared by the thread and the consumer.
 
     The thread must not refer to the `ReadAhead`. Otherwise the `ReadAhead` would never be garbage-collected, and the
     thread would never end.

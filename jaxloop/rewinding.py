@@ -1,4 +1,4 @@
-"""`rewind`, which returns to the state before any step of a run."""
+"""`rewind`, which reproduces the state before any step of a run."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ class Rewound(NamedTuple):
       state: The train state before the step.
       batch: The batch of the step, as the dataset returns it.
       keys: The PRNG keys that `run` uses for this batch; see `Step.prng_key`.
-      num_verified: The number of rows in the history that the repeated steps have reproduced.
+      num_verified: The number of history rows that the repeated steps reproduced.
     """
 
     state: Any
@@ -51,9 +51,9 @@ def rewind(
 ) -> Rewound:
     """Reproduces, bit for bit, the state, the batch and the PRNG keys that a run used for a given step.
 
-    The newest checkpoint before the step is restored, and the steps since then are repeated, without evaluations and
-    actions. Nothing in the work directory is changed. You can then run the step again eagerly, in a debugger, or after
-    changing it:
+    Restores the newest checkpoint before the step and repeats the steps since then, without evaluations or actions.
+    Nothing in the work directory is changed. You can then run the step again eagerly, in a debugger, or after changing
+    it:
 
     >>> import tempfile, jaxloop
     >>> from jaxloop import examples
@@ -74,9 +74,9 @@ def rewind(
         initial state.
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counted in updates from 1.
-      state: A state with the structure of the run's state, or its shapes. If None, the step makes a state as in its
-        last call to `initialize_model`. If there is no earlier checkpoint, the run is repeated from this state, which
-        is then donated.
+      state: A state with the structure of the run's state, or an abstract state. If None, the step makes a state as in
+        its last call to `initialize_model`. If there is no earlier checkpoint, the run is repeated from this state,
+        which is donated in that case.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.
@@ -174,7 +174,7 @@ def _restored(
             return restored, whole.load(opened, template)
     try:
         step_num = step_num_of(given)
-    except TypeError:  # The shapes of a state.
+    except TypeError:  # An abstract state.
         step_num = before + 1
     if step_num > before:
         raise FileNotFoundError(
@@ -224,7 +224,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields, for each row, the two steps between which its train metrics were measured, and the metrics."""
+    """Yields the two steps between which each row's train metrics were measured, and the metrics."""
     before = 0
     for row in rows:
         if "train" in row.logs:

@@ -32,7 +32,7 @@ FILE = "goodput.jsonl"
 
 _LINE_SECS = 1.0  # At most one log line per second, however short the loops are.
 _MAX_LINE_BYTES = 100_000
-_PULSE = struct.Struct("<qd")  # The number of updates that were begun, and the time of the newest one.
+_PULSE = struct.Struct("<qd")  # The number of updates begun, and the time of the newest.
 _ID = re.compile(r"[0-9a-f]{16}")
 _KINDS = tuple(field.name for field in dataclasses.fields(Spent) if field.name not in ("steps", "samples"))
 _has_claimed_start = False  # True once a run has counted the time since this process started.
@@ -40,18 +40,18 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 
 @final
 class RunLog:
-    """Writes the run log of one call of an `OuterLoop`.
+    """Writes the run log of one call to an `OuterLoop`.
 
     A line is appended when the run starts, when its first step is known, at log points (at most once per second), and
     when it ends. In between, each batch stores its step and the time in shared memory (the pulse), which survives
     SIGKILL. The next run in the directory copies the pulse of a killed run to the log if it is on the same machine.
-    Otherwise, the last line is the last known progress of the killed run.
+    Otherwise, the last line shows the last known progress of the killed run.
 
     The log never stops a run: if it can't be written, one warning is logged, and nothing more is written.
 
     Args:
       workdir: The directory. If it is None or remote, no log is written.
-      spent: A function that returns the time report of the call so far.
+      spent: A function that returns the time report for the call so far.
       clock: A function that returns the time in seconds since the epoch.
     """
 
@@ -71,7 +71,7 @@ class RunLog:
         """Writes the log line that marks the start of a run.
 
         Args:
-          **described: A description of the run, as JSON types. The program's Git commit is added to the notes.
+          **described: A description of the run, as JSON values. The program's Git commit is added to the notes.
         """
         self.notes = described.pop("notes", {})
         if self._path is None:
@@ -177,12 +177,13 @@ class Attempt:
 
     Attributes:
       run: A random ID, in hexadecimal.
-      started: The time when the call of the `OuterLoop` started, in seconds since the epoch.
-      since: The time when the process started; `started` for later calls in the same process, and in notebooks.
-      described: The other values of the log line for the start: `pid`, `host`, `total_steps`, `notes`.
+      started: The time when the call to the `OuterLoop` started, in seconds since the epoch.
+      since: The time when the process started; equal to `started` for later calls in the same process, and in
+        notebooks.
+      described: The other values in the log line of the start: `pid`, `host`, `total_steps`, `notes`.
       points: The later lines, each as `(time, step, seconds by kind)`. The first line records the first step.
-      reason: How the run ended: `"finished"`, `"stopped"` by an output or an action, `"SIGTERM"` or another signal,
-        `"error: ..."`; None if it was killed or is still running.
+      reason: How the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or another signal,
+        or `"error: ..."`. None if it was killed or is still running.
       killed: The time and the step of the last sign of life of a run that was killed; None if unknown.
     """
 
@@ -202,7 +203,7 @@ class Attempt:
         return _read_pulse(self.run)
 
     def is_alive(self) -> bool:
-        """Returns whether the process of this start is still running on this machine."""
+        """Returns whether the process of this attempt is still running on this machine."""
         pid = self.described.get("pid")
         if type(pid) is not int or not 0 < pid < 2**31:
             return False
@@ -224,7 +225,7 @@ class Attempt:
 
 
 def read(workdir: epath.PathLike) -> list[Attempt]:
-    """Reads the run log of a directory, and returns the starts in order. Malformed lines are skipped.
+    """Reads the run log in a directory, and returns the starts in order. Malformed lines are skipped.
 
     Raises:
       OSError: If the file is not a regular file, or can't be read.
@@ -242,7 +243,7 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
-    """Adds a line of the log to the attempts. May raise any exception if the line is broken."""
+    """Adds a line of the log to the attempts. May raise various exceptions if the line is malformed."""
     event, when, run = line["event"], _seconds(line["time"]), line["run"]
     if event == "start":
         if _ID.fullmatch(run) and run not in attempts:
@@ -283,7 +284,7 @@ def flat(logs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the notes of a run as JSON types.
+    """Returns the notes of a run as JSON values.
 
     Raises:
       TypeError: If the notes are not a dict of strings, numbers and booleans.
@@ -306,7 +307,7 @@ def checked_notes(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns the commit of the Git repository that contains the program, as a note; empty if there is none."""
+    """Returns a note with the commit of the program's Git repository; an empty dict if there is none."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
@@ -352,7 +353,7 @@ def _read_pulse(run: str) -> tuple[float, int] | None:
 
 
 def _started_at(now: float) -> float:
-    """Returns the start time of the process for its first run; `now` for later runs, and in notebooks."""
+    """Returns the start time of the process for its first run, and `now` for later runs and in notebooks."""
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
     if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:

@@ -69,7 +69,7 @@ def _library() -> Any:
 
 @final
 class SafetensorsFile:
-    """A safetensors file that can be read like a `Checkpoint`. Dots in the names of its tensors become slashes.
+    """A safetensors file that can be read like a `Checkpoint`. Dots in tensor names become slashes.
 
     Attributes:
       path: The path of the file.

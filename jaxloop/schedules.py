@@ -1,4 +1,4 @@
-"""The progress of a run, and schedules, which decide at which steps of a run something happens.
+"""The progress of a run, and schedules, which decide when something happens in a run.
 
 A schedule is immutable and stateless. It answers two questions: did it fire between `before` and `now`, and what is the
 next step, time or loop end at which it can fire? Until then, a run doesn't need to call it again.
@@ -63,7 +63,7 @@ class Elapsed:
         is_last: bool = False,
         previous: "Elapsed | None" = None,
     ):
-        own = vars(self)  # Takes less than half the time of a frozen class; there may be one object per step.
+        own = vars(self)  # More than twice as fast as a frozen dataclass; there may be one object per step.
         own["steps"], own["samples"], own["time"], own["loops"] = steps, samples, time, loops
         own["is_last"], own["previous"] = is_last, previous
 
@@ -106,7 +106,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """Converts a count to a type that JAX accepts. Above 32 bits, it becomes a float, which is exact on the host."""
+    """Converts a count to a type that JAX accepts. Counts above 32 bits become floats, which are exact on the host."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -129,7 +129,7 @@ class Schedule(abc.ABC):
 
     Create schedules with `every`, `at`, `after` and similar functions, and combine them with `|`, `&` and `~`.
 
-    Schedules are hashed by identity, so two equal schedules are different keys of a dictionary.
+    Schedules are hashed by identity, so two schedules with the same arguments are different dictionary keys.
 
     Hooks:
       fires: Called after each step at which the schedule can fire. Must be pure.
@@ -301,7 +301,7 @@ def last() -> Schedule:
 
 
 def always() -> Schedule:
-    """Returns a schedule that fires at each step."""
+    """Returns a schedule that fires at every step."""
     return _Always()
 
 
@@ -311,7 +311,7 @@ def never() -> Schedule:
 
 
 def is_always(schedule: Schedule) -> bool:
-    """Returns whether a schedule is known to fire at each step, like `always()` and `every(1)`."""
+    """Returns whether a schedule is known to fire at every step, like `always()` and `every(1)`."""
     return isinstance(schedule, _Always) or (
         isinstance(schedule, _Every) and (schedule.unit, schedule.value) == ("steps", 1)
     )
@@ -340,7 +340,7 @@ class Goal(NamedTuple):
 def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
     """Returns the next step, time and loop at which any of the intervals may be due.
 
-    Before the first of these, the run doesn't need to check the intervals.
+    Until the first of these is reached, the run doesn't need to check the intervals.
 
     Args:
       intervals: Schedules, or ints that count loops.
@@ -356,7 +356,7 @@ def goal_of(intervals: Iterable["int | Schedule"], now: Elapsed) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. A value of None means never. Returns None if all are None."""
+    """Returns the smallest of several steps or times, where None means never. Returns None if all are None."""
     return min((each for each in found if each is not None), default=None)
 
 
@@ -611,7 +611,7 @@ class _And(_Pair):
     def next_step(self, now: Elapsed) -> int | None:
         one, other = self.one.next_step(now), self.other.next_step(now)
         both = None if one is None or other is None else max(one, other)
-        # One schedule may fire by its step while the other fires by its time.
+        # One schedule may fire because of its step while the other fires because of its time.
         return earliest(
             [
                 both,

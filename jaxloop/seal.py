@@ -1,4 +1,4 @@
-"""Seals: files with checksums, which detect damaged files in a directory before the files are used.
+"""Seals: checksum files that reveal damaged files in a directory before they are used.
 
 A seal contains the sizes and checksums of the files. It detects storage errors and accidental changes, not forgery.
 This module depends on neither Orbax nor JAX.
@@ -32,8 +32,8 @@ def write(directory: epath.PathLike, values: Mapping[str, Mapping[str, Any]] | N
 
     Args:
       directory: The directory. Each of its files is read once, in chunks of 4 MiB.
-      values: Values in JSON files that will be rewritten later, by path and key: `{"about.json": {"author": "me"}}`. In
-        these files, the seal covers only the given values instead of all bytes.
+      values: The values to seal in JSON files that will be rewritten later, by path and key: `{"about.json": {"author":
+        "me"}}`. In these files, the seal covers only the given values rather than all bytes.
 
     Raises:
       OSError: If a file can't be read, or the seal can't be written.

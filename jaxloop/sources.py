@@ -118,7 +118,7 @@ class IndexedBatches(Iterable[types.Batch]):
 
 
 NO_DATA = IndexedBatches(lambda index: None, None)
-"""The dataset of a run with `train_dataset=None`: endless batches of None. The position is the number of batches."""
+"""The dataset of a run with `train_dataset=None`: endless batches of None. Its position is the number of batches."""
 
 
 def indexed(data: Any) -> IndexedBatches | None:
@@ -150,13 +150,13 @@ class Source:
     Hooks:
       read: Reads the position. Called after each batch if `is_cheap`; otherwise, when a checkpoint may be saved.
       restore: Called when a run resumes from a checkpoint.
-      first: Called before `restore`, to compare the first batch with that of the interrupted run.
+      first: Called before `restore`, to compare the first batch with the first batch of the interrupted run.
 
     Attributes:
       kind: The kind of position, as in `DatasetPosition`; empty if the position is unknown.
       start: The number of the first batch, if the position is described by a number; otherwise None.
       is_cheap: True if reading the state is cheap enough to do after each batch.
-      problem: A message that explains why the state could not be read and how to fix it; None if there is no problem.
+      problem: A message that explains why the state could not be read and how to fix that; None if there is no problem.
     """
 
     kind: str = ""
@@ -338,7 +338,7 @@ class _Torch(_Stateful):
 
 
 def num_batches(data: Any) -> int | None:
-    """Returns the number of batches in one epoch of a dataset, or left in an iterator. Returns None if it is unknown.
+    """Returns the number of batches in an epoch of a dataset, or the number left in an iterator; None if unknown.
 
     >>> num_batches([1, 2, 3]), num_batches(iter([1, 2])), num_batches(each for each in [1])
     (3, 2, None)
@@ -434,7 +434,7 @@ def _restore_tf(iterator: Any, state: dict[str, bytes]) -> Any:
 
 # Parts of a tf.data pipeline that create the iterator of their input immediately, and once per epoch.
 _MADE_AT_ONCE = set("Batch ParallelBatch PaddedBatch Map ParallelMap Prefetch Filter Take Skip Zip Options".split())
-# Parts that may be between a shuffle and a repeat, because their iterators can be saved until the input has ended.
+# Parts that may come between a shuffle and a repeat, because their iterators can be saved until the input has ended.
 _SAVED_TO_THE_END = {"Batch", "PaddedBatch", "Map", "Shuffle"}
 
 
@@ -460,7 +460,7 @@ def _orders(parts: list[tuple[Any, tuple[str, ...]]]) -> list[tuple[str, ...]]:
 
 
 def _has_one_order_per_epoch(dataset: Any) -> bool:
-    """Returns True if a single part of a tf.data pipeline sets an epoch's order when its iterator is created."""
+    """Returns True if one part of a tf.data pipeline alone sets an epoch's order when its iterator is created."""
     orders = _orders(_random_parts(dataset))
     return len(orders) == 1 and _MADE_AT_ONCE.issuperset(orders[0])
 
@@ -570,7 +570,7 @@ def keeping_random_state(dataset: Any) -> Iterator[None]:
             _set_random_state(loader, state)
 
 
-# The key that marks an array that was a tensor in a PyTorch state (for example, the state of a generator).
+# The key that marks an array that was a tensor in a PyTorch state, such as the state of a generator.
 _TENSOR = "torch.Tensor"
 
 

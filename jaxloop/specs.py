@@ -22,7 +22,7 @@ class EvalContext:
 
     Attributes:
       is_continuous_eval: True if there is no train loop, and checkpoints are evaluated as they appear.
-      step_num: The number of completed updates of the state to evaluate.
+      step_num: The number of completed updates in the state to evaluate.
       loop_count: The number of completed train loops; in continuous evaluation, the number of evaluated checkpoints.
     """
 
@@ -44,7 +44,7 @@ class EvalSpec:
       dataset: An iterable of batches, or a function that returns one. Each evaluation reads it from the start.
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches.
       num_steps: The number of batches to evaluate; None for all.
-      eval_loop_interval: The number of train loops per evaluation; None to evaluate after each loop. Ignored in
+      eval_loop_interval: The number of train loops between evaluations; None to evaluate after each loop. Ignored in
         continuous evaluation.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
@@ -162,7 +162,7 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 
 
 def evaluations_in(train_loops: int, spec: EvalSpec) -> int | None:
-    """Returns the number of evaluations in a number of train loops, or None if it depends on anything else."""
+    """Returns the number of evaluations in `train_loops` train loops, or None if it depends on anything else."""
     if isinstance(spec.when_due, Schedule) or spec.should_eval_fn is not None:
         return None
     return train_loops // spec.when_due
@@ -242,7 +242,7 @@ class RunSpec:
 
     @property
     def data(self) -> Any:
-        """The training dataset. If there is none, an infinite iterable that yields None for each batch."""
+        """The training dataset or, if there is none, an infinite iterable that yields None for each batch."""
         return NO_DATA if self.train_dataset is None else self.train_dataset
 
     @property
@@ -262,7 +262,7 @@ class RunSpec:
         return is_multiple or step_num == self.total_steps
 
     def steps_of_next_loop(self, step_num: int) -> int | None:
-        """Returns the number of steps in the next loop, or None if only the end of the dataset ends it.
+        """Returns the number of steps in the next loop, or None if the loop runs to the end of the dataset.
 
         The loop ends at the next multiple of `loop_steps`, or at `total_steps`.
 

@@ -14,11 +14,11 @@ from jaxloop.step import Step
 STAT_NUM_PARAMS = "jaxloop/num_params"
 """The number of parameters."""
 STAT_NUM_FLOPS = "jaxloop/num_flops"
-"""Floating-point operations of one `run`, counted by XLA before optimization."""
+"""Floating-point operations of one `run`, on all devices together; see `Step.compute_num_flops`."""
 STAT_MFU = "jaxloop/model_flops_utilization"
-"""Achieved FLOPs per second, divided by the peak of the devices: 0 to 1. See `StatLoop.peak_flops_per_sec`."""
+"""Achieved FLOPs per second, as a fraction (0 to 1) of the devices' peak. See `StatLoop.peak_flops_per_sec`."""
 STAT_INIT_TIME = "jaxloop/init_time"
-"""The time of the loop's construction, in seconds since the Unix epoch."""
+"""The time at which the loop was constructed, in seconds since the Unix epoch."""
 STAT_BEGIN_TIME = "jaxloop/begin_time"
 """The time at which this call began, in seconds since the Unix epoch."""
 STAT_LIFE_TIME_SECS = "jaxloop/life_time_secs"
@@ -42,7 +42,7 @@ STAT_CHECKPOINT_TIME_SECS = "jaxloop/checkpoint_time_secs"
 STAT_SLOWEST_PROCESS = "jaxloop/slowest_process"
 """The index of the process that has spent the most time on its data and actions; only in multi-process training."""
 STAT_SLOWEST_PROCESS_SECS = "jaxloop/slowest_process_secs"
-"""Seconds by which that process exceeds the mean of the others, which have to wait for it."""
+"""Seconds by which the slowest process exceeds the mean of the others, which have to wait for it."""
 
 # These are the default, because they cost nothing.
 DEFAULT_STATS = (
@@ -110,7 +110,7 @@ class Statistics:
 
         Args:
           state: The state at the end of the interval.
-          spent: The time report of the interval; None to use the time since `begin_loop`.
+          spent: The time report for the interval; None to use the time since `begin_loop`.
           updates: The number of updates per batch. Each update counts as a step.
         """
         step, begin_time = self._step, self._begin[0]
@@ -142,7 +142,7 @@ class Statistics:
         return {name: stats[name] for name in self._names if stats.get(name) is not None}
 
     def _slowest_process(self) -> dict[str, float]:
-        """Returns `PROCESS_STATS`, if they were chosen and all processes call this."""
+        """Returns the `PROCESS_STATS` if they were chosen and all processes call this; otherwise an empty dict."""
         if set(PROCESS_STATS).isdisjoint(self._names) or not agreement.is_shared(self._step.partitioner.mesh):
             return {}
         own = self._stopwatch.secs_reading + self._stopwatch.spent().actions
@@ -185,8 +185,8 @@ class StatLoop(Loop):
       step: The step to run on each batch.
       stat_names: The names of the statistics to add; an empty list to add none. None for `DEFAULT_STATS`, which are the
         number of parameters, the total times, and the speed. `ALL_STATS` adds the time report, the slowest process, the
-        FLOPs and their utilization, and the times at which the loop was created and the call began. To count the FLOPs,
-        the step is traced once more.
+        FLOPs and their utilization, and the times at which the loop was created and the call began. Counting the FLOPs
+        traces the step one more time.
       global_batch_size: The number of examples in a batch, for `STAT_EXAMPLES_PER_SEC`; None to count them.
       clock: A function that returns the time in seconds, for measuring durations.
       max_steps_in_flight: See `Loop`.
@@ -209,7 +209,7 @@ class StatLoop(Loop):
     def peak_flops_per_sec(self) -> float | None:
         """The peak FLOPs per second of one device, for `STAT_MFU`. Set it if jaxloop doesn't know your device.
 
-        None for the bfloat16 peak of the device, which is known for many GPUs and TPUs.
+        None to use the bfloat16 peak of the device, which is known for many GPUs and TPUs.
         """
         return self._statistics.peak_flops_per_sec
 
@@ -218,7 +218,7 @@ class StatLoop(Loop):
         self._statistics.peak_flops_per_sec = value
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # Outputs on the host mean that the devices have finished. Without outputs, wait for the state.
+        # If there are outputs on the host, the devices have finished. Otherwise, wait for the state.
         if not outputs:
             with self.engine.progress.stopwatch.counting("device"):
                 metrics.wait(state)

@@ -25,9 +25,9 @@ class Status:
 
     Attributes:
       workdir: The work directory.
-      state: "running"; "killed"; "silent" if that can't be determined because the run started on a different host; or
-        the reason why the run ended: "finished", "stopped", "stopped by EarlyStoppingAction", "SIGTERM", "error: ...".
-        "no step was taken" if the last start did not run a step and did not reach `total_steps`.
+      state: "running"; "killed"; "silent" if it is unknown which, because the run started on a different host; or the
+        reason why the run ended: "finished", "stopped", "stopped by EarlyStoppingAction", "SIGTERM", "error: ...". "no
+        step was taken" if the last start did not run a step and did not reach `total_steps`.
       step: The number of completed updates; None if the last start has not reached its first step.
       total_steps: The planned number of updates; None if only the data or a schedule ends the run.
       steps_per_sec: The speed between the last two log points; None if unknown.

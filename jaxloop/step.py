@@ -59,7 +59,7 @@ class FusingError(ValueError):
 
 
 class Step:
-    """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass it and implement `run`.
+    """Processes one batch: `preprocess_batch -> begin -> run -> end`. Subclass `Step` and implement `run`.
 
     A loop passes each batch through these four hooks, in this order. The outputs that `run` and `end` return are a dict
     with string keys, or None.
@@ -70,7 +70,7 @@ class Step:
       run: Runs third, on the devices. It must be pure. It is compiled once for all devices, and donates the state.
       end: Runs fourth, on the host, and returns `(state, outputs)`. Reading an output value synchronizes with the
         device.
-      num_examples: Counts the examples of a batch from the dataset, before the other hooks.
+      num_examples: Counts the examples in a batch from the dataset. Called before the other hooks.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
       make_state: Creates the initial state. `initialize_model` compiles this hook, so it must be pure.
       begin_evaluation: Runs before the first batch of an evaluation.
@@ -113,22 +113,22 @@ class Step:
       partitioner: Decides where the state and the batches live.
       train: True for a step that trains, which also needs an optimizer. `run` can read this as `self.train`.
       should_shard_batch: False if `begin` already places the batch on the devices.
-      nnx_model_args: Positional arguments of an NNX class; an empty tuple if the class takes none.
+      nnx_model_args: Positional arguments for an NNX class; an empty tuple if the class takes none.
       begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts the steps within
         the loop. A schedule counts the steps of the run: `at(100)` fires at the update that makes `state.step` 100.
       end_actions: Actions that are called after `end`, with the outputs of the step. Their intervals work the same way.
-      **nnx_model_kwargs: Keyword arguments of an NNX class.
+      **nnx_model_kwargs: Keyword arguments for an NNX class.
 
     Raises:
-      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with another model.
+      ValueError: If `nnx_model_args` are missing for an NNX class, or are given with any other model.
       TypeError: If there is an unknown keyword and the model is not an NNX class.
     """
 
     max_batch_shapes: int = 16
-    """The maximum number of batch shapes in training. `run` is compiled for each of them; one more raises an error."""
+    """The maximum number of batch shapes in training. `run` is compiled for each; one more raises an error."""
 
     updates_per_step: int = 1
-    """The number of optimizer updates that `run` makes per training batch. `run` must add it to `state.step`.
+    """The number of optimizer updates that `run` makes per training batch. `run` must add this number to `state.step`.
 
     All step counts are counts of updates: `state.step`, `num_steps`, `train_total_steps`, schedules and the names
     of checkpoints. With `updates_per_step = 16`, each batch advances them by 16, and totals must be multiples of 16.
@@ -210,7 +210,7 @@ class Step:
         """Computes `(state, outputs)` from one batch. This method is compiled, so it must be pure.
 
         In training, `run` adds `updates_per_step` (1 by default) to `state.step`. An output with "loss" in its name and
-        one float per example is replaced by its mean. Wrap it in `MetricWithMetadata` to keep the values.
+        one float per example is replaced by its mean. To keep the values, wrap them in `MetricWithMetadata`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -219,7 +219,7 @@ class Step:
         return state, outputs
 
     def num_examples(self, batch: types.Batch) -> int:
-        """Returns the number of examples in a batch from the dataset. Means weight the batch by this number.
+        """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
         By default, this is the length of the leading axis. Override the method if batches are padded, or if the leading
         axes of the leaves differ. It may return any non-negative whole number: an int, a float, or an array with one
@@ -298,7 +298,7 @@ class Step:
             (`[[1, 64], key]`) or a dict by name (`{"x": [1, 64], "key": key}`). Unused if the model is an NNX module or
             None.
           log_num_params: Whether to log the number of parameters.
-          **init_kwargs: Arguments of `model.init` (Linen) or of the constructor (NNX).
+          **init_kwargs: Arguments for `model.init` (Linen) or for the constructor (NNX).
 
         Returns:
           A `TrainState` at step 0. Linen variables other than `params` and `batch_stats` are in `state.collections`.
@@ -353,7 +353,7 @@ class Step:
         return checkpoint.restore(checkpoint_dir, step, checks.adopt(state), transforms=transforms, any_optimizer=True)
 
     def abstract_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
-        """Returns the shapes of the state that `initialize_model` would make, without allocating memory.
+        """Returns the state that `initialize_model` would make, as shapes and dtypes only, without allocating memory.
 
         `compile` and `partitioner.report` accept the result instead of a state.
 
@@ -387,7 +387,7 @@ class Step:
         a step: ... FLOPs and ... B of a device's memory: 148 B of arguments, ... B of temporaries.
 
         Args:
-          state: A state, or its shapes from `abstract_state`, which take up no memory.
+          state: A state, or the result of `abstract_state`, which takes up no memory.
           batch: A batch, or a pytree of `jax.ShapeDtypeStruct`s. If given, the step is compiled for this batch, and the
             cost of the step is added to the table.
         """
@@ -404,14 +404,14 @@ class Step:
     def call_model(
         self, state: Any, params: Any, inputs: Any, *, train: bool | None = None, keys: Any = None
     ) -> tuple[Any, Any]:
-        """Calls the model, of any supported kind, inside a compiled function; see `jaxloop.models.forward`.
+        """Calls a model of any supported kind inside a compiled function; see `jaxloop.models.forward`.
 
         Args:
           state: The state.
           params: The parameters to use, for example the ones being differentiated.
           inputs: The input of the model.
           train: Whether to call the model in training mode; None for `self.train`.
-          keys: The random keys, for example for dropout, such as `self.prng_key(state.step)`. NNX models have their own
+          keys: The PRNG keys, for dropout for example, such as `self.prng_key(state.step)`. NNX models have their own
             keys.
 
         Returns:
@@ -425,13 +425,13 @@ class Step:
         return sum(leaf.size for leaf in jax.tree.leaves(getattr(state, "params", None)))
 
     def compute_num_flops(self, state: Any, batch: types.Batch) -> float:
-        """Returns the number of floating-point operations (FLOPs) in one call of `run`, on all devices together.
+        """Returns the number of floating-point operations (FLOPs) in one call to `run`, on all devices together.
 
         A multiply-add in a matrix product or convolution counts as two operations, and other arithmetic on floats as
         one per element. The body of a scan counts once per iteration, and that of a `while` loop once.
 
         The batch passes through the hooks before `run`, and `run` is traced but not executed. The state stays usable.
-        Both arguments may be shapes; see `compile`.
+        Both arguments may be abstract; see `compile`.
         """
         state, batch = self._in_shapes(state, batch)
         compiled = self._compiled_for(evaluates=False, fuses=False, watch=None)
@@ -460,13 +460,13 @@ class Step:
         True
 
         Args:
-          state: The state, which stays usable, or its shapes from `abstract_state`. None to set the arguments of
+          state: The state, which stays usable, or the result of `abstract_state`. None to set the arguments of
             `jax.jit` without compiling.
           batch: A batch from the dataset; or its shapes, as `jax.ShapeDtypeStruct`s or as a spec (see
             `initialize_model`). With shapes, the hooks before `run` receive zeros that take no memory.
           evaluates: Whether to compile `run` for `evaluate`, which makes no update.
           steps_per_dispatch: The number of steps in one dispatch.
-          **jit_kwargs: Arguments of `jax.jit`, which replace those of the partitioner. Passing any of them discards
+          **jit_kwargs: Arguments for `jax.jit`, which replace those of the partitioner. Passing any of them discards
             everything compiled so far.
         """
         if jit_kwargs or state is None:
@@ -673,7 +673,7 @@ class Step:
         *,
         elapsed: Elapsed | None = None,
     ) -> tuple[Any, types.Output]:
-        """Passes one batch through the hooks. It donates the state, so use the state that it returns.
+        """Passes one batch through the hooks and donates the state, so continue with the state that it returns.
 
         If `end` or an end action raises an error, `rescued_state` holds the state that `run` returned.
 
@@ -682,7 +682,7 @@ class Step:
           batch: A host batch.
           per_loop_step_number: The number of steps before this one in the loop, for the intervals of the step's
             actions.
-          log_num_flops: Whether to log the FLOPs of `run`, once.
+          log_num_flops: Whether to log the FLOPs of `run`. They are logged only once.
           elapsed: The progress of the run after this step, for the schedules of the step's actions. If None, the
             schedules count the steps within the loop.
 
@@ -707,7 +707,7 @@ class Step:
         return state, outputs
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Describes any host code that must run at each step, and therefore prevents a loop from fusing its steps.
+        """Describes any host code that must run at each step and therefore prevents a loop from fusing its steps.
 
         Returns None if there is no such code.
 
@@ -797,7 +797,7 @@ class Step:
         """Prepares the step for an evaluation. Called before the first batch."""
 
     def filler(self) -> Callable[[int], None] | None:
-        """Returns a function that sets the size to which short batches are padded; None if the step can't pad."""
+        """Returns a function that sets the size to which to pad short batches; None if the step can't pad."""
         return None
 
     def place(self, batch: types.Batch, *, evaluates: bool = False) -> types.Batch:
@@ -853,7 +853,7 @@ class Step:
         return compiled.leave(carry), outputs
 
     def explain(self, error: Exception, batch: types.Batch) -> None:
-        """Adds a note about the batch to an error that a step raised. Raises another error if the batch is invalid."""
+        """Adds a note about the batch to a step's error. Raises a different error if the batch is invalid."""
         if isinstance(error, TypeError | ValueError):
             checks.check_batch(batch)
         if batch is None:
@@ -891,7 +891,7 @@ class Step:
         """Converts the outputs of `run` to the form in which they are reported."""
         if not outputs:
             return outputs
-        is_padded = checks.is_user_defined(self, "num_examples")  # Its arrays may contain rows that don't count.
+        is_padded = checks.is_user_defined(self, "num_examples")  # The arrays may contain rows that don't count.
         outputs = types.mean_losses(outputs, None if is_padded else checks.num_examples(batch))
         return types.nnx_metrics_as_weighted(outputs)
 
@@ -959,7 +959,7 @@ class Step:
 
 
 class NumpyStep(Step):
-    """A `Step` that also accepts the tensors of other libraries.
+    """A `Step` that also accepts tensors from other libraries.
 
     Hooks:
       preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
@@ -981,14 +981,14 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
     needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
     if any(needs_it and number != place for number, needs_it in enumerate(needs)):
         return None
-    before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # Any number that is not special, and fits an int8.
+    before = jnp.asarray(41, jaxpr.in_avals[place].dtype)  # An arbitrary number that fits in an int8.
     closed = jax_core.ClosedJaxpr(needed, jaxpr.consts)  # pyright: ignore[reportPrivateImportUsage]
     (after,) = jax_core.jaxpr_as_fun(closed)(*[before] * any(needs))
     return int(metrics.fetch(after)) - 41
 
 
 def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
-    """Copies the outputs that are leaves of the state, because the next step donates it before they are read."""
+    """Copies outputs that are leaves of the state, because the next step donates the state before they are read."""
     donated = {id(leaf) for leaf in jax.tree.leaves(state)}
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)
 

@@ -43,7 +43,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: A function that returns the function for one structure. It must create and jit a new one in each call.
+      compile: A function that creates and jits the function for one structure. Each call must return a new one.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -58,9 +58,9 @@ class PerStructure:
         return self.of(*args)(*args)
 
     def of(self, *args: Any) -> Any:
-        """Returns the function for arguments with this structure."""
+        """Returns the function for the structure of these arguments."""
         return self._of(jax.tree.structure(args))
 
     def trace(self, *args: Any) -> jax.stages.Traced:
-        """Traces the function for arguments like these, which may be `jax.ShapeDtypeStruct`s."""
+        """Traces the function for these arguments, which may be `jax.ShapeDtypeStruct`s."""
         return self._of(jax.tree.structure(args)).trace(*args)

@@ -32,10 +32,10 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
     Each run is a separate process, which starts and compiles like your program. The first process runs to the end. For
     each of the given steps, a second process is killed with SIGKILL after that step was dispatched and pending saves
-    were committed. A third process then resumes the killed run. The processes are observed from outside, so they run
-    the same code path as your program, even with several steps per dispatch. This function compares the batch, the
-    state and the outputs of each step after the checkpoint, then the final state, leaf by leaf, and then the history
-    without its times.
+    were committed. A third process then resumes the killed run. Observing the processes doesn't change their code path,
+    which is the same as that of your program, even with several steps per dispatch. This function compares the batch,
+    the state and the outputs of each step after the checkpoint, then the final state, leaf by leaf, and then the
+    history without its times.
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -65,7 +65,7 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
         def start(name: str, kill_at: int = 0) -> subprocess.Popen[str]:
             process = processes.enter_context(_start(target, root / name, kill_at))
-            processes.callback(process.kill)  # If another one fails.
+            processes.callback(process.kill)  # In case another one fails.
             return process
 
         whole, killed = start("whole"), {step: start(str(step), step) for step in steps}
@@ -221,8 +221,8 @@ class _Observed:
 def _observe(kill_at: int) -> dict[int, _Observed]:
     """Observes all train loops without changing their code path, and kills the process at an update.
 
-    The process is killed when the batch after that update is read, which is after the update was dispatched. If that
-    batch belongs to the same dispatch, the process is killed later.
+    The process is killed when the batch after that update is read, which happens after the update was dispatched. If
+    that batch belongs to the same dispatch, the process is killed later.
     """
     observed: dict[int, _Observed] = {}
     feed_of, push, take, save = Stepper._feed_of, Stepper.push, Stepper._receive, CheckpointWriter.save
@@ -230,7 +230,7 @@ def _observe(kill_at: int) -> dict[int, _Observed]:
 
     def kill_after(number: int) -> None:
         if kill_at and number >= kill_at:
-            for writer in writers:  # A short run would end before its first save.
+            for writer in writers:  # Otherwise, a short run might never save.
                 writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 

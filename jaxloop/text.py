@@ -1,11 +1,11 @@
-"""Text that is safe to display in a terminal or a log."""
+"""Text that is safe to display in a terminal or log."""
 
 
 def printable(text: object) -> str:
-    r"""Returns a text as a single line, with all unprintable characters escaped.
+    r"""Returns text as a single line, with all unprintable characters escaped.
 
-    Names of metrics and texts read from files may contain newlines, carriage returns or escape sequences. Use this
-    function wherever they are displayed. Files store the original text.
+    Metric names and text read from files may contain newlines, carriage returns or escape sequences. Use this function
+    wherever such text is displayed. Files store the original text.
 
     >>> print(printable("loss\n\x1b[31m"))
     loss\n\x1b[31m

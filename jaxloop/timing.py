@@ -1,4 +1,4 @@
-"""Time reports, which show what the time of a run was spent on."""
+"""Time reports, which break down how a run spent its time."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ _NOT_TRAINING = ("evals", "checkpoints", "restores")
 @final
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """A time report, which shows what the time of a run was spent on. `str` formats it as one sentence.
+    """A breakdown of how a run spent its time. `str` formats it as one sentence.
 
     Attributes:
       data: Seconds spent waiting for the next batch.
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Tracks what time is spent on. Each second counts toward one kind of work, which is a field of `Spent`.
+    """Tracks how time is spent. Each second counts toward one kind of work, which is a field of `Spent`.
 
     >>> import itertools
     >>> stopwatch = Stopwatch(clock=itertools.count().__next__)
@@ -120,7 +120,7 @@ class Stopwatch:
         self.steps = 0
         self.samples = 0
         self.training: float = 0.0
-        """`spent().training` as of the last switch."""
+        """`spent().training` at the last switch."""
         self.first_step: Any = None
         """`state.step` after the first dispatch of the newest program. Once it is ready, the program has run."""
         self.secs_reading: float = 0.0
@@ -133,7 +133,7 @@ class Stopwatch:
         return self._kind
 
     def switch(self, kind: str | None) -> str | None:
-        """Starts timing another kind of work, or nothing if `kind` is None. Returns the previous kind."""
+        """Starts timing a different kind of work, or nothing if `kind` is None. Returns the previous kind."""
         now = self.clock()
         before = self._kind
         if before is not None:
@@ -144,7 +144,7 @@ class Stopwatch:
         return before
 
     def move(self, seconds: float, kind: str) -> None:
-        """Moves seconds from the current kind of work to another one.
+        """Moves seconds from the current kind of work to a different one.
 
         If the caller has already measured the seconds, this is cheaper than `switch`.
         """
@@ -153,7 +153,7 @@ class Stopwatch:
             self._seconds[kind] += seconds
 
     def training_at(self, reading: float) -> float:
-        """Returns `spent().training` at a reading of the clock, assuming that the current kind of work is training."""
+        """Returns `spent().training` at a clock reading, assuming that the current kind of work is training."""
         return self.training + (reading - self._since)
 
     def reading_at(self, training: float) -> float:
@@ -171,7 +171,7 @@ class Stopwatch:
             self.switch(before)
 
     def spent(self) -> Spent:
-        """Returns the time report up to now."""
+        """Returns the time report so far."""
         self.switch(self._kind)
         return Spent(**self._seconds, steps=self.steps, samples=self.samples)
 

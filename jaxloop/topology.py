@@ -1,4 +1,4 @@
-"""TPUs that this machine doesn't have. JAX can compile for them, but not run anything on them."""
+"""TPUs that this machine doesn't have. JAX can compile for them, but can't run anything on them."""
 
 import contextlib
 import functools

@@ -44,9 +44,9 @@ class TrainLoop(ActionLoop):
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size, clock: See `StatLoop`.
-      nan_policy: The reaction to NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first bad
-        step. The host reads the results of the check every 32 steps and before each save, so no checkpoint contains a
-        bad step. "skip" discards the update of a bad step: the state doesn't change, except for `state.step`, and the
+      nan_policy: What to do about NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that names the first
+        bad step. The host reads the results of the check every 32 steps and before each save, so no checkpoint contains
+        a bad step. "skip" discards the update of a bad step: the state doesn't change, except for `state.step`, and the
         step's outputs have no weight in means. `outputs["jaxloop/skipped_steps"]` counts these steps. "skip" needs
         device memory for a second copy of the state, and resets the step's `clu.metrics` unless they collect values.
         "ignore" checks nothing. On two CPU cores, a step takes up to 1.3 times as long with "raise", and up to 1.5
@@ -54,7 +54,7 @@ class TrainLoop(ActionLoop):
       steps_per_dispatch: The number of steps in one dispatch, which scans `run` over that many batches. This makes
         small models several times faster, but convolutions on a CPU ten times slower. Schedules still fire, and loops
         and datasets still end, at exactly the right step: the last steps before each of these points run one by one.
-        Only schedules of time, which can't be predicted, wait for the end of the dispatch. Results are the same, except
+        Only time schedules, which can't be predicted, wait for the end of the dispatch. Results are the same, except
         that XLA may round the last bit differently. `Step.begin` receives the state before the dispatch, which it must
         not change. A step that has actions or overrides `end` raises a ValueError. "auto" compares 1 and 32 steps per
         dispatch on the first 32 batches, using copies of the state, and keeps the faster setting, even when the run is

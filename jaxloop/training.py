@@ -1,4 +1,4 @@
-"""The training part of an experiment: begins or resumes, and trains epoch by epoch until the end."""
+"""The training part of an experiment, which begins or resumes, and then trains epoch by epoch to the end."""
 
 import contextlib
 import dataclasses
@@ -23,20 +23,20 @@ from jaxloop.whole_run import Resumed, WholeRun, check_no_newer_checkpoints, go_
 @final
 @dataclasses.dataclass(eq=False)
 class Training:
-    """The training of one call of an `OuterLoop`.
+    """The training in one call to an `OuterLoop`.
 
     Attributes:
       loop: The train loop.
       spec: The arguments of the call: the dataset and the length of the training.
       evaluations: The evaluations of the call.
-      run: The object with everything that a checkpoint stores besides the state.
+      run: Everything that a checkpoint stores besides the train state.
       checkpoint_spec: The checkpoints to resume from; None to begin with the given state.
       source_of: A function that returns a `PositionedIterator` over a dataset.
       savers: The actions that save checkpoints.
       log: The run log.
       has_begun: True if the training has reached its first step.
       newest: The newest state and its step; None while the train loop runs, because the loop then holds them.
-      epoch_has_ended: True if the newest epoch has ended and was counted.
+      epoch_has_ended: True if the newest epoch has ended and been counted.
       returns: Whether to return to an earlier checkpoint, even though the given state is past it.
     """
 
@@ -105,11 +105,9 @@ class Training:
         return state, outputs
 
     def repeat(self, state: Any, resumed: Resumed | None) -> tuple[Any, types.Batch]:
-        """Trains from a state to `spec.total_steps`.
+        """Trains from a state to `spec.total_steps`, without reading or writing checkpoints.
 
         Returns the new state and the next batch (None at the end of the data).
-
-        No checkpoints are read or written.
 
         Args:
           state: The state.
@@ -147,12 +145,15 @@ class Training:
         return errors
 
     def rescue(self, state: Any, step_num: int, error: BaseException) -> None:
-        """Saves the state after the last completed step before an exception. `state` is None if that state is lost."""
+        """Saves the state after the last completed step when an exception ends a run.
+
+        `state` is None if that state was lost.
+        """
         if state is None and self.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.rescued[1])
         if self.run.left_out.requested:
             return
-        # A save needs all processes. An exception such as KeyboardInterrupt ends the program without one.
+        # A save needs all processes. An exception such as KeyboardInterrupt ends the program without a save.
         if state is not None and self.run.job.knows(error) and isinstance(error, Exception | SystemExit):
             self.save_now(state, step_num)
 
@@ -196,7 +197,7 @@ class Training:
         )
 
     def close(self) -> None:
-        """Releases a training dataset that no later call will continue, and ends the thread that reads ahead."""
+        """Releases a training dataset that no later call will continue, and ends the prefetch thread."""
         if not self.spec.has_iterator:  # The caller owns an iterator, and may continue it.
             self.run.source = None
             self.loop.forget_batches()
@@ -252,7 +253,7 @@ class Training:
             raise error
 
     def _end_epoch(self) -> None:
-        """Counts an epoch and begins the next one; raises an error if it had no batch.
+        """Counts an epoch and begins the next one. Raises an error if the epoch had no batches.
 
         A checkpoint at this moment stores the start of the next epoch, which may have a different order. After the last
         epoch, this lets a later run resume and train for further epochs.
@@ -299,7 +300,7 @@ class Training:
     # Resuming ------------------------------------------------------------------------------------
 
     def _end_reached(self, resumed: Resumed | None, step_num: int) -> str | None:
-        """Describes the end that a run has already reached. Returns None if there is something left to train."""
+        """Describes the end that a run has already reached. Returns None if there is more to train."""
         spec, loop = self.spec, self.loop
         if loop.engine.progress.batches_before and spec.ends_loop(step_num):
             return None
@@ -337,7 +338,7 @@ class Training:
             for each in self.evaluations.items:
                 if (number := evaluations_in(loop.loop_count, each.spec)) is not None:
                     each.loop.loop_count = number
-        if spec is not None and saved[-1:] <= [step_num]:  # Otherwise, damaged ones have been moved away.
+        if spec is not None and saved[-1:] <= [step_num]:  # Otherwise, damaged checkpoints have been moved away.
             listed[checkpoint.absolute(spec.checkpoint_dir)] = saved
         check_no_newer_checkpoints(loop, step_num, listed)
         return state, step_num, resumed

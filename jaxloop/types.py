@@ -44,7 +44,7 @@ def is_nnx_class(value: Any) -> bool:
 
 
 State = Any
-"""A state: any pytree, usually a `TrainState`."""
+"""Any pytree that a step updates, usually a `TrainState`."""
 
 
 class TrainState(train_state.TrainState):
@@ -114,7 +114,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of a Linen model, as `apply_fn` expects them: a dict of `params` and all collections."""
+        """The variables of a Linen model, in the form `apply_fn` expects: a dict of `params` and all collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
                 "TrainState.variables is for Linen models, but this state holds an NNX model. "
@@ -290,7 +290,7 @@ def mean_losses(outputs: Mapping[str, Any], num_examples: int | None) -> dict[st
 
     Args:
       outputs: The outputs of a step. Those whose names contain "loss" are losses.
-      num_examples: The number of examples in the batch; None if it is unknown, and the outputs stay unchanged.
+      num_examples: The number of examples in the batch. If None (unknown), the outputs stay unchanged.
     """
 
     def is_per_example(name: str, value: Any) -> bool:

@@ -27,7 +27,7 @@ from jaxloop.text import printable
 from jaxloop.training import Training
 
 EXIT_CODE = 75
-"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts it."""
+"""The exit code of a process that the watchdog ends: `EX_TEMPFAIL`, so that a scheduler restarts the process."""
 
 _COLLECT_SECS = 3.0  # How long the first process waits for the reports of the others.
 _LAST_SECS = 0.3
@@ -40,11 +40,11 @@ _DONE_FILE = "reported"
 class Watchdog:
     """Ends a run that makes no progress for too long, and reports where it hangs.
 
-    Each process then writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what the process is doing
-    and contains the stacks of all threads. The first process logs one sentence, such as "process 3 is reading batch
-    5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a scheduler restarts
-    them. The run then resumes from its newest checkpoint. A separate thread checks the progress about once per second,
-    so steps don't become slower.
+    If a run hangs, each process writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what the
+    process is doing and contains the stacks of all threads. The first process logs one sentence, such as "process 3 is
+    reading batch 5,113; 7 others are waiting for the other processes". All processes exit with code 75, so that a
+    scheduler restarts them. The run then resumes from its newest checkpoint. A separate thread checks the progress
+    about once per second, so steps don't become slower.
 
     >>> import jaxloop
     >>> from jaxloop import examples
@@ -56,7 +56,7 @@ class Watchdog:
       step_secs: The maximum time without a new train step, in seconds.
       startup_secs: The maximum time before the first step of an `OuterLoop` call, and for compiling a step and running
         it for the first time, which includes waiting for other processes that are still compiling.
-      eval_secs: The maximum time without a new batch in an evaluation, including the compilation.
+      eval_secs: The maximum time without a new batch in an evaluation, including compilation.
       checkpoint_secs: The maximum time for which saving or restoring a checkpoint may block the run.
     """
 
@@ -93,7 +93,7 @@ class Watchdog:
             yield
         finally:
             thread.over.set()
-            if thread.is_ending:  # It ends the process. Any error in this thread is a consequence of that.
+            if thread.is_ending:  # It ends the process; any error in this thread is a consequence of that.
                 thread.join()
 
 
@@ -131,7 +131,8 @@ class _Watching(threading.Thread):
     def _activity(self) -> tuple[Any, ...]:
         """Returns a tuple that changes whenever the run makes progress. Its first element is the limit, in seconds.
 
-        The limit changes when a new program has run for the first time. The steps after it then have their full time.
+        The limit changes once a new program has run for the first time, so that the following steps have their full
+        time.
         """
         kind = self._train.progress.stopwatch.kind
         counts = [(each.progress.loops, len(each.stepper.call.num_examples)) for each in self._evals]
@@ -176,7 +177,7 @@ class _Watching(threading.Thread):
             with contextlib.suppress(Exception):
                 if is_shared and done is not None:
                     files.open_file(done, "wb").close()
-                    time.sleep(_LAST_SECS)  # The others end first: the end of this process would abort them.
+                    time.sleep(_LAST_SECS)  # Let the others exit first: if this process exits, they abort.
                 sys.stdout.flush()
                 sys.stderr.flush()
         else:
@@ -250,7 +251,7 @@ _STEP_HOOKS = {"begin", "preprocess_batch", "run", "end"}
 
 
 def place_of(frame: FrameType | None, step: int) -> str:
-    """Describes what a thread is doing, from its stack: "reading batch 5,113".
+    """Describes what a thread is doing, based on its stack: "reading batch 5,113".
 
     Args:
       frame: The innermost frame; None if the thread has ended.
@@ -264,7 +265,7 @@ def place_of(frame: FrameType | None, step: int) -> str:
             evaluation, count = f" of the evaluation {owner.spec.name!r}", len(owner.loop.num_examples)
         elif code is agreement.JointReader.__call__.__code__:
             ahead += owner.held
-        elif code is agreement.JointReader._send.__code__:  # It hasn't announced these to the others yet.
+        elif code is agreement.JointReader._send.__code__:  # Not announced to the others yet.
             ahead += len(names.get("batches", ()))
         if code.co_name in _HOOKS and isinstance(owner, Action):
             place, is_known = f"in {type(owner).__name__}", True

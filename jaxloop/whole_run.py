@@ -1,4 +1,4 @@
-"""The state of a run other than its train state, and functions that save it in a checkpoint and load it again."""
+"""The state of a run other than its train state, and functions that save it to a checkpoint and load it again."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -66,14 +66,14 @@ class Part(Protocol):
         ...
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a pair: the state of this part as JSON types, and the train states that it keeps, by name."""
+        """Returns a pair: the state of this part as JSON values, and the train states that it keeps, by name."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], kept_states: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`."""
 
     def resume(self, elapsed: Elapsed, batches_before: int = 0) -> None:
-        """Resumes at this progress without a state dict, after `batches_before` batches of the current loop."""
+        """Resumes at the given progress without a state dict, after `batches_before` batches of the current loop."""
 
     def batches_ahead(self, source: Any) -> int:
         """Returns the number of batches that this part has read from a source but not used yet."""
@@ -88,7 +88,7 @@ class WholeRun:
     Attributes:
       main: The part that trains.
       others: The other parts, by name.
-      eval_sources: The iterators of evaluations that continue where the previous one ended, by name.
+      eval_sources: The iterators of evaluations that continue where the previous evaluation ended, by name.
       history: The history of the run.
       keys: The PRNG keys. A run can be resumed only with the same keys.
       job: The processes that train together, each with its own data.
@@ -205,9 +205,9 @@ class WholeRun:
     # Batches that are left out ---------------------------------------------------------------------------
 
     def newest_batch(self, *, before: int = 0) -> int:
-        """Returns the number of the batch used by the last completed step, or by the one `before` steps earlier.
+        """Returns the number of the batch that the last completed step used, or of an earlier batch.
 
-        If there is no such step, the number is 0.
+        `before` is the number of batches to go back. Returns 0 if there is no such batch.
         """
         return self.left_out.number_at(self.main.batches_consumed, self.source, before=before)
 
@@ -232,7 +232,7 @@ class WholeRun:
           last_step: The last step whose batch is left out. It must not be later than the step of `now`.
           reason: The reason for the detour, in words.
           updates: The number of updates per batch.
-          at_most: The maximum number of detours. If the run needs another one, it ends with an error. None for no
+          at_most: The maximum number of detours. If a further detour is needed, the run ends with an error. None for no
             limit.
         """
         if not 0 < first_step <= last_step <= now.steps:
@@ -250,7 +250,7 @@ class WholeRun:
     # Positions -------------------------------------------------------------------------------------------
 
     def _positions(self) -> tuple[list[Any], dict[str, np.ndarray]]:
-        """Returns the positions of all processes in the data, and the long byte strings of our own position as arrays.
+        """Returns every process's position in the data, and the long byte strings of this process's position as arrays.
 
         There are arrays only if a single process trains.
         """
@@ -288,7 +288,7 @@ class WholeRun:
     # --------------------------------------------------------------------------------------------------
 
     def _start_without_state(self, opened: checkpoint.Checkpoint, resumed: Resumed) -> None:
-        """Makes all parts resume from a checkpoint that contains only a train state and no state of the parts."""
+        """Resumes all parts from a checkpoint that contains only a train state and no state for the parts."""
         logging.warning(
             "The checkpoint of step %d in %s contains only a train state, as an Orbax CheckpointManager saves it: "
             "the data, the actions and unfinished means start from scratch, and damage to it can't be detected.",
@@ -319,7 +319,7 @@ class WholeRun:
     def resume_history(
         self, steps: int, num_rows: int | None = None, checksum: Mapping[str, Any] | None = None
     ) -> None:
-        """Calls `History.resume`, first in the process that writes the history's file, and then in all others."""
+        """Calls `History.resume`, first in the process that writes the history file, and then in all others."""
         if not self.job.is_first:
             agreement.wait_for_all("the history")
         self.history.resume(steps, num_rows, checksum=checksum)
