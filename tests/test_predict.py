@@ -1,4 +1,4 @@
-"""Predictions are those of the model, for each example once and in order."""
+"""Tests of `predict`, which returns the model's outputs once per example and in order."""
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,9 @@ def loss(outputs, batch):
 X = np.random.default_rng(0).normal(size=[21, 4]).astype(np.float32)
 
 
-def split(*sizes, of=X):
+def split(*sizes, array=X):
     ends = np.cumsum(sizes)
-    return [{"x": of[end - size : end]} for size, end in zip(sizes, ends, strict=True)]
+    return [{"x": array[end - size : end]} for size, end in zip(sizes, ends, strict=True)]
 
 
 def make_step(model=None, **options):
@@ -46,7 +46,7 @@ def make_step(model=None, **options):
 
 @pytest.mark.parametrize("sizes", [(8, 8, 5), (21,), (3, 8, 10)])
 @pytest.mark.parametrize("kind", ["one device", "data", "fsdp", "explicit"])
-def test_batches_of_any_size_give_the_outputs_of_all_examples_on_any_mesh(kind, sizes):
+def test_predictions_match_the_model_for_any_batch_sizes_and_mesh(kind, sizes):
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     partitioner = {
         "one device": partition.SingleDevicePartitioner,
@@ -74,7 +74,7 @@ def test_a_train_step_predicts_in_evaluation_mode_and_keeps_its_state():
     np.testing.assert_allclose(one["logits"], X @ np.asarray(kernel[...]) + np.asarray(bias[...]), rtol=1e-4, atol=1e-6)
 
 
-def test_masked_examples_are_left_out():
+def test_masked_examples_are_omitted():
     step = make_step()
     state = step.initialize_model([1, 4], train=False)
     mask = np.arange(21) % 3 > 0
@@ -92,7 +92,7 @@ def test_one_batch_shape_compiles_once(caplog):
     assert len(compiled) <= 1
 
 
-def test_without_batches_it_raises_an_error():
+def test_an_empty_dataset_raises():
     step = make_step()
     state = step.initialize_model([1, 4], train=False)
     batches = iter(split(21))
@@ -101,7 +101,7 @@ def test_without_batches_it_raises_an_error():
         step.predict(state, batches)
 
 
-def test_outputs_that_are_not_per_example_raise_an_error():
+def test_outputs_without_one_row_per_example_raise():
     model = (lambda key, x: jnp.ones([4, 2]), lambda params, x: {"mean": (x @ params).mean()})
     step = jaxloop.LossStep(jax.random.key(0), model, loss=loss)
     with pytest.raises(ValueError, match=r"For a batch of 21 examples, the model returned mean float32\[\]"):

@@ -1,4 +1,4 @@
-"""A check before the run: what it finds, and what it leaves alone."""
+"""Tests of `OuterLoop.check`: the problems that it reports, its forecasts, and its lack of side effects."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ class Generated:
 
 @dataclasses.dataclass
 class Plan:
-    """An experiment in which nothing is wrong, for each test to change."""
+    """An experiment without problems, which the tests modify."""
 
     directory: object
     step: type = GoodStep
@@ -90,7 +90,7 @@ class Plan:
     options: dict = dataclasses.field(default_factory=dict)
 
     def make(self):
-        """The loops and the arguments of a call."""
+        """Returns the outer loop, and the arguments and options to call it with."""
         key, directory = jax.random.key(self.seed), self.directory / "checkpoints"
         options = {"partitioner": self.partitioner}
         train_step = self.step(key, self.model, self.optimizer, train=True, end_actions=self.step_actions, **options)
@@ -125,7 +125,7 @@ def plan(tmp_path):
     return lambda **changes: Plan(tmp_path, **changes)
 
 
-def test_nothing_is_found_where_nothing_is_wrong(plan, tmp_path):
+def test_a_correct_experiment_has_no_problems(plan, tmp_path):
     began = time.perf_counter()
     report = plan(writer=jaxloop.default_writer(tmp_path)).check()
     assert report.ok and not report.errors and not report.warnings, str(report)
@@ -140,28 +140,29 @@ def test_nothing_is_found_where_nothing_is_wrong(plan, tmp_path):
     report.raise_errors()
 
 
-# What is wrong, in the table: the changes to the plan; where it is found; what is said; whether the run would fail.
+# MISTAKES maps each mistake to the changes to the plan, the place and the text of the reported problem, and whether it
+# is an error.
 
 
 def step_with(**methods):
     return type("Planted", (GoodStep,), methods)
 
 
-def run_that(change):
-    """A step whose `run` makes something else of what it should return."""
+def step_returning(change):
+    """Returns a step class that applies `change` to the results of `run`."""
     return step_with(run=lambda self, state, batch: change(*GoodStep.run(self, state, batch)))
 
 
-def cast(state):
+def to_bfloat16(state):
     return state.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params))
 
 
-def weak(state):
+def make_weakly_typed(state):
     bias = lambda path, leaf: jnp.full(leaf.shape, 1.0) if "bias" in str(path) else leaf
     return state.replace(params=jax.tree_util.tree_map_with_path(bias, state.params))
 
 
-def on_four(**options):
+def on_four_devices(**options):
     return {
         "partitioner": jaxloop.DataParallelPartitioner(create_mesh(data=4, devices=jax.devices()[:4]), "data")
     } | options
@@ -200,7 +201,7 @@ class Wordy(Report):
 
 
 class Silent:
-    """A writer."""
+    """A writer that does nothing."""
 
     def write_scalars(self, step, scalars):
         pass
@@ -217,7 +218,12 @@ NO_CHECKPOINTS = {"save": None, "best": None, "resumes": False}
 
 MISTAKES = {
     # The data.
-    "a batch of 30 on 4 devices": (on_four(data=data_of(rows=30)), "the train loop", "30 rows.*4 devices", True),
+    "a batch of 30 on 4 devices": (
+        on_four_devices(data=data_of(rows=30)),
+        "the train loop",
+        "30 rows.*4 devices",
+        True,
+    ),
     "a batch with text": (
         {"data": data_of(name=np.array(["a"] * 8))},
         "the train loop",
@@ -225,57 +231,57 @@ MISTAKES = {
         True,
     ),
     "a batch in float64": ({"data": data_of(w=np.ones(8))}, "the train loop", r"batch\['w'\] is float64", False),
-    "an id that 32 bits can't hold": (
+    "an id that doesn't fit into 32 bits": (
         {"data": data_of(id=np.full(8, 2**40))},
         "the train loop",
         r"batch\['id'\] is int64\[8\] with values from 1099511627776",
         True,
     ),
-    "leaves of other lengths": (
+    "leaves with different lengths": (
         {"data": data_of(w=np.ones(3, np.float32))},
         "the train loop",
         "Each batch counts as one example",
         False,
     ),
-    "train data without a batch": ({"data": []}, "the train data", "list, gave no batch", True),
-    "one batch for a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
+    "empty train data": ({"data": []}, "the train data", "list, gave no batch", True),
+    "a batch instead of a dataset": ({"data": batch_of()}, "the train data", "A dataset must be an iterator", True),
     "train data that end early": (
         {"data": [batch_of()] * 20},
         "the train data",
         "end at step 20, after 20 batches, and train_total_steps=300",
         False,
     ),
-    "train data that end early, where that is an error": (
+    "train data that end early, with on_exhausted='raise'": (
         {"data": [batch_of()] * 20, "options": {"on_exhausted": "raise"}},
         "the train data",
         "end at step 20",
         True,
     ),
-    "a run without an end": (
+    "an endless run": (
         {"options": {"train_total_steps": None}},
         "the train loop",
         "Nothing ends the run",
         False,
     ),
-    "batches that repeat without an end": (
+    "endlessly repeated batches": (
         {"data": itertools.repeat(batch_of()), "options": {"train_total_steps": None}, **NO_CHECKPOINTS},
         "the train loop",
         "Nothing ends the run: its data have no end",
         False,
     ),
-    "a generator that may have no end": (
+    "a possibly endless generator": (
         {"data": (batch_of() for _ in itertools.count()), "options": {"train_total_steps": None}, **NO_CHECKPOINTS},
         "the train loop",
         "Nothing ends the run: a generator does not say whether its data end",
         False,
     ),
-    "batches that get lost": (
+    "preprocess_batch without a return value": (
         {"step": step_with(preprocess_batch=lambda self, batch: None)},
         "the train loop",
         "Planted.preprocess_batch returned None. Return the batch",
         True,
     ),
-    "a generator that can't be gone on with": (
+    "a generator without a position": (
         {"data": Generated(lambda: itertools.repeat(batch_of(), 400))},
         "the train data",
         "a Generated can't report its position",
@@ -289,25 +295,25 @@ MISTAKES = {
     ),
     # The state.
     "no state": ({"state": lambda state: None}, "the state", "The state is None", True),
-    "a step that is no integer": (
+    "a step count that isn't an integer": (
         {"state": lambda state: state.replace(step=jnp.float32(0))},
         "the state",
         r"state.step must be an integer scalar, the number of completed updates, got float32",
         True,
     ),
-    "a step for each of two": (
+    "a step count that isn't a scalar": (
         {"state": lambda state: state.replace(step=jnp.zeros(2, int))},
         "the state",
         r"state.step must be an integer scalar, the number of completed updates, got int32\[2\]",
         True,
     ),
-    "an evaluation that never comes, and what waits for it": (
+    "an evaluation that never runs, and an action that monitors it": (
         {"eval_options": {"interval": every(1000), "name": "test"}, "eval_actions": (STOPPING("test/loss"),)},
         "eval 'test'",
         r"It would never run: interval=every\(steps=1000\)",
         False,
     ),
-    "a step that can't count so far": (
+    "a step count that would overflow": (
         {"state": lambda state: state.replace(step=jnp.int8(0))},
         "the train loop",
         "state.step, int8.*, counts to 127, and the run goes to step 300",
@@ -315,37 +321,37 @@ MISTAKES = {
     ),
     # The step.
     "a state that changes dtype": (
-        {"step": run_that(lambda state, outputs: (cast(state), outputs))},
+        {"step": step_returning(lambda state, outputs: (to_bfloat16(state), outputs))},
         "the train loop",
         "params/Dense_0/bias: float32.1. -> bfloat16.1.",
         True,
     ),
     "a weakly typed state": (
-        {"step": run_that(lambda state, outputs: (weak(state), outputs))},
+        {"step": step_returning(lambda state, outputs: (make_weakly_typed(state), outputs))},
         "the train loop",
         "weakly typed leaves .params/Dense_0/bias",
         False,
     ),
-    "a weakly typed state that is given": (
-        {"state": lambda state: weak(state)},
+    "a weakly typed initial state": (
+        {"state": lambda state: make_weakly_typed(state)},
         "the train loop",
         "The state that is given has weakly typed leaves .params/Dense_0/bias",
         False,
     ),
-    "a state in the place of a pair": (
-        {"step": run_that(lambda state, outputs: state)},
+    "a state instead of a pair": (
+        {"step": step_returning(lambda state, outputs: state)},
         "the train loop",
         "run must return .state, outputs., a pair, got TrainState",
         True,
     ),
-    "outputs that are no dict": (
-        {"step": run_that(lambda state, outputs: (state, outputs["loss"]))},
+    "outputs that aren't a dict": (
+        {"step": step_returning(lambda state, outputs: (state, outputs["loss"]))},
         "the train loop",
         "outputs as a dict",
         True,
     ),
-    "a step that does not count": (
-        {"step": run_that(lambda state, outputs: (state.replace(step=state.step - 1), outputs))},
+    "a step that leaves state.step unchanged": (
+        {"step": step_returning(lambda state, outputs: (state.replace(step=state.step - 1), outputs))},
         "the train loop",
         "returns state.step unchanged. Each run must add one to it",
         True,
@@ -356,7 +362,7 @@ MISTAKES = {
         "GoodStep has train=True but no optimizer, so state.apply_gradients adds the gradients to the parameters",
         False,
     ),
-    "a loss for each number": (
+    "a loss that isn't a scalar": (
         {
             "step": step_with(outputs=lambda self, loss, batch: {"loss": batch["y"] + loss, "error": loss}),
             "best": None,
@@ -365,7 +371,7 @@ MISTAKES = {
         r"The history stores scalars only, and would not contain 'loss', float32\[8, 1\]\. Return the mean",
         False,
     ),
-    "outputs that are all for each example": (
+    "only per-example outputs": (
         {
             "step": step_with(outputs=lambda self, loss, batch: {"error": batch["y"][:, 0] + loss}),
             "best": None,
@@ -374,19 +380,19 @@ MISTAKES = {
         r"would not contain 'error', float32\[8\]",
         False,
     ),
-    "an evaluation of another model": (
+    "an evaluation of a different model": (
         {"eval_model": Network(width=8)},
         "eval 'test'",
         r"Its step has the model Network\(.*width = 8.*the train step has Network\(.*width = 4.*same model",
         False,
     ),
-    "a value that is read in run": (
-        {"step": run_that(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))},
+    "a traced value converted to a float": (
+        {"step": step_returning(lambda state, outputs: (state, {"loss": float(outputs["loss"])}))},
         "the train loop",
         "ConcretizationTypeError",
         True,
     ),
-    "a misspelt name in a batch": (
+    "a misspelled key of the batch": (
         {"step": step_with(outputs=lambda self, loss, batch: {"loss": batch["labels"]})},
         "the train loop",
         "KeyError: 'labels'\nat .*test_preflight.py",
@@ -400,39 +406,39 @@ MISTAKES = {
     ),
     # Evaluations.
     "an endless evaluation": ({"eval_data": data_of()}, "eval 'test'", "no end", True),
-    "an endless evaluation by a generator": (
+    "an endless evaluation from a generator": (
         {"eval_data": Generated(lambda: itertools.repeat(batch_of()))},
         "eval 'test'",
         "has not ended after 10,000 batches",
         False,
     ),
-    "an evaluation by an iterator": (
+    "an evaluation from an iterator": (
         {"eval_data": iter([batch_of()])},
         "eval 'test'",
         "run more than once.*an iterator",
         True,
     ),
-    "an evaluation by an iterator that has too few": (
+    "an evaluation from an iterator with too few batches": (
         {"eval_data": iter([batch_of()] * 5), "eval_options": {"num_steps": 2, "interval": every(100), **TEST}},
         "eval 'test'",
         "3 evaluations draw num_steps=2 batches each, and its iterator has 5",
         True,
     ),
-    "an evaluation without a batch": ({"eval_data": []}, "eval 'test'", "gave no batch", True),
-    "an evaluation that is too short": (
+    "an empty evaluation dataset": ({"eval_data": []}, "eval 'test'", "gave no batch", True),
+    "an evaluation dataset that is too short": (
         {"eval_options": {"num_steps": 10, "interval": every(100), "name": "test"}},
         "eval 'test'",
         "num_steps=10, and its dataset has 2 batches",
         False,
     ),
-    "an evaluation that never comes": (
+    "an evaluation that never runs": (
         {"eval_options": {"eval_loop_interval": 5, **TEST}, "best": None},
         "eval 'test'",
         "never run: eval_loop_interval=5, and the run goes to step 300",
         False,
     ),
     "an evaluation in training mode": ({"eval_train": True}, "eval 'test'", "train=True.*dropout", False),
-    "eval data of other shapes": (
+    "eval data with different shapes": (
         {"eval_data": [batch_of(x=np.ones([8, 2], np.float32))]},
         "eval 'test'",
         r"ScopeParamShapeError|\(2, 4\)",
@@ -445,13 +451,13 @@ MISTAKES = {
         "never be called: interval=every.steps=1000., and the run goes to step 300",
         False,
     ),
-    "two schedules that never meet": (
+    "two schedules that never coincide": (
         {"train_actions": (Report(every(7) & at(100)),)},
         "Report(interval=every(steps=7) & at(steps=100)) of the train loop",
         "never be called",
         False,
     ),
-    "an interval of more loops than there are": (
+    "an interval of more loops than the run has": (
         {"train_actions": (Report(4),)},
         "Report(interval=4) of the train loop",
         "interval=4 counts loops",
@@ -463,46 +469,46 @@ MISTAKES = {
         "interval=101 counts steps within the loop",
         False,
     ),
-    "the last step, of which a step's action is not told": (
+    "last() for an action of a step": (
         {"step_actions": (Report(last()),)},
         "Report(interval=last()) of the train loop",
         "never be called",
         False,
     ),
-    "an interval of more evaluations than there are": (
+    "an interval of more evaluations than the run has": (
         {"eval_actions": (Report(4),)},
         "Report(interval=4) of eval 'test'",
         "never be called",
         False,
     ),
-    "a log interval that never comes": ({"log_interval": every(500)}, "OuterLoop", "no row of the training", False),
-    "a profile after the end": (
+    "a log interval that never fires": ({"log_interval": every(500)}, "OuterLoop", "no row of the training", False),
+    "a profile after the last step": (
         {"save": None, "resumes": False, "train_actions": ("profile",)},
         "first_step=5000",
         "never be called",
         False,
     ),
     # Actions.
-    "a metric of another name": (
+    "an unknown metric": (
         {"train_actions": (STOPPING("test/accuracy"),)},
         "EarlyStoppingAction('test/accuracy', patience=3, interval=1) of the train loop",
         "Nothing named 'test/accuracy'.*test/loss",
         True,
     ),
-    "an evaluation of another name": ({"best": "valid/loss"}, "CheckpointAction", "Nothing named 'valid/loss'", True),
-    "a metric that is never there when it is looked for": (
+    "an unknown evaluation": ({"best": "valid/loss"}, "CheckpointAction", "Nothing named 'valid/loss'", True),
+    "a metric that is never measured when its action runs": (
         {"train_actions": (STOPPING("test/loss", interval=after(1).then(every(100))),)},
         "EarlyStoppingAction",
         "'test/loss' is not measured at any of these steps",
         False,
     ),
-    "a metric of which the best is never saved": (
+    "a best metric that is never measured at a save": (
         {"save": at(50)},
         "CheckpointAction",
         "called once, at step 50, but 'test/loss' is not measured at any of these steps",
         False,
     ),
-    "stopping when a loop begins": (
+    "early stopping as a begin action": (
         {"begin_actions": (STOPPING("loss"),)},
         "EarlyStoppingAction",
         "can't stop a loop as one of its begin_actions",
@@ -514,25 +520,25 @@ MISTAKES = {
         r"can't be called with .state, outputs, step_num=, .*got an unexpected keyword argument 'elapsed'.*\*\*kwargs",
         True,
     ),
-    "an action that can't go on": (
+    "an action that can't be resumed": (
         {"train_actions": (Forgetful(),)},
         "Forgetful(interval=1) of the train loop",
         r"state_dict returns \['count'\], but Forgetful has no load_state_dict",
         True,
     ),
-    "an action that remembers what no checkpoint can hold": (
+    "an action whose state can't be saved": (
         {"train_actions": (Odd(),)},
         "Odd(interval=1) of the train loop",
         "value.*set",
         True,
     ),
-    "an action that looks for an evaluation before it": (
+    "an action that runs before the evaluation it monitors": (
         {"train_actions": (Early(every(100)),)},
         "Early(interval=every(steps=100)) of the train loop",
         "called before the evaluations of the same step. Set runs_last",
         False,
     ),
-    "a check that returns no list": (
+    "a check that returns a string": (
         {"train_actions": (Wordy(),)},
         "Wordy(interval=1) of the train loop",
         "Wordy.check must yield sentences, or return a list, got 'all is lost'",
@@ -544,16 +550,16 @@ MISTAKES = {
         "inject_hyperparams",
         True,
     ),
-    "two curves of one name": (
+    "two curves with the same name": (
         {"train_actions": (jaxloop.SummaryAction(WRITER),), "eval_actions": (jaxloop.SummaryAction(WRITER),)},
         "SummaryAction(interval=1) of eval 'test'",
         "writes error, loss to the same writer as that of the train loop",
         False,
     ),
     # Checkpoints.
-    "checkpoints that nobody writes": ({"save": None}, "the checkpoints", "has no CheckpointAction", False),
+    "checkpoints that are never saved": ({"save": None}, "the checkpoints", "has no CheckpointAction", False),
     # The arguments.
-    "epochs of a length": (
+    "both train_epochs and train_loop_steps": (
         {"options": {"train_epochs": 2, "train_total_steps": None}},
         "the arguments",
         "train_epochs=2 and train_loop_steps=100",
@@ -569,7 +575,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_found_before_a_step_runs(mistake, plan, tmp_path):
+def test_check_finds_each_mistake(mistake, plan, tmp_path):
     changes, where, text, is_error = MISTAKES[mistake]
     if changes.get("train_actions") == ("profile",):
         changes = {**changes, "train_actions": (jaxloop.ProfileAction(tmp_path / "profile", first_step=5000),)}
@@ -581,14 +587,14 @@ def test_a_planted_mistake_is_found_before_a_step_runs(mistake, plan, tmp_path):
     assert str(report).startswith("1 error. " if is_error else "1 warning. ")
 
 
-def test_there_are_enough_of_them():
+def test_at_least_forty_mistakes_are_covered():
     assert len(MISTAKES) >= 40
 
 
-def test_several_mistakes_are_found_at_once(plan, tmp_path):
+def test_check_reports_several_mistakes_at_once(plan, tmp_path):
     report = plan(
-        **on_four(data=data_of(rows=30, w=np.ones(30))),
-        step=run_that(lambda state, outputs: (cast(state), outputs)),
+        **on_four_devices(data=data_of(rows=30, w=np.ones(30))),
+        step=step_returning(lambda state, outputs: (to_bfloat16(state), outputs)),
         eval_data=data_of(),
         train_actions=(Report(every(1000)), STOPPING("test/acuracy"), jaxloop.LearningRateAction(WRITER)),
         log_interval=every(700),
@@ -627,14 +633,14 @@ def test_several_mistakes_are_found_at_once(plan, tmp_path):
         ),
     ],
 )
-def test_what_there_is_no_room_for_is_found(patched, value, where, text, is_error, plan, monkeypatch):
+def test_check_reports_insufficient_memory_and_disk_space(patched, value, where, text, is_error, plan, monkeypatch):
     monkeypatch.setattr(patched, value)
     report = plan().check()
     assert [(problem.where, problem.is_error) for problem in report.problems] == [(where, is_error)], str(report)
     assert re.search(text, report.problems[0].text), report.problems[0].text
 
 
-def test_two_actions_that_save_to_one_directory_are_found(plan, tmp_path):
+def test_check_reports_two_actions_that_save_to_one_directory(plan, tmp_path):
     other = jaxloop.CheckpointAction(tmp_path / "checkpoints", every(50))
     report = plan(train_actions=(other,)).check()
     assert [problem.where for problem in report.problems] == ["the checkpoints"], str(report)
@@ -642,18 +648,18 @@ def test_two_actions_that_save_to_one_directory_are_found(plan, tmp_path):
     assert report.plan["saves"].startswith("6 times") and report.plan["saves 2"].startswith("3 times")
 
 
-# The checkpoint that a run would go on from ------------------------------------------------------------
+# Resuming from a checkpoint ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(plan):
-    """A run that was stopped at step 100."""
+    """Trains to step 100 and saves checkpoints."""
     a_plan = plan(options={"train_total_steps": 100})
     outer_loop, (_, data), options = a_plan.make()
     outer_loop(a_plan.initial_state(), data, **options)
 
 
-def test_a_run_goes_on_where_the_newest_checkpoint_is(saved, plan):
+def test_the_plan_starts_at_the_newest_checkpoint(saved, plan):
     report = plan().check()
     assert report.ok, str(report)
     assert report.plan["train"] == "the run goes from step 100 to step 300; loops end 2 times, at steps 200, 300"
@@ -671,20 +677,20 @@ def test_a_run_goes_on_where_the_newest_checkpoint_is(saved, plan):
         ({"options": {"train_total_steps": 100}}, "the train loop", "Nothing is left to train"),
     ],
 )
-def test_what_does_not_fit_the_newest_checkpoint_is_found(changes, where, text, saved, plan):
+def test_check_reports_mismatches_with_the_newest_checkpoint(changes, where, text, saved, plan):
     report = plan(**changes).check()
     assert [problem.where for problem in report.problems] == [where], str(report)
     assert re.search(text, report.problems[0].text), report.problems[0].text
 
 
-def test_a_checkpoint_behind_the_state_is_left_where_it_is(saved, plan):
+def test_a_checkpoint_behind_the_state_is_ignored(saved, plan):
     report = plan(state=lambda state: state.replace(step=jnp.int32(150))).check()
     assert report.ok, str(report)
     assert report.plan["checkpoint"] == "the newest, of step 100, is behind the state: going on from the state"
     assert report.plan["train"].startswith("the run goes from step 150 to step 300")
 
 
-def test_a_run_that_was_asked_to_stop_is_found(plan):
+def test_check_reports_a_run_that_was_stopped(plan):
     class Stopping(Report):
         def __call__(self, state, outputs, **kwargs):
             outputs[jaxloop.STOP_LOOP] = True
@@ -697,7 +703,7 @@ def test_a_run_that_was_asked_to_stop_is_found(plan):
     assert "the run of step 100 was asked to stop there" in report.problems[0].text
 
 
-def test_a_directory_in_which_another_process_trains_is_found(plan, tmp_path, monkeypatch):
+def test_check_reports_a_directory_in_use(plan, tmp_path, monkeypatch):
     def is_held(lock):
         raise DirectoryInUseError("It is held by process 7.")
 
@@ -706,17 +712,17 @@ def test_a_directory_in_which_another_process_trains_is_found(plan, tmp_path, mo
     assert "process 7" in report.errors[0].text and str(tmp_path) in report.errors[0].where
 
 
-def test_a_state_that_was_donated_is_found(plan):
+def test_check_reports_a_donated_state(plan):
     step = GoodStep(jax.random.key(0), Network(), optax.sgd(0.1, momentum=0.9), train=True)
     state = step.initialize_model([1, 3])
     step(state, batch_of())
     assert "was already donated to" in plan(state=lambda _: state).check().errors[0].text
 
 
-# What it leaves alone ----------------------------------------------------------------------------------
+# Side effects ------------------------------------------------------------------------------------------
 
 
-def test_no_batch_is_lost_and_no_step_is_run(plan, tmp_path):
+def test_check_consumes_no_batch_and_runs_no_step(plan, tmp_path):
     seen = []
     step = step_with(
         run=lambda self, state, batch: (
@@ -741,7 +747,7 @@ def test_no_batch_is_lost_and_no_step_is_run(plan, tmp_path):
     assert next(tested, None) is None
 
 
-def test_the_state_takes_no_memory_and_what_was_compiled_is_used(plan, caplog):
+def test_check_allocates_no_state_and_the_run_reuses_its_compilation(plan, caplog):
     traces, before = [], len(jax.live_arrays())
 
     def run(self, state, batch):
@@ -752,37 +758,37 @@ def test_the_state_takes_no_memory_and_what_was_compiled_is_used(plan, caplog):
     outer_loop, (state, data), options = a_plan.make()
     assert outer_loop.check(state, data, **options).ok
     assert len(jax.live_arrays()) - before < 5  # PRNG keys.
-    assert traces == [True, False, True]  # Traced for each loop; and to be compiled.
+    assert traces == [True, False, True]  # Once per loop, and once to compile the train step.
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         outer_loop(a_plan.initial_state(), data, **options)
     compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling jit(")]
-    assert any("_checked_outputs" in each for each in compiled)  # Those of the evaluations,
-    assert not any("_checked_run" in each for each in compiled)  # and not the train step.
-    assert traces == [True, False, True, False, False]  # Evaluations, for batches of 8 rows and of 5.
+    assert any("_checked_outputs" in each for each in compiled)  # The evaluation step,
+    assert not any("_checked_run" in each for each in compiled)  # but not the train step.
+    assert traces == [True, False, True, False, False]  # The evaluation's batches have 8 or 5 rows.
 
 
-def test_a_check_takes_the_arguments_of_a_call():
+def test_check_takes_the_same_arguments_as_a_run():
     call, check = (inspect.signature(function) for function in (jaxloop.OuterLoop.__call__, jaxloop.OuterLoop.check))
     *shared, topology = check.parameters.values()
     assert list(call.parameters.values()) == shared and topology.name == "topology"
 
 
-def test_what_only_the_run_can_tell_is_left_open(plan):
+def test_check_leaves_open_what_it_cannot_predict(plan):
     def end(self, state, outputs):
         return state, {**outputs, "psnr": 1.0}
 
     stopping = STOPPING("test/psnr", interval=every(time=60))
     report = plan(step=step_with(end=end), train_actions=(stopping,), best=None).check()
-    assert report.ok, str(report)  # `end` may add what it monitors, and nobody knows how long a step takes.
+    assert report.ok, str(report)  # `end` may add the metric, and the time per step is unknown.
     spec = {"should_eval_fn": lambda context: context.loop_count == 1, **TEST}
     report = plan(eval_options=spec).check()
     assert report.ok and report.plan["eval 'test'"].startswith("at most 3 times")
 
 
-# The other doors ---------------------------------------------------------------------------------------
+# fit, and evaluation only ------------------------------------------------------------------------------
 
 
-def test_fit_has_a_dry_run(tmp_path):
+def test_fit_supports_a_dry_run(tmp_path):
     batches = [batch_of() for _ in range(8)]
     options = {
         "loss": lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1),
@@ -802,7 +808,7 @@ def test_fit_has_a_dry_run(tmp_path):
         jaxloop.fit(Network(), iter(batches), dry_run=True, **{**options, "train_epochs": 1})
 
 
-def test_only_an_evaluation_can_be_checked_too(plan, saved, tmp_path):
+def test_check_supports_evaluation_only(plan, saved, tmp_path):
     step = GoodStep(jax.random.key(0), Network(), optax.sgd(0.1, momentum=0.9))
     outer_loop = jaxloop.OuterLoop(None, [jaxloop.EvalLoop(step)], jaxloop.CheckpointSpec(tmp_path / "checkpoints"))
     specs = [jaxloop.EvalSpec([batch_of()])]
@@ -812,7 +818,7 @@ def test_only_an_evaluation_can_be_checked_too(plan, saved, tmp_path):
     assert "Dense_0/kernel" in report.errors[0].text
 
 
-# Sound experiments, in which nothing is to be found -----------------------------------------------------
+# No false alarms in correct experiments -----------------------------------------------------------------
 
 
 class Dropping(nnx.Module):
@@ -823,40 +829,40 @@ class Dropping(nnx.Module):
         return self.dropout(self.dense(x))
 
 
-def begin_of(function):
-    """A step with a `begin` of its own."""
+def step_with_begin(function):
+    """Returns a step class with a custom `begin`."""
     return step_with(begin=lambda self, state, batch: function(state, batch))
 
 
-def read(state, batch):
+def read_step(state, batch):
     assert int(state.step) >= 0
     return state, batch
 
 
 LIST = [batch_of() for _ in range(300)]
 SOUND = {
-    "an iterator of as many batches as steps": {"data": iter(LIST)},
-    "data that a thread draws ahead": {"data": jaxloop.prefetch(iter(LIST), size=2)},
-    "a list for a state that is not at its first step": {
+    "an iterator with one batch per step": {"data": iter(LIST)},
+    "prefetched data": {"data": jaxloop.prefetch(iter(LIST), size=2)},
+    "a list for a state at a later step": {
         "data": LIST[:50],
         "state": lambda state: state.replace(step=jnp.int32(250)),
     },
-    "an evaluation by an iterator without an end": {
+    "an evaluation from an endless iterator": {
         "eval_data": itertools.cycle([batch_of()]),
         "eval_options": {"num_steps": 3, "interval": every(100), **TEST},
     },
-    "an evaluation by an iterator that has enough": {
+    "an evaluation from an iterator with enough batches": {
         "eval_data": iter(LIST),
         "eval_options": {"num_steps": 6, "interval": every(100), **TEST},
     },
     "a name with a quote": {"eval_options": {"interval": every(100), "name": "test's"}, "best": "test's/loss"},
-    "a statistic that is monitored": {"train_actions": (STOPPING("jaxloop/steps_per_sec"),)},
-    "a begin that makes another state": {
-        "step": begin_of(lambda state, batch: (state.replace(step=state.step), batch))
+    "a monitored statistic": {"train_actions": (STOPPING("jaxloop/steps_per_sec"),)},
+    "a begin that returns a new state": {
+        "step": step_with_begin(lambda state, batch: (state.replace(step=state.step), batch))
     },
-    "a begin that reads the state": {"step": begin_of(read)},
-    "a begin that reads a state that is given": {"step": begin_of(read), "state": lambda state: state},
-    "a way of its own through the step": {
+    "a begin that reads the state": {"step": step_with_begin(read_step)},
+    "a begin that reads a concrete state": {"step": step_with_begin(read_step), "state": lambda state: state},
+    "a custom Step.__call__": {
         "data": data_of(name=np.array(["a"] * 8)),
         "step": step_with(
             __call__=lambda self, state, batch, *args, **kwargs: GoodStep.__call__(
@@ -864,22 +870,22 @@ SOUND = {
             )
         ),
     },
-    "an action that is never to be called": {
+    "an action with interval=never()": {
         "train_actions": (Report(jaxloop.never()),),
         "log_interval": jaxloop.never(),
     },
-    "an action of an evaluation for the end": {"eval_actions": (Report(last()),)},
-    "a schedule of samples and one of loops": {"train_actions": (Report(every(samples=1000)), Report(every(loops=3)))},
-    "a stop by the clock": {"options": {"train_total_steps": None, "stop": at(time=60)}},
-    "an action at the end of the one loop, which nobody knows": {
+    "an eval action with interval=last()": {"eval_actions": (Report(last()),)},
+    "schedules of samples and loops": {"train_actions": (Report(every(samples=1000)), Report(every(loops=3)))},
+    "a stop after some time": {"options": {"train_total_steps": None, "stop": at(time=60)}},
+    "an action at the end of a single loop of unknown length": {
         "data": Generated(lambda: itertools.repeat(batch_of(), 400)),
         "train_actions": (Report(every(loops=1)),),
         "log_interval": 1,
         "options": {"train_total_steps": None, "train_loop_steps": None},
         **NO_CHECKPOINTS,
     },
-    "an action by the clock where a loop begins": {"begin_actions": (Report(every(time=60)),)},
-    "an action of an evaluation by the clock": {
+    "a begin action with a schedule of time": {"begin_actions": (Report(every(time=60)),)},
+    "an action of an evaluation with a schedule of time": {
         "eval_options": {"interval": every(time=60), **TEST},
         "eval_actions": (Report(every(100)),),
     },
@@ -887,14 +893,14 @@ SOUND = {
 
 
 @pytest.mark.parametrize("experiment", SOUND)
-def test_there_is_no_false_alarm(experiment, plan):
+def test_correct_experiments_cause_no_false_alarm(experiment, plan):
     outer_loop, arguments, options = plan(**SOUND[experiment]).make()
     for _ in range(2):
         report = outer_loop.check(*arguments, **options)
         assert report.ok, str(report)
 
 
-def test_there_is_none_for_an_nnx_model_with_dropout_and_keys_in_its_state():
+def test_nnx_models_with_dropout_cause_no_false_alarm():
     class Regression(jaxloop.Step):
         def run(self, state, batch):
             def loss_fn(params):
@@ -912,7 +918,7 @@ def test_there_is_none_for_an_nnx_model_with_dropout_and_keys_in_its_state():
         assert report.ok, str(report)
 
 
-def test_a_second_call_goes_on_where_the_first_ended(plan):
+def test_the_plan_of_a_second_call_starts_where_the_first_ended(plan):
     a_plan = plan(data=LIST[:40], save=None, resumes=False, log_interval=1)
     a_plan.options |= {"train_total_steps": 24, "train_loop_steps": None}
     a_plan.eval_options = {"interval": last(), **TEST}
@@ -924,7 +930,7 @@ def test_a_second_call_goes_on_where_the_first_ended(plan):
     assert report.plan["train"].startswith("the run goes from step 24 to step 64")
 
 
-# The forecast against what happens ----------------------------------------------------------------------
+# Forecasts compared with runs ---------------------------------------------------------------------------
 
 
 class Recorder(jaxloop.Action):
@@ -937,7 +943,7 @@ class Recorder(jaxloop.Action):
 
 
 def random_interval(rng, *, most=4):
-    """An interval of an action, of which the forecast can know all."""
+    """Returns a random interval of an action, whose calls can all be predicted."""
     pick = lambda: [
         every(rng.randrange(1, 12)),
         at(rng.randrange(1, 30)),
@@ -952,7 +958,7 @@ def random_interval(rng, *, most=4):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_foreseen_is_what_happens(seed):
+def test_forecasts_of_random_runs_match_the_calls(seed):
     rng = random.Random(seed)
     step, state, batches = examples.tiny_regression(40)
     train_actions = [Recorder(random_interval(rng)) for _ in range(4)]
@@ -971,37 +977,37 @@ def test_what_is_foreseen_is_what_happens(seed):
     else:
         options |= {"train_total_steps": rng.randrange(5, 40)}
         options |= {"train_loop_steps": rng.randrange(3, 12)} if rng.random() < 0.7 else {}
-    foreseen = outer_loop.check(state, batches, **options).calls
+    predicted_calls = outer_loop.check(state, batches, **options).calls
     outer_loop(state, batches, **options)
     for action in (begin_action, *train_actions, evaluated, *eval_actions):
-        assert list(foreseen[action].steps) == action.steps, (action, options, str(foreseen[action]))
+        assert list(predicted_calls[action].steps) == action.steps, (action, options, str(predicted_calls[action]))
 
 
-# When actions are called, and the evaluations; what else the run is told; and how many batches its data have.
+# Each case has the intervals of actions and evaluations, further options, and the number of batches.
 BOTH = every(7) | last()
 PLANS = {
     "one loop": (every(7), 1, {"train_total_steps": 40}, 50),
     "loops": (2, every(loops=3), {"train_total_steps": 70, "train_loop_steps": 10}, 90),
-    "a total that ends a shorter loop": (2, 3, {"train_total_steps": 37, "train_loop_steps": 5}, 50),
+    "a total that shortens the last loop": (2, 3, {"train_total_steps": 37, "train_loop_steps": 5}, 50),
     "the last step": (last(), last(), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
     "the end after the last evaluation": (last(), every(15), {"train_total_steps": 33, "train_loop_steps": 10}, 50),
     "the first steps": (at(0) | first(), at(0) | every(20), {"train_total_steps": 30, "train_loop_steps": 10}, 50),
     "samples": (every(samples=100), every(samples=72), {"train_total_steps": 40, "train_loop_steps": 6}, 50),
-    "schedules that are joined": (every(4) & every(6), every(3) & ~every(5), {"train_total_steps": 40}, 50),
-    "from a point on": (after(20).then(every(6)), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
-    "loops from a point on": (at(loops=2), after(loops=3) & every(4), {"train_loop_steps": 6}, 40),
+    "combined schedules": (every(4) & every(6), every(3) & ~every(5), {"train_total_steps": 40}, 50),
+    "after a step": (after(20).then(every(6)), after(38), {"train_total_steps": 40, "train_loop_steps": 7}, 50),
+    "after a number of loops": (at(loops=2), after(loops=3) & every(4), {"train_loop_steps": 6}, 40),
     "epochs": (3, BOTH, {"train_epochs": 3}, 8),
     "epochs up to a total": (every(loops=2) | last(), 1, {"train_epochs": 4, "train_total_steps": 25}, 8),
     "the end of the data": (BOTH, 1, {}, 24),
-    "the end of the data amid a loop": (BOTH, 2, {"train_loop_steps": 7}, 24),
-    "the end of the data with a loop": (BOTH, last() | at(3), {"train_loop_steps": 6}, 24),
+    "the end of the data within a loop": (BOTH, 2, {"train_loop_steps": 7}, 24),
+    "the end of the data at the end of a loop": (BOTH, last() | at(3), {"train_loop_steps": 6}, 24),
     "a stop": (BOTH, 1, {"train_total_steps": 40, "train_loop_steps": 10, "stop": at(23)}, 50),
     "a stop by samples": (last(), BOTH, {"train_loop_steps": 8, "stop": at(samples=90)}, 50),
     "a stop that counts loops": (every(4), 1, {"train_loop_steps": 4, "stop": every(loops=3)}, 50),
-    "a stop of two": (BOTH, 1, {"train_total_steps": 40, "stop": at(15) & every(10)}, 50),
-    "a stop that has come": (at(0) | first(), at(0), {"train_total_steps": 40, "stop": at(0)}, 50),
-    "a stop that has come, and stays so": (BOTH, BOTH, {"train_total_steps": 40, "stop": at(5)}, 50),
-    "two updates for each batch": (every(5), at(7), {"train_total_steps": 40, "train_loop_steps": 8}, 50),
+    "a stop with two conditions": (BOTH, 1, {"train_total_steps": 40, "stop": at(15) & every(10)}, 50),
+    "a stop at step 0": (at(0) | first(), at(0), {"train_total_steps": 40, "stop": at(0)}, 50),
+    "a stop before the first evaluation is due": (BOTH, BOTH, {"train_total_steps": 40, "stop": at(5)}, 50),
+    "two updates per batch": (every(5), at(7), {"train_total_steps": 40, "train_loop_steps": 8}, 50),
 }
 
 
@@ -1012,8 +1018,8 @@ class TwoUpdates(type(examples.tiny_regression(1)[0])):
         return super().run(super().run(state, batch)[0], batch)
 
 
-def train_as_foretold(case, state=None, directory=None, **options):
-    """Trains as a case says, where the plan says; returns the state."""
+def run_and_compare_with_check(case, state=None, directory=None, **options):
+    """Runs a case, compares the calls with those that `check` predicts, and returns the state."""
     interval, evaluated, given, num_batches = PLANS[case]
     options = {**given, **options}
     begins, ends, evaluations, after_evaluations = map(Recorder, (interval, interval, 1, interval))
@@ -1035,34 +1041,34 @@ def train_as_foretold(case, state=None, directory=None, **options):
     state, _ = outer_loop(state, batches, **options)
     assert int(state.step) == int(re.search("to step ([0-9]+)", report.plan["train"])[1])
     recorders = {"begin": begins, "end": ends, "step": in_step, "eval": evaluations, "eval's": after_evaluations}
-    foretold = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
-    assert foretold == {name: recorder.steps for name, recorder in recorders.items()}
+    predicted_steps = {name: list(report.calls[recorder].steps) for name, recorder in recorders.items()}
+    assert predicted_steps == {name: recorder.steps for name, recorder in recorders.items()}
     assert all(report.calls[recorder].is_all for recorder in recorders.values())
     return state
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_each_action_and_each_evaluation_comes_where_check_says(case):
-    train_as_foretold(case)
+def test_actions_and_evaluations_run_when_check_predicts(case):
+    run_and_compare_with_check(case)
 
 
 RESUMED = (
     "one loop",
     "loops",
     "the first steps",
-    "loops from a point on",
+    "after a number of loops",
     "epochs",
-    "the end of the data amid a loop",
-    "the end of the data with a loop",
+    "the end of the data within a loop",
+    "the end of the data at the end of a loop",
     "a stop that counts loops",
-    "two updates for each batch",
+    "two updates per batch",
 )
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_so_it_is_in_a_run_that_resumes(case, tmp_path):
-    train_as_foretold(case, directory=tmp_path, train_total_steps=12)
-    train_as_foretold(case, directory=tmp_path)
+def test_resumed_runs_match_the_forecast(case, tmp_path):
+    run_and_compare_with_check(case, directory=tmp_path, train_total_steps=12)
+    run_and_compare_with_check(case, directory=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -1080,16 +1086,16 @@ def test_so_it_is_in_a_run_that_resumes(case, tmp_path):
         ({"epochs": 3}, at(5), "at step 5 and further steps"),
     ],
 )
-def test_what_nobody_can_know_stays_open(options, interval, text):
+def test_forecasts_describe_unknown_calls(options, interval, text):
     assert str(forecast.Course(RunSpec(**options)).calls(interval)) == text
 
 
-def test_neither_a_step_nor_the_beginning_of_a_loop_is_the_end_of_a_run():
+def test_last_never_fires_for_step_and_begin_actions():
     course = forecast.Course(RunSpec())
     assert course.calls(last(), "step").is_never and course.calls(last(), "begin").is_never
 
 
-def test_an_action_of_an_evaluation_may_come_with_one_that_nobody_can_foresee():
+def test_forecasts_of_eval_actions_depend_on_their_evaluation():
     course = forecast.Course(RunSpec())
     calls = lambda interval, evaluated: str(course.calls_in_evaluation(interval, course.calls(evaluated), "eval"))
     assert calls(1, last()) == "at the end" and calls(at(5), last()) == "at further steps"
@@ -1098,16 +1104,16 @@ def test_an_action_of_an_evaluation_may_come_with_one_that_nobody_can_foresee():
 
 
 @pytest.mark.parametrize("first_step", [40, 0])
-def test_an_action_of_evaluations_comes_where_check_says_from_whatever_step_the_state_is_of(first_step):
+def test_eval_actions_run_when_check_predicts_for_any_initial_step(first_step):
     step, state, batches = examples.tiny_regression()
     eval_step, _, _ = examples.tiny_regression(train=False)
     action = Recorder(3)
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), [jaxloop.EvalLoop(eval_step, end_actions=[action])])
-    outer_loop(state, batches, 20, 10, [jaxloop.EvalSpec(batches[:3])])  # Of another run.
+    outer_loop(state, batches, 20, 10, [jaxloop.EvalSpec(batches[:3])])  # A different run.
     _, state, _ = examples.tiny_regression()
     state = state.replace(step=jnp.asarray(first_step, state.step.dtype))
     arguments = (batches, 100, 10, [jaxloop.EvalSpec(batches[:3])])
-    foretold = outer_loop.check(state, *arguments).calls[action].steps
+    predicted_steps = outer_loop.check(state, *arguments).calls[action].steps
     action.steps.clear()
     outer_loop(state, *arguments)
-    assert list(foretold) == action.steps == [step for step in (30, 60, 90) if step > first_step]
+    assert list(predicted_steps) == action.steps == [step for step in (30, 60, 90) if step > first_step]

@@ -13,7 +13,7 @@ from jaxloop.schedules import Elapsed
 
 
 def run(action, num_steps, first_step=1):
-    """Calls it after the steps at which its schedule fires; returns these."""
+    """Calls the action at each step at which it is due, and returns these steps and the state."""
     double = jax.jit(lambda x: 2 * x)
     state, called = jnp.ones(3), []
     for step in range(first_step, num_steps + 1):
@@ -28,7 +28,7 @@ def traces(directory):
     return sorted(directory.glob("plugins/profile/*/*.xplane.pb"))
 
 
-def test_a_trace_of_the_steps_is_written(tmp_path, logs):
+def test_writes_a_trace_of_the_given_steps(tmp_path, logs):
     action = ProfileAction(tmp_path, first_step=3, num_steps=2)
     called, _ = run(action, 10)
     assert called == [2, 4]
@@ -39,7 +39,7 @@ def test_a_trace_of_the_steps_is_written(tmp_path, logs):
     assert not ProfileAction.uses_outputs
 
 
-def test_it_can_be_repeated(tmp_path, logs):
+def test_every_steps_repeats_the_profile(tmp_path, logs):
     called, _ = run(ProfileAction(tmp_path, first_step=5, num_steps=2, every_steps=10), 30)
     assert called == [4, 6, 14, 16, 24, 26]
     steps = [message.split(" is in ")[0] for message in logs.messages]
@@ -47,7 +47,7 @@ def test_it_can_be_repeated(tmp_path, logs):
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_a_run_that_ends_before_leaves_a_trace_too(tmp_path, logs, ends_well):
+def test_a_run_that_ends_during_the_profile_writes_a_trace(tmp_path, logs, ends_well):
     action = ProfileAction(tmp_path, first_step=3, num_steps=20)
     _, state = run(action, 8)
     if ends_well:
@@ -55,19 +55,19 @@ def test_a_run_that_ends_before_leaves_a_trace_too(tmp_path, logs, ends_well):
     action.close()
     assert len(traces(tmp_path)) == 1
     assert logs.messages[0].startswith("The profile of the steps from 3 on is in")
-    jax.profiler.start_trace(str(tmp_path))  # No other is running.
+    jax.profiler.start_trace(str(tmp_path))  # No other trace is running.
     jax.profiler.stop_trace()
 
 
 @pytest.mark.parametrize("steps", [(1, 20), (40, 50)])
-def test_a_run_that_does_not_come_through_the_steps_says_so(tmp_path, warnings_logged, steps):
+def test_warns_if_the_run_does_not_include_the_steps(tmp_path, warnings_logged, steps):
     action = ProfileAction(tmp_path, first_step=30, num_steps=5)
     run(action, steps[1], first_step=steps[0])
     action.close()
     assert "recorded nothing: the run did not include steps 30 to 34. Choose a first_step" in warnings_logged()[0]
 
 
-def test_a_run_resumed_after_the_trace_is_no_news(tmp_path, warnings_logged):
+def test_no_warning_if_a_run_resumes_after_the_trace(tmp_path, warnings_logged):
     action, resumed = (ProfileAction(tmp_path, first_step=3, num_steps=2) for _ in range(2))
     run(action, 10)
     resumed.load_state_dict(action.state_dict())
@@ -78,7 +78,7 @@ def test_a_run_resumed_after_the_trace_is_no_news(tmp_path, warnings_logged):
         resumed.load_state_dict({"best": 1})
 
 
-def test_another_trace_that_is_running_is_said_and_the_run_goes_on(tmp_path, warnings_logged):
+def test_warns_if_another_trace_is_running(tmp_path, warnings_logged):
     jax.profiler.start_trace(str(tmp_path))
     run(ProfileAction(tmp_path, first_step=3, num_steps=2), 10)
     jax.profiler.stop_trace()
@@ -94,12 +94,12 @@ def test_another_trace_that_is_running_is_said_and_the_run_goes_on(tmp_path, war
         ({"num_steps": 5, "every_steps": 5}, "every_steps must be larger than num_steps=5.*got 5"),
     ],
 )
-def test_wrong_options_are_refused(tmp_path, options, message):
+def test_invalid_options_raise(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         ProfileAction(tmp_path, **options)
 
 
-def test_a_directory_that_can_not_be_written_is_refused_at_once():
+def test_an_unwritable_directory_raises_immediately():
     with pytest.raises(OSError, match="Can't write to the directory /proc/nowhere"):
         ProfileAction("/proc/nowhere")
 
@@ -120,7 +120,7 @@ print(json.dumps([names, numbers]))
 
 
 @pytest.mark.parametrize(("steps_per_dispatch", "marked"), [(1, [11, 12, 13, 14]), (2, [12, 14])])
-def test_the_steps_of_a_loop_are_marked_and_its_phases_named(tmp_path, monkeypatch, steps_per_dispatch, marked):
+def test_traces_mark_steps_and_name_phases(tmp_path, monkeypatch, steps_per_dispatch, marked):
     step, state, batches = examples.tiny_regression()
     monkeypatch.setattr(type(step), "preprocess_batch", lambda self, batch: batch)
     profile = ProfileAction(tmp_path, first_step=11, num_steps=4)
@@ -129,7 +129,7 @@ def test_the_steps_of_a_loop_are_marked_and_its_phases_named(tmp_path, monkeypat
     outer_loop = jaxloop.OuterLoop(loop, [jaxloop.EvalLoop(eval_step)])
     outer_loop(state, batches, 20, eval_specs=[jaxloop.EvalSpec(batches[:2], interval=jaxloop.every(steps=12))])
     (file,) = traces(tmp_path)
-    # In a process of its own, because JAX's reader may abort.
+    # In a separate process, because JAX's reader may abort.
     read = subprocess.run([sys.executable, "-c", READ, file], capture_output=True, text=True, check=True)
     names, numbers = json.loads(read.stdout)
     assert numbers == marked

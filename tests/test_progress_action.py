@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 
 class Run:
-    """A run with a step each `seconds`, and what a progress action shows of it."""
+    """A simulated run whose steps take `seconds` each, with a progress action."""
 
     def __init__(self, *, stream=None, seconds=1.0, total=None, **options):
         self.stream = stream or io.StringIO()
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def lines(self):
-        """What a terminal shows in the end."""
+        """The lines that a terminal shows at the end."""
         return [line.rsplit("\r", 1)[-1].rstrip() for line in self.text.rstrip("\n").split("\n")]
 
 
@@ -78,19 +78,19 @@ def test_tqdm_shows_steps_time_and_metrics_on_a_terminal(bar):
     assert re.match(r"100%\|[█#]+\| 40/40 \[.*loss=0.0250\]$", run.lines[1]) and len(run.lines) == 2
 
 
-def test_tqdm_without_a_total_counts():
+def test_tqdm_without_a_total_counts_steps():
     run = Run(stream=Terminal(), bar="tqdm").steps(10).close()
     assert re.match(r"10 steps \[.*loss=0.1000\]$", run.lines[-1])
 
 
 @pytest.mark.parametrize(("columns", "rows", "longest"), [(0, 0, 100), (40, 20, 40), (60, 20, 60)])
-def test_a_bar_fits_the_terminal_also_one_of_unknown_size(columns, rows, longest):
+def test_a_bar_fits_terminals_of_known_and_unknown_size(columns, rows, longest):
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (rows, columns))
     with open(slave, "w") as stream:
         Run(stream=stream, total=400).steps(3, {"a_long_name_of_a_metric": 0.5, "another": 0.25}).close()
     text = b""
-    with open(master, "rb", buffering=0) as shown, contextlib.suppress(OSError):  # At the end, with nobody to write.
+    with open(master, "rb", buffering=0) as shown, contextlib.suppress(OSError):  # Raised at the end of the data.
         while part := shown.read(4096):
             text += part
     drawn = [line for line in re.split("[\r\n]+", text.decode()) if line.strip()]
@@ -113,7 +113,7 @@ def test_log_lines_are_written_above_the_bar(warnings_logged):
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "plain"])
-def test_a_run_announces_that_it_compiles_and_leaves_no_bar_if_it_fails(bar):
+def test_announces_compilation_and_leaves_no_bar_on_failure(bar):
     run = Run(stream=Terminal(), bar=bar, total=40)
     run.action.begin_run(7, can_resume=False)
     assert "step 7: compiling the first step" in run.text
@@ -122,10 +122,10 @@ def test_a_run_announces_that_it_compiles_and_leaves_no_bar_if_it_fails(bar):
     failed = Run(stream=Terminal(), bar=bar, total=40)
     failed.action.begin_run(0, can_resume=False)
     failed.close()
-    assert not any("/40" in line or "of 40" in line for line in failed.lines)  # No bar stays.
+    assert not any("/40" in line or "of 40" in line for line in failed.lines)  # No bar remains.
 
 
-def test_without_tqdm_there_are_lines_and_the_log_says_so_once(monkeypatch, warnings_logged):
+def test_without_tqdm_prints_lines_and_warns_once(monkeypatch, warnings_logged):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     for _ in range(2):
         run = Run(stream=Terminal(), total=40).steps(40).close()
@@ -133,8 +133,8 @@ def test_without_tqdm_there_are_lines_and_the_log_says_so_once(monkeypatch, warn
     assert len(warnings_logged()) == 1 and "pip install tqdm" in warnings_logged()[0]
 
 
-def test_in_a_notebook_it_is_redrawn_on_stdout(monkeypatch, capsys):
-    """Without ipywidgets too, of which tqdm would warn."""
+def test_a_bar_in_a_notebook_is_redrawn_on_stdout(monkeypatch, capsys):
+    """The bar also works without ipywidgets, and without the warning that tqdm would print."""
     shell = types.SimpleNamespace(kernel=True)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
@@ -171,7 +171,7 @@ def test_a_log_stays_small(bar, total, seconds):
     assert re.search(r"(10,000|10000)", drawings[-1])
 
 
-def test_results_of_evaluations_are_lines_of_their_own():
+def test_evaluation_results_are_separate_lines():
     run = Run(total=100, seconds=0.2).steps(5)
     run.evaluation(test={"loss": 0.0713, "accuracy": 0.98123, "jaxloop/steps_per_sec": 3.0, "note": "hello"})
     run.evaluation(**{"valid/loss": 2e-4, "lr": 0.5, "jaxloop/x": 1.0}).steps(3)
@@ -182,7 +182,7 @@ def test_results_of_evaluations_are_lines_of_their_own():
 
 
 @pytest.mark.parametrize("bar", BARS)
-def test_a_resumed_run_counts_its_own_time_and_shows_no_old_results(bar):
+def test_a_resumed_run_restarts_its_timer_and_omits_old_results(bar):
     run = Run(bar=bar, total=5000, seconds=2.0)
     run.elapsed = Elapsed(4000)
     run.evaluation(test={"accuracy": 0.5})
@@ -205,10 +205,10 @@ def test_reading_results_does_not_wait_for_train_metrics(monkeypatch):
     run.steps(5)
 
 
-# What is shown ----------------------------------------------------------------------------------------
+# Metrics ----------------------------------------------------------------------------------------------
 
 
-def test_only_the_metrics_asked_for_are_shown_in_their_order(warnings_logged):
+def test_names_select_and_order_the_metrics(warnings_logged):
     run = Run(names=["loss", "accuracy", "jaxloop/x", "los"], total=9)
     run.steps(3, {"accuracy": 0.5, "other": 1.0, "jaxloop/x": 3.0}).steps(1, {"loss": 0.25}).close()
     assert run.lines[-1].endswith("took 3.0 s  loss 0.2500  accuracy 0.5000  jaxloop/x 3.0000")
@@ -217,7 +217,7 @@ def test_only_the_metrics_asked_for_are_shown_in_their_order(warnings_logged):
     ]
 
 
-def test_it_reads_no_value_from_the_devices(monkeypatch):
+def test_does_not_read_values_from_devices(monkeypatch):
     class OnDevice:
         def __array__(self):
             raise AssertionError("It was read.")
@@ -228,29 +228,29 @@ def test_it_reads_no_value_from_the_devices(monkeypatch):
     assert not ProgressAction.needs_all_outputs and ProgressAction.uses_outputs
 
 
-def test_the_total_of_the_argument_comes_first():
+def test_total_steps_overrides_the_total_of_the_run():
     assert Run(total_steps=8, total=100).steps(2).lines[0].startswith("step 1 of 8 (12%)")
     assert Run(total=100).steps(2).lines[0].startswith("step 1 of 100 (1%)")
     assert Run().steps(2).lines[0] == "step 1  loss 1.0000"
 
 
-def test_between_two_drawings_it_does_nothing():
+def test_draws_at_most_once_per_min_seconds():
     run = Run(stream=Terminal(), total=10_000, seconds=0.001, min_seconds=0.5).steps(1000)
     assert run.text.count("loss=") == 2
     run.steps(9000)
-    assert run.text.count("loss=") == 2 + 18 + 1  # And the last step.
+    assert run.text.count("loss=") == 2 + 18 + 1  # Plus the last step.
 
 
-def test_the_other_processes_show_nothing(monkeypatch):
+def test_only_the_first_process_shows_progress(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert Run(total=10).steps(10).evaluation(test={"loss": 1.0}).close().text == ""
 
 
-# From run to run --------------------------------------------------------------------------------------
+# Several runs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bar", BARS)
-def test_it_can_be_used_again(bar):
+def test_an_action_can_be_reused(bar):
     run = Run(stream=Terminal(), bar=bar, total=20).steps(20).close()
     assert run.text.endswith("\n")
     first = len(run.text)
@@ -261,7 +261,7 @@ def test_it_can_be_used_again(bar):
     assert re.search(r"\b30(/30| of 30)\b", run.lines[-1])
 
 
-def test_a_run_that_was_not_closed_is_closed_by_the_next():
+def test_a_new_run_closes_an_unclosed_one():
     run = Run(total=20).steps(15)
     run.elapsed, run.clock.now = Elapsed(), 5000.0
     run.steps(3).close()
@@ -272,7 +272,7 @@ def test_a_run_that_was_not_closed_is_closed_by_the_next():
     ]
 
 
-def test_a_loop_on_its_own_ends_the_bar_with_its_last_step():
+def test_a_standalone_loop_ends_the_bar_at_its_last_step():
     run = Run(bar="plain").steps(5)
     run.action.flush()
     assert len(run.lines) == 1
@@ -293,12 +293,12 @@ def test_a_loop_on_its_own_ends_the_bar_with_its_last_step():
         ({"names": "loss"}, TypeError, r"names takes a list of names, got 'loss'. Write \['loss'\]"),
     ],
 )
-def test_wrong_options_are_refused(options, error, message):
+def test_invalid_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         ProgressAction(**options)
 
 
-def test_a_stream_is_looked_up_when_a_run_begins(capsys):
+def test_stderr_is_looked_up_when_a_run_begins(capsys):
     action = ProgressAction(bar="plain", total_steps=3)
     action(None, {"loss": 0.5}, step_num=1)
     action.close()

@@ -11,10 +11,10 @@ def blocks(kind):
     return re.findall(rf"```{kind}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_the_programs_in_the_readme_run_and_print_what_it_says(capsys, monkeypatch, tmp_path, checked_first):
+def test_readme_programs_run_and_print_the_documented_output(capsys, monkeypatch, tmp_path, checked_first):
     monkeypatch.chdir(tmp_path)
     ((program,), (check,)), names = (blocks("python"), blocks("python continued")), {"__name__": "__main__"}
-    with jax.numpy_dtype_promotion("standard"):  # As a user has it.
+    with jax.numpy_dtype_promotion("standard"):  # JAX's default.
         exec(program, names)
         printed = capsys.readouterr().out.strip()
         exec(check, names)
@@ -35,7 +35,7 @@ def test_what_the_readme_points_to_is_there():
         assert (root / link).exists(), link
 
 
-def test_the_figures_are_those_of_the_benchmark():
+def test_figures_match_the_benchmarks():
     measured = (pathlib.Path(__file__).parent.parent / "BENCHMARKS.md").read_text()
     for figure in re.findall(r"\| 1 \| ([\d.]+) \| ([\d.]+)[^|]*\| ([\d.]+) \| ([\d.]+) \|", README):
         for each in figure:

@@ -1,4 +1,4 @@
-"""Each recipe is a short program that prints what its page shows."""
+"""Tests that each recipe is a short program that prints the output shown on its page."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 def missing_packages(program):
-    """The packages that a program imports and that are not installed."""
+    """Returns the packages that a program imports but that are not installed."""
     imported = set()
     for node in ast.walk(ast.parse(program.read_text())):
         if isinstance(node, ast.Import):
@@ -32,7 +32,7 @@ def missing_packages(program):
 
 
 def shape_and_numbers(printed):
-    """Text with a mark for each number, without what is between double quotes, and the numbers as they are written."""
+    """Returns the text with placeholders for numbers and without quoted strings, and the numbers as strings."""
     lines = [" ".join(line.split()) for line in re.sub(r'"[^"]*"', '""', printed).strip().splitlines()]
     text = "\n".join(lines)
     return NUMBER.sub("<number>", text), NUMBER.findall(text)
@@ -50,12 +50,12 @@ def are_close(one, two):
 
 
 @each_program
-def test_it_prints_what_its_page_shows(program, tmp_path):
+def test_a_recipe_prints_the_output_shown_on_its_page(program, tmp_path):
     missing = missing_packages(program)
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     shown = re.findall(r"^```text\n(.*?)^```", program.with_suffix(".md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    # It may write files, to the directory in which it is started.
+    # It may write files to its working directory.
     result = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "warning" not in result.stderr.lower(), result.stderr
@@ -66,7 +66,7 @@ def test_it_prints_what_its_page_shows(program, tmp_path):
 
 
 @each_program
-def test_it_is_short_and_its_page_includes_it(program):
+def test_a_recipe_is_short_and_included_in_its_page(program):
     source, page = program.read_text(), program.with_suffix(".md").read_text()
     assert len(source.splitlines()) < 100
     assert ast.get_docstring(ast.parse(source))

@@ -1,4 +1,4 @@
-"""What a resumed run is told, and what it refuses."""
+"""Tests of resuming: mismatches, warnings, signals and locks."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ EVAL_STEP = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
 
 
 def run(directory, total=10, dataset=None, *, step=STEP, train_actions=(), save=5, restore_data=True, **options):
-    """A run with a checkpoint every five steps; returns its outer loop and the state."""
+    """Trains with a checkpoint every `save` steps, and returns the outer loop and the state."""
     save = CheckpointAction(directory, every(steps=save))
     spec = CheckpointSpec(directory, restore_data=restore_data)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[*train_actions, save], stat_names=[]), checkpoint_spec=spec)
@@ -40,13 +40,13 @@ def run(directory, total=10, dataset=None, *, step=STEP, train_actions=(), save=
     return outer_loop, state
 
 
-def batches_drawn_by(dataset, into):
+def record_batches(dataset, into):
     for batch in dataset:
         into.append(batch)
         yield batch
 
 
-def test_other_keys_are_refused(tmp_path):
+def test_resuming_with_different_keys_raises(tmp_path):
     run(tmp_path)
     other = type(STEP)(jax.random.key(7), STEP.model, STEP.optimizer, train=True)
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_other_keys_are_refused(tmp_path):
         run(tmp_path, 20, step=other)
 
 
-def test_other_data_are_refused_with_both_sides_and_taken_where_that_is_said(tmp_path):
+def test_resuming_with_different_data_raises_unless_restore_data_is_false(tmp_path):
     run(tmp_path)
     with pytest.raises(ValueError, match="list of 100 -> list of 30") as caught:
         run(tmp_path, 20, BATCHES[:30])
@@ -63,20 +63,20 @@ def test_other_data_are_refused_with_both_sides_and_taken_where_that_is_said(tmp
     assert int(run(tmp_path, 20, BATCHES[:30], restore_data=False)[1].step) == 20
 
 
-def test_data_that_cannot_say_where_they_are_are_gone_on_with_as_they_come_and_that_is_said(tmp_path, warnings_logged):
-    drawn = []
-    run(tmp_path, 10, iter(batches_drawn_by(BATCHES, [])))
-    run(tmp_path, 15, iter(batches_drawn_by(BATCHES, drawn)))
-    assert drawn[0] is BATCHES[0]
-    (said,) = [text for text in warnings_logged() if "can't be restored" in text]
+def test_data_without_a_position_start_over_with_a_warning(tmp_path, warnings_logged):
+    batches = []
+    run(tmp_path, 10, iter(record_batches(BATCHES, [])))
+    run(tmp_path, 15, iter(record_batches(BATCHES, batches)))
+    assert batches[0] is BATCHES[0]
+    (warning,) = [text for text in warnings_logged() if "can't be restored" in text]
     assert (
-        "after 10 batches" in said
-        and "skippable" in said
-        and "continues with the next batch that the training dataset returns" in said
+        "after 10 batches" in warning
+        and "skippable" in warning
+        and "continues with the next batch that the training dataset returns" in warning
     )
 
 
-def test_data_that_come_in_the_same_order_are_skipped_and_that_is_said(tmp_path, logs, assert_same):
+def test_skippable_data_skip_the_batches_already_used(tmp_path, logs, assert_same):
     dataset = data.skippable(lambda: (batch for batch in BATCHES))
     run(tmp_path / "broken", 10, dataset)
     _, state = run(tmp_path / "broken", 20, dataset)
@@ -85,7 +85,7 @@ def test_data_that_come_in_the_same_order_are_skipped_and_that_is_said(tmp_path,
 
 
 @pytest.mark.parametrize("when", [every(steps=5), last()], ids=["a save at the stop", "a save at the end"])
-def test_a_run_that_an_action_has_stopped_is_over(when, tmp_path, warnings_logged):
+def test_a_run_that_an_action_stopped_does_not_continue(when, tmp_path, warnings_logged):
     def experiment():
         stopping = EarlyStoppingAction("eval/loss", patience=2, mode="max", restore_best=True, interval=every(steps=5))
         save = CheckpointAction(tmp_path, when)
@@ -104,10 +104,10 @@ def test_a_run_that_an_action_has_stopped_is_over(when, tmp_path, warnings_logge
         "step 15 has reached the end of a run that an evaluation or an action stopped" in text
         for text in warnings_logged()
     )
-    assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best one, which the checkpoint has kept.
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, state))  # The best state, which the checkpoint contains.
 
 
-def test_an_action_that_has_come_or_gone_is_said(tmp_path, warnings_logged):
+def test_added_and_removed_actions_cause_warnings(tmp_path, warnings_logged):
     stopping = lambda: EarlyStoppingAction("loss", patience=50, interval=every(steps=5))
     run(tmp_path, 10, train_actions=[stopping()])
     run(tmp_path, 15)
@@ -116,7 +116,7 @@ def test_an_action_that_has_come_or_gone_is_said(tmp_path, warnings_logged):
     assert any("was not part of the run when it was saved, so it starts fresh" in text for text in warnings_logged())
 
 
-def test_sigterm_ends_the_run_after_its_step_saves_it_and_exits(tmp_path, writer, assert_same):
+def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, writer, assert_same):
     def preempted(batches):
         for index, batch in enumerate(batches):
             if index == 7:
@@ -136,21 +136,21 @@ def test_sigterm_ends_the_run_after_its_step_saves_it_and_exits(tmp_path, writer
 
 
 class SlowToClose(CheckpointAction):
-    """While it is closed, after all steps, a signal comes."""
+    """Receives a signal while it is closed, after the last step."""
 
     def close(self):
         signal.raise_signal(signal.SIGINT)
         super().close()
 
 
-def test_a_signal_after_the_last_step_comes_too_late_to_break_the_run_off(tmp_path):
+def test_a_signal_after_the_last_step_does_not_interrupt_the_run(tmp_path):
     save = SlowToClose(tmp_path, every(steps=5))
     outer_loop = OuterLoop(TrainLoop(STEP, end_actions=[save], stat_names=[]), None, CheckpointSpec(tmp_path))
     state, _ = outer_loop(jax.tree.map(jax.numpy.copy, STATE), BATCHES, 10)
     assert int(state.step) == 10 and (tmp_path / "STOPPED").exists()
 
 
-def test_rows_that_a_killed_run_has_made_after_its_checkpoint_are_made_again(tmp_path):
+def test_rows_after_the_newest_checkpoint_are_recreated(tmp_path):
     options = {"train_epochs": 1, "total": None, "dataset": BATCHES[:12], "train_actions": []}
     outer_loop, _ = run(tmp_path, save=4, **options)
     rows = [(row.elapsed.steps, row.logs) for row in outer_loop.history]
@@ -158,7 +158,7 @@ def test_rows_that_a_killed_run_has_made_after_its_checkpoint_are_made_again(tmp
     assert [(row.elapsed.steps, row.logs) for row in again.history] == rows and len(rows) == 1
 
 
-def test_the_last_row_is_made_where_only_the_end_of_the_data_was_missing(tmp_path):
+def test_the_last_row_is_added_after_a_crash_at_the_end_of_the_data(tmp_path):
     class Dies(BaseException):
         pass
 
@@ -190,17 +190,17 @@ time.sleep(60)
 """
 
 
-def test_a_run_in_the_directory_of_another_process_is_refused(tmp_path):
+def test_a_directory_in_use_by_another_process_raises(tmp_path):
     command = [sys.executable, "-c", HOLDS_THE_LOCK, tmp_path / ".trainer.lock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(lock.DirectoryInUseError, match=f"in use by process {other.pid} on here"):
             run(tmp_path)
         other.kill()
-    assert int(run(tmp_path)[1].step) == 10  # What it has left is taken over.
+    assert int(run(tmp_path)[1].step) == 10  # The lock file of a killed process doesn't block a run.
 
 
-def test_a_dataset_that_ends_early_can_be_an_error_which_loses_nothing(tmp_path):
+def test_on_exhausted_can_raise_without_losing_steps(tmp_path):
     with pytest.raises(ValueError, match="ended at step 8 of train_total_steps=20. Repeat the dataset"):
         run(tmp_path, 20, BATCHES[:8], on_exhausted="raise")
     assert checkpoint.all_steps(tmp_path) == [5, 8]
@@ -209,7 +209,7 @@ def test_a_dataset_that_ends_early_can_be_an_error_which_loses_nothing(tmp_path)
 
 
 class Keyed(TrainLoop):
-    """Puts a new key into the state when a loop begins."""
+    """Stores a new key in the state when a loop begins."""
 
     wraps = False
 
@@ -242,7 +242,7 @@ NOISY = Noisy(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
 
 @pytest.mark.parametrize("stop", [4, 6, 8])
 @pytest.mark.parametrize("kind", [Keyed, Wrapping])
-def test_a_loop_begins_once_however_often_its_run_is_resumed(kind, stop, tmp_path, assert_same, interrupted):
+def test_begin_runs_once_per_loop_even_if_the_run_is_resumed(kind, stop, tmp_path, assert_same, interrupted):
     def train(directory, number=None):
         save = CheckpointAction(directory, every(steps=100))
         outer_loop = OuterLoop(kind(NOISY, end_actions=[save]), checkpoint_spec=CheckpointSpec(directory))

@@ -1,4 +1,4 @@
-"""Batches that a run leaves out, returns to earlier checkpoints, and going back to any step."""
+"""Tests of skipped batches, detours and rewinding."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def batch_of(number, factor=1.0):
 
 
 def data(spikes=(), value=1e3, left_out=()):
-    """An endless dataset whose batches are numbered from 1, and may spike or be missing."""
+    """Returns an endless dataset of batches numbered from 1, some of which may spike or be left out."""
 
     def make(index):
         number = next(itertools.islice((n for n in itertools.count(1) if n not in left_out), index, None))
@@ -78,11 +78,11 @@ def assert_same(one, other):
         np.testing.assert_array_equal(leaf, expected)
 
 
-# Leaving batches out --------------------------------------------------------------------------------------
+# Skipped batches ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [1, 4])
-def test_a_run_without_batches_is_that_of_data_that_never_had_them(tmp_path, fused):
+def test_skipping_batches_equals_training_on_data_without_them(tmp_path, fused):
     left_out = [1, 7, 8, 9, 33, 90]
     skipped = Experiment(tmp_path / "a", skip=left_out, fused=fused)
     other = Experiment(tmp_path / "b", fused=fused)
@@ -91,7 +91,7 @@ def test_a_run_without_batches_is_that_of_data_that_never_had_them(tmp_path, fus
     assert [row["batch"] for *_, row in skipped.rows("left_out")] == left_out
 
 
-def test_a_run_that_leaves_batches_out_resumes_around_them(tmp_path):
+def test_a_run_that_skips_batches_can_be_resumed_around_them(tmp_path):
     left_out, ends = [3, 4, 12, 13], (1, 2, 3, 9, 10, 11)
     whole = Experiment(tmp_path / "whole", skip=left_out)(data(), 14)
     for end in ends:
@@ -102,7 +102,7 @@ def test_a_run_that_leaves_batches_out_resumes_around_them(tmp_path):
         assert [row["batch"] for *_, row in second.rows("left_out")] == left_out
 
 
-def test_batches_are_numbered_over_all_epochs(tmp_path):
+def test_batches_are_numbered_across_epochs(tmp_path):
     rows = [batch_of(number) for number in range(1, 11)]
     run = Experiment(tmp_path / "a", skip=[10, 13, 21])
     state = run(rows, None, train_epochs=3)
@@ -111,7 +111,7 @@ def test_batches_are_numbered_over_all_epochs(tmp_path):
     assert_same(state, Experiment(tmp_path / "b")(kept, None))
 
 
-def test_batches_that_are_not_reached_or_already_used_are_named(tmp_path, caplog):
+def test_warns_if_batches_to_skip_are_unreached_or_already_used(tmp_path, caplog):
     Experiment(tmp_path, skip=[1000])(data(), 20)
     assert "has ended before the batches 1000 of its skip" in caplog.text
     Experiment(tmp_path, skip=[7])(data(), 30)
@@ -120,7 +120,7 @@ def test_batches_that_are_not_reached_or_already_used_are_named(tmp_path, caplog
 
 
 @pytest.mark.parametrize(("skip", "error"), [([0], ValueError), ([1.5], TypeError), ([True], TypeError)])
-def test_a_skip_that_is_no_number_of_a_batch_is_rejected(tmp_path, skip, error):
+def test_an_invalid_skip_raises(tmp_path, skip, error):
     with pytest.raises(error, match=r"OuterLoop\.skip must be a positive int"):
         Experiment(tmp_path, skip=skip)
 
@@ -130,7 +130,7 @@ def test_a_skip_that_is_no_number_of_a_batch_is_rejected(tmp_path, skip, error):
 
 @pytest.mark.parametrize("value", [1e3, np.nan, np.inf])
 @pytest.mark.parametrize("fused", [1, 4])
-def test_the_batches_of_a_spike_are_left_out(tmp_path, value, fused):
+def test_spike_guard_skips_the_batches_of_a_spike(tmp_path, value, fused):
     guarded = Experiment(tmp_path / "a", jaxloop.SpikeGuard("loss", window=16), fused=fused)
     state = guarded(data(spikes=[38, 71], value=value))
     left_out = [row["batch"] for *_, row in guarded.rows("left_out")]
@@ -145,7 +145,7 @@ def test_the_batches_of_a_spike_are_left_out(tmp_path, value, fused):
     assert (spent.steps, spent.repeated_steps) == (100, sum(each["step"] - step for step, _, each in detours))
 
 
-def test_a_killed_run_takes_its_detours_again(tmp_path):
+def test_a_killed_run_repeats_its_detours(tmp_path):
     """The second process resumes before, within and after the steps that a detour repeats."""
     make = lambda directory, save: Experiment(tmp_path / directory, jaxloop.SpikeGuard("loss", window=16), save=save)
     whole = make("whole", every(steps=10))
@@ -166,16 +166,16 @@ def test_checkpoints_after_a_spike_are_abandoned(tmp_path):
     assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 50
 
 
-def test_too_many_spikes_end_the_run_before_the_first_of_them(tmp_path):
+def test_too_many_spikes_raise_and_keep_an_earlier_checkpoint(tmp_path):
     spikes = [33, 43, 53]
-    for _ in range(2):  # And again, if it is started again.
+    for _ in range(2):  # A restarted run raises again.
         run = Experiment(tmp_path, jaxloop.SpikeGuard("loss", window=16, at_most=2))
         with pytest.raises(RuntimeError, match=r"loss was .* in steps .*turned back 2 times already"):
             run(data(spikes=spikes))
         assert checkpoint.all_steps(tmp_path / "checkpoints")[-1] == 30 and run.outer_loop.rescued_state is None
 
 
-def test_a_spike_before_the_first_checkpoint_is_an_error(tmp_path):
+def test_a_spike_before_the_first_checkpoint_raises(tmp_path):
     step = make_step()
     actions = [jaxloop.SpikeGuard("loss"), jaxloop.CheckpointAction(tmp_path, every(steps=50))]
     outer_loop = jaxloop.OuterLoop(
@@ -186,7 +186,7 @@ def test_a_spike_before_the_first_checkpoint_is_an_error(tmp_path):
     assert not checkpoint.all_steps(tmp_path)
 
 
-def test_a_guard_needs_checkpoints_and_a_value_for_each_step(tmp_path):
+def test_spike_guard_requires_checkpoints_and_one_value_per_step(tmp_path):
     step = make_step()
     state = step.initialize_model([1, 4])
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[jaxloop.SpikeGuard("loss")]))
@@ -199,7 +199,7 @@ def test_a_guard_needs_checkpoints_and_a_value_for_each_step(tmp_path):
         jaxloop.SpikeGuard("loss", sigmas=0)
 
 
-def test_an_iterator_that_can_t_go_back_is_an_error(tmp_path):
+def test_a_detour_raises_if_the_iterator_cannot_go_back(tmp_path):
     run = Experiment(tmp_path, jaxloop.SpikeGuard("loss", window=16))
     with pytest.raises(ValueError, match="can't be restored|can't go back"):
         run(iter(batch_of(number, 1e3 if number == 38 else 1.0) for number in range(1, 200)))
@@ -217,11 +217,11 @@ def test_any_action_can_take_a_detour(tmp_path):
     assert_same(state, Experiment(tmp_path / "b")(data(left_out=[43, 44])))
 
 
-# Going back -----------------------------------------------------------------------------------------------
+# Rewinding ------------------------------------------------------------------------------------------------
 
 
 class Recording(jaxloop.Action):
-    """Keeps the state after each step."""
+    """Records the state after each step."""
 
     def __init__(self):
         super().__init__(every(steps=1) | at(0))
@@ -238,7 +238,7 @@ def shuffled_epochs():
 
 
 @pytest.mark.parametrize("fused", [1, 4])
-def test_any_step_of_a_run_can_be_repeated_with_the_same_bits(tmp_path, fused):
+def test_rewind_reproduces_any_step_bit_for_bit(tmp_path, fused):
     recording = Recording()
     options = {"train_loop_steps": 12}
     dataset = lambda: jaxloop.skippable(shuffled_epochs)
@@ -259,7 +259,7 @@ def test_any_step_of_a_run_can_be_repeated_with_the_same_bits(tmp_path, fused):
         assert_same(jax.device_get(after), again.states[step_num])
 
 
-def test_steps_of_each_epoch_can_be_repeated_after_a_detour(tmp_path):
+def test_rewind_reproduces_steps_of_all_epochs_after_a_detour(tmp_path):
     rows = [batch_of(number, 1e3 if number == 8 else 1.0) for number in range(10)]
     options = {"train_epochs": 6}
     make = lambda *actions: Experiment(
@@ -276,7 +276,7 @@ def test_steps_of_each_epoch_can_be_repeated_after_a_detour(tmp_path):
         jaxloop.rewind(tmp_path, make().outer_loop, last + 2, train_dataset=rows, **options)
 
 
-def test_rewinding_changes_nothing_on_disk_and_calls_no_action(tmp_path):
+def test_rewind_changes_no_files_and_calls_no_actions(tmp_path):
     run = Experiment(tmp_path)
     run(data())
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -291,7 +291,7 @@ def test_rewinding_changes_nothing_on_disk_and_calls_no_action(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
-def test_other_bits_than_those_of_the_history_are_an_error(tmp_path):
+def test_rewind_raises_if_a_repeated_step_differs_from_the_history(tmp_path):
     run = Experiment(tmp_path)
     run(data())
     history = tmp_path / "history.jsonl"
@@ -306,7 +306,7 @@ def test_other_bits_than_those_of_the_history_are_an_error(tmp_path):
     assert int(before.state.step) == 97
 
 
-def test_rewinding_without_an_earlier_checkpoint_begins_with_the_given_state(tmp_path):
+def test_rewind_without_an_earlier_checkpoint_starts_from_the_given_state(tmp_path):
     run, recording = Experiment(tmp_path), Recording()
     Experiment(tmp_path / "other", recording)(data(), 20)
     run(data())

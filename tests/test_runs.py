@@ -1,4 +1,4 @@
-"""Whole runs: evaluations by schedule, the history and what is resumed of it, time, epochs."""
+"""Tests of whole runs: scheduled evaluations, the history, resuming, timing and epochs."""
 
 import _thread
 import itertools
@@ -17,7 +17,7 @@ from jaxloop.specs import CheckpointSpec
 
 
 class Seen(actions.Action):
-    """Keeps at which steps it was called, and what it was given."""
+    """Records the steps at which it is called, and its arguments."""
 
     def __init__(self, interval=1, **options):
         super().__init__(interval)
@@ -30,7 +30,7 @@ class Seen(actions.Action):
 
 
 def run(state, step, total, *, eval_specs=(), train_actions=(), eval_actions=(), loop_steps=None, **options):
-    """An experiment on endless data; returns its outer loop, state and outputs."""
+    """Trains, by default on endless data, and returns the outer loop, the state and the outputs."""
     call = {name: options.pop(name) for name in ("stop", "train_epochs") if name in options}
     dataset = options.pop("train_dataset", None)
     eval_step = type(step)(step.base_prng, step.model, step.optimizer)
@@ -47,7 +47,7 @@ def run(state, step, total, *, eval_specs=(), train_actions=(), eval_actions=(),
 # Evaluations -----------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_by_schedule_sees_the_state_of_its_step():
+def test_a_scheduled_evaluation_gets_the_state_of_its_step():
     step, state, batches = examples.tiny_regression()
     seen = Seen()
     specs = [EvalSpec(batches[:2], interval=every(steps=30) | last())]
@@ -57,7 +57,7 @@ def test_an_evaluation_by_schedule_sees_the_state_of_its_step():
     assert len(outputs["loss"]) == 50
 
 
-def test_without_loops_an_evaluation_by_schedule_runs_inside_the_one_loop():
+def test_a_scheduled_evaluation_can_run_within_a_single_loop():
     step, state, batches = examples.tiny_regression()
     evaluation, each_loop = Seen(), Seen()
     specs = [EvalSpec(batches[:2], interval=every(steps=30))]
@@ -66,7 +66,7 @@ def test_without_loops_an_evaluation_by_schedule_runs_inside_the_one_loop():
     assert each_loop.steps == [100]
 
 
-def test_a_schedule_and_a_function_must_agree():
+def test_an_evaluation_runs_only_if_interval_and_should_eval_fn_agree():
     step, state, batches = examples.tiny_regression()
     seen = Seen()
     specs = [EvalSpec(batches[:2], interval=every(20), should_eval_fn=lambda context: context.step_num > 50)]
@@ -74,7 +74,7 @@ def test_a_schedule_and_a_function_must_agree():
     assert seen.steps == [60, 80, 100]
 
 
-def test_after_a_step_come_actions_then_evaluations_then_checkpoints(tmp_path):
+def test_actions_run_before_evaluations_and_checkpoints_run_last(tmp_path):
     order = []
 
     class Note(Seen):
@@ -96,7 +96,7 @@ def test_after_a_step_come_actions_then_evaluations_then_checkpoints(tmp_path):
     assert order == ["train", "eval", "late", "checkpoint"] * 2
 
 
-def test_an_evaluation_inside_a_loop_can_stop_the_run():
+def test_an_evaluation_within_a_loop_can_stop_the_run():
     class Stop(Seen):
         def __call__(self, state, outputs, **kwargs):
             outputs[types.STOP_LOOP] = True
@@ -108,7 +108,7 @@ def test_an_evaluation_inside_a_loop_can_stop_the_run():
     assert outputs[types.STOP_LOOP]
 
 
-def test_ctrl_c_in_an_evaluation_inside_a_loop_saves_that_step(tmp_path, interrupted):
+def test_ctrl_c_in_an_evaluation_within_a_loop_saves_its_step(tmp_path, interrupted):
     step, state, batches = examples.tiny_regression()
     specs = [EvalSpec(None, interrupted(batches, 2), num_steps=50, interval=every(30))]
     action = actions.CheckpointAction(tmp_path, every(30))
@@ -120,7 +120,7 @@ def test_ctrl_c_in_an_evaluation_inside_a_loop_saves_that_step(tmp_path, interru
 @pytest.mark.parametrize(
     ("stop", "steps"), [(at(37), 37), (at(samples=80), 10), (every(25), 25), (at(37) | at(samples=80), 10)], ids=repr
 )
-def test_a_run_ends_where_its_stop_says(stop, steps):
+def test_a_run_ends_when_its_stop_fires(stop, steps):
     step, state, _ = examples.tiny_regression()
     seen = Seen(last())
     _, state, _ = run(state, step, None, stop=stop, loop_steps=20, train_actions=[seen])
@@ -128,7 +128,7 @@ def test_a_run_ends_where_its_stop_says(stop, steps):
     assert seen.steps == [steps]
 
 
-def test_last_fires_also_where_nobody_knew_that_it_was(tmp_path):
+def test_last_fires_when_the_data_end_unexpectedly(tmp_path):
     step, state, batches = examples.tiny_regression()
     seen, evaluation = Seen(every(40) | last()), Seen()
     specs = [EvalSpec(batches[:2], interval=last())]
@@ -159,7 +159,7 @@ INTERVALS = [
 ]
 
 
-def test_no_interval_changes_a_bit_of_the_parameters(tmp_path, assert_same):
+def test_intervals_do_not_affect_the_parameters(tmp_path, assert_same):
     finals = []
     for index, settings in enumerate(INTERVALS):
         step, state, batches = examples.tiny_regression()
@@ -195,7 +195,7 @@ def test_the_history_has_a_row_for_each_log_point_and_evaluation():
     assert len(outputs["loss"]) == 10
 
 
-def test_two_evaluations_of_one_name_are_refused():
+def test_two_evaluations_with_the_same_name_raise():
     step, state, batches = examples.tiny_regression()
     specs = [EvalSpec(batches[:2], name="test"), EvalSpec(batches[:2], name="test")]
     with pytest.raises(ValueError, match="Two EvalSpecs are named 'test'"):
@@ -211,13 +211,13 @@ def test_two_evaluations_of_one_name_are_refused():
         ({"name": "a/b"}, ValueError, "without / and ., .* got 'a/b'"),
     ],
 )
-def test_an_eval_spec_that_can_not_be_meant_is_refused(options, error, message):
+def test_an_invalid_eval_spec_raises(options, error, message):
     with pytest.raises(error, match=message):
         EvalSpec([], **options)
 
 
 def rows_of(path):
-    """The rows of a file, without the time they took."""
+    """Returns the rows of a history file without their times."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         del row["elapsed"]["time"]
@@ -225,11 +225,11 @@ def rows_of(path):
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles SIGKILL."""
+    """An exception that nothing handles, like SIGKILL."""
 
 
 @pytest.mark.parametrize("killed_at", [1, 5, 29, 30, 31, 45, 59, 60, 61, 75])
-def test_a_resumed_run_continues_the_history_without_a_row_lost_or_doubled(
+def test_a_resumed_run_continues_the_history_without_lost_or_duplicate_rows(
     killed_at, tmp_path, monkeypatch, assert_same
 ):
     def experiment(workdir, dies_at=None):
@@ -258,7 +258,7 @@ def test_a_resumed_run_continues_the_history_without_a_row_lost_or_doubled(
     assert resumed.history.collect("steps", "test.loss") == whole.history.collect("steps", "test.loss")
 
 
-def test_how_far_a_run_is_survives_a_resume(tmp_path):
+def test_resume_restores_elapsed(tmp_path):
     step, state, _ = examples.tiny_regression()
     options = {"checkpoint_spec": CheckpointSpec(tmp_path), "loop_steps": 20}
     save = actions.CheckpointAction(tmp_path, every(10))
@@ -273,7 +273,7 @@ def test_how_far_a_run_is_survives_a_resume(tmp_path):
     assert elapsed.time > before.time > 0
 
 
-def test_a_run_done_anew_forgets_the_rows_of_the_last_one():
+def test_a_run_that_starts_over_clears_the_history():
     step, state, batches = examples.tiny_regression()
     outer_loop = OuterLoop(TrainLoop(step))
     for _ in range(2):
@@ -306,7 +306,7 @@ def test_an_epoch_is_one_pass_and_one_loop():
     assert outer_loop.history.collect("loops", "train.loss")[0] == [1, 2, 3, 4, 5]
 
 
-def test_a_total_ends_a_run_of_epochs_inside_one():
+def test_train_total_steps_can_end_a_run_within_an_epoch():
     step, state, batches = examples.tiny_regression()
     seen = Seen()
     _, state, _ = run(state, step, 12, train_dataset=batches[:5], train_epochs=100, train_actions=[seen])
@@ -314,7 +314,7 @@ def test_a_total_ends_a_run_of_epochs_inside_one():
 
 
 @pytest.mark.parametrize("killed_at", [3, 5, 8, 12, 14, 15])
-def test_a_run_of_epochs_resumes_inside_an_epoch(killed_at, tmp_path, assert_same):
+def test_a_run_resumes_within_an_epoch(killed_at, tmp_path, assert_same):
     def experiment(workdir, interrupt_at=None):
         step, state, batches = examples.tiny_regression()
 
@@ -337,7 +337,7 @@ def test_a_run_of_epochs_resumes_inside_an_epoch(killed_at, tmp_path, assert_sam
     assert elapsed_of("killed") == elapsed_of("whole")
 
 
-def test_ctrl_c_inside_an_epoch_and_again(tmp_path, interrupted, assert_same):
+def test_a_run_interrupted_within_an_epoch_resumes_there(tmp_path, interrupted, assert_same):
     step, state, batches = examples.tiny_regression()
     batches = batches[:6]
 
@@ -351,13 +351,13 @@ def test_ctrl_c_inside_an_epoch_and_again(tmp_path, interrupted, assert_same):
     action = actions.CheckpointAction(tmp_path, every(loops=1))
     options = {"checkpoint_spec": CheckpointSpec(tmp_path), "train_epochs": 3, "train_actions": [action]}
     _, state, _ = run(state, step, None, train_dataset=OnceInterrupted(), **options)
-    assert int(state.step) == 11  # Ctrl-C ends it after the step in flight.
+    assert int(state.step) == 11  # Ctrl-C ends the run after the step in progress.
     step, state, _ = examples.tiny_regression()
     _, state, _ = run(state, step, None, train_dataset=batches, **options)
     assert int(state.step) == 18
     step, fresh, _ = examples.tiny_regression()
-    _, unbroken, _ = run(fresh, step, None, train_dataset=batches, train_epochs=3)
-    assert_same(state, unbroken)
+    _, uninterrupted, _ = run(fresh, step, None, train_dataset=batches, train_epochs=3)
+    assert_same(state, uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_ctrl_c_inside_an_epoch_and_again(tmp_path, interrupted, assert_same):
         ({"train_epochs": 0}, "train_epochs must be a positive int"),
     ],
 )
-def test_epochs_that_can_not_be_are_refused(options, message):
+def test_invalid_epochs_raise(options, message):
     step, state, batches = examples.tiny_regression()
     with pytest.raises(ValueError, match=message):
         run(state, step, None, **{"train_dataset": batches, **options})
@@ -379,14 +379,14 @@ def test_epochs_that_can_not_be_are_refused(options, message):
 
 
 class Takes(Seen):
-    """Takes its time."""
+    """Advances the clock by `seconds`."""
 
     def __call__(self, state, outputs, **kwargs):
         super().__call__(state, outputs, **kwargs)
         self.clock.now += self.seconds
 
 
-def test_each_second_is_counted_for_one_thing(logs):
+def test_each_second_is_attributed_to_one_category(logs):
     clock = Clock()
     step, state, batches = examples.tiny_regression()
     train_actions = [
@@ -407,7 +407,7 @@ def test_each_second_is_counted_for_one_thing(logs):
     assert (spent.data, spent.actions, spent.evals, spent.checkpoints) == (10, 4 * 3, 2 * 20, 2 * 7)
     assert spent.total == clock.now
     assert spent.steps_per_sec == 20 / 22
-    # The last action's time is spent after the last look at the training.
+    # The time of the last action passes after the last update of `elapsed`.
     assert outer_loop.history[-1].elapsed.time == 10 + 3 * 3
     assert "20 steps in 1 min 16 s" in logs.text
     assert "53% in evaluations, 18% in checkpoints, 16% in actions, 13% waiting for data" in logs.text
@@ -435,7 +435,7 @@ def test_the_report_separates_compiling_from_dispatching(logs):
     assert outer_loop.spent.compiling == 0
 
 
-def test_what_is_counted_is_the_time_of_the_clock_on_the_wall():
+def test_time_spent_matches_wall_clock_time():
     step, state, batches = examples.tiny_regression()
 
     def slow():
@@ -456,7 +456,7 @@ def test_what_is_counted_is_the_time_of_the_clock_on_the_wall():
 # The end ---------------------------------------------------------------------------------------------
 
 
-def test_an_action_may_give_the_state_that_a_run_returns():
+def test_finish_can_replace_the_returned_state():
     class Back(Seen):
         def __call__(self, state, outputs, **kwargs):
             self.kept = jax.tree.map(np.array, state)
@@ -469,7 +469,7 @@ def test_an_action_may_give_the_state_that_a_run_returns():
     assert int(state.step) == 12
 
 
-def test_early_stopping_restores_the_best_of_a_run():
+def test_early_stopping_restores_the_best_state():
     step, state, batches = examples.tiny_regression()
     losses = iter([3.0, 1.0, 2.0, 2.0, 2.0])
 
@@ -488,7 +488,7 @@ def test_early_stopping_restores_the_best_of_a_run():
     assert train_loop.elapsed.steps == 40
 
 
-def test_how_far_a_loop_is_can_be_asked_and_set():
+def test_elapsed_of_a_loop_can_be_read_and_set():
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step)
     loop(state, batches, num_steps=4)
@@ -497,13 +497,13 @@ def test_how_far_a_loop_is_can_be_asked_and_set():
     assert loop.elapsed == Elapsed(100, 800, pytest.approx(60.0), 10)
 
 
-# Ends in awkward places --------------------------------------------------------------------------------
+# Interruptions -----------------------------------------------------------------------------------------
 
 
 class BreaksOnce:
-    """A dataset whose iteration of a number is broken off, by an exception or by Ctrl-C, after one batch.
+    """A dataset whose iteration `number` is interrupted by an exception or Ctrl-C after one batch.
 
-    A directory given as `how` is copied then, after what is being saved, so that the copy is what SIGKILL leaves.
+    If `how` is a directory, it is copied instead, after pending saves, to simulate what SIGKILL would leave.
     """
 
     def __init__(self, batches, number, how):
@@ -527,7 +527,7 @@ class BreaksOnce:
 @pytest.mark.parametrize("how", ["exception", "ctrl-c"])
 @pytest.mark.parametrize("schedule", [every(4), every(loops=1), None], ids=repr)
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how, tmp_path, assert_same):
+def test_an_interrupted_evaluation_is_repeated(number, schedule, how, tmp_path, assert_same):
     def experiment(workdir, eval_dataset):
         step, state, batches = examples.tiny_regression()
         options = {"checkpoint_spec": CheckpointSpec(workdir), "train_dataset": batches[:5], "train_epochs": 5}
@@ -562,7 +562,7 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(number, schedule, how,
     ],
     ids=repr,
 )
-def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options, interval, how, tmp_path):
+def test_an_interrupted_last_evaluation_is_repeated_however_the_run_ends(options, interval, how, tmp_path):
     def experiment(workdir, eval_dataset):
         step, state, batches = examples.tiny_regression()
         dataset = batches[: 5 if "train_epochs" in options else 100 if "stop" in options else 20]
@@ -583,7 +583,7 @@ def test_the_last_evaluation_is_made_up_for_in_whichever_way_a_run_ends(options,
     assert resumed.collect("steps", "loops", "test.loss") == whole.collect("steps", "loops", "test.loss")
 
 
-def test_an_ended_run_that_is_started_again_has_no_evaluation_twice(tmp_path):
+def test_restarting_a_finished_run_repeats_no_evaluation(tmp_path):
     def experiment():
         step, state, batches = examples.tiny_regression()
         save = actions.CheckpointAction(tmp_path, every(4))
@@ -596,7 +596,7 @@ def test_an_ended_run_that_is_started_again_has_no_evaluation_twice(tmp_path):
     assert experiment().collect("steps", "test.loss") == rows
 
 
-def test_ctrl_c_in_an_action_inside_an_epoch_is_inside_it(tmp_path, assert_same):
+def test_ctrl_c_in_an_action_keeps_the_position_within_the_epoch(tmp_path, assert_same):
     class Press(Seen):
         def __call__(self, state, outputs, **kwargs):
             _thread.interrupt_main()
@@ -614,7 +614,7 @@ def test_ctrl_c_in_an_action_inside_an_epoch_is_inside_it(tmp_path, assert_same)
     assert resumed.history.collect("steps", "loops", "train.loss")[:2] == ([5, 10, 15, 20], [1, 2, 3, 4])
 
 
-def test_the_best_checkpoint_is_that_of_the_best_evaluation_also_at_the_end_of_an_epoch(tmp_path):
+def test_the_best_checkpoint_belongs_to_the_best_evaluation_at_an_epoch_end(tmp_path):
     step, state, batches = examples.tiny_regression()
     scores = iter([3.0, 1.0, 2.0, 4.0])
 
@@ -635,13 +635,13 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation_also_at_the_end_of_a
     [(at(steps=50) & at(samples=800), 100), (at(samples=80) & at(steps=30), 30), (at(10) & every(7), 14)],
     ids=repr,
 )
-def test_a_stop_of_two_conditions_waits_for_both(stop, steps):
+def test_a_stop_with_two_conditions_waits_for_both(stop, steps):
     step, state, _ = examples.tiny_regression()
     _, state, _ = run(state, step, 200, stop=stop)
     assert int(state.step) == steps
 
 
-def test_a_step_whose_end_raises_has_been_counted(tmp_path, assert_same):
+def test_a_step_whose_end_raises_is_counted(tmp_path, assert_same):
     def experiment(fails_at):
         tiny, state, batches = examples.tiny_regression()
 
@@ -666,7 +666,7 @@ def test_a_step_whose_end_raises_has_been_counted(tmp_path, assert_same):
     assert outer_loop.history[-1].elapsed.samples == 160
 
 
-def test_an_action_that_can_not_finish_is_named_and_all_are_closed():
+def test_an_error_in_finish_names_the_action_and_closes_it():
     class Fails(Seen):
         closed = False
 
@@ -685,7 +685,7 @@ def test_an_action_that_can_not_finish_is_named_and_all_are_closed():
     assert action.closed
 
 
-def test_one_spec_may_serve_two_loops_and_a_loop_one_spec():
+def test_two_loops_can_share_a_spec_but_a_loop_cannot_be_used_twice():
     step, state, batches = examples.tiny_regression()
     spec = EvalSpec(batches[:2], interval=every(5))
     outer_loop, _, _ = run(state, step, 10, eval_specs=[spec, spec])
@@ -696,7 +696,7 @@ def test_one_spec_may_serve_two_loops_and_a_loop_one_spec():
         OuterLoop(TrainLoop(step), [loop, loop])
 
 
-def test_progress_shows_values_also_right_after_an_action_that_waited():
+def test_outputs_are_available_right_after_an_action_that_waited():
     shown = Seen(every(1), needs_all_outputs=False)
     step, state, batches = examples.tiny_regression()
     TrainLoop(step, end_actions=[Seen(every(1)), shown])(state, batches, num_steps=10)

@@ -1,4 +1,4 @@
-"""Weights in the safetensors format, which other libraries read and write."""
+"""Tests of loading and saving weights in the safetensors format."""
 
 import os
 
@@ -21,7 +21,7 @@ PARAMS = {
 }
 
 
-def test_what_was_written_is_read_back_bit_by_bit(tmp_path, assert_same):
+def test_saved_params_load_bit_for_bit(tmp_path, assert_same):
     path = tmp_path / "weights.safetensors"
     checkpoint.save_params(PARAMS, path)
     checkpoint.save_params(PARAMS, path)  # Replaces the file.
@@ -34,7 +34,7 @@ def test_what_was_written_is_read_back_bit_by_bit(tmp_path, assert_same):
     assert {*safetensors.load_file(path)} >= {"encoder.kernel", "layers.0.scale"}
 
 
-def test_each_device_gets_its_part(tmp_path, assert_same):
+def test_each_device_loads_its_shard(tmp_path, assert_same):
     path = tmp_path / "weights.safetensors"
     checkpoint.save_params(PARAMS, path)
     sharding = NamedSharding(create_mesh(data=8), PartitionSpec("data"))
@@ -42,11 +42,11 @@ def test_each_device_gets_its_part(tmp_path, assert_same):
     loaded = checkpoint.load_params(path, into=into, paths={"encoder/kernel": "kernel"})
     assert loaded["kernel"].sharding == sharding
     assert_same(loaded["kernel"], PARAMS["encoder"]["kernel"])
-    checkpoint.save_params(loaded, path)  # Of several devices.
+    checkpoint.save_params(loaded, path)  # From several devices.
     assert_same(checkpoint.load_params(path, into=into), loaded)
 
 
-def test_the_weights_of_another_library_go_into_an_nnx_model(tmp_path, assert_same):
+def test_weights_from_another_library_load_into_an_nnx_model(tmp_path, assert_same):
     path = tmp_path / "model.safetensors"
     kernel = np.random.default_rng(0).normal(size=[3, 2]).astype(np.float32)
     safetensors.save_file({"model.0.dense.kernel": kernel, "model.0.dense.bias": np.ones(2, np.float32)}, path)
@@ -67,14 +67,14 @@ def test_the_weights_of_another_library_go_into_an_nnx_model(tmp_path, assert_sa
         ({"w": np.array(["text"])}, "w.safetensors", "can't write 'w'"),
     ],
 )
-def test_what_cannot_be_written_raises_an_error(tmp_path, params, name, message):
+def test_unsupported_names_and_values_raise(tmp_path, params, name, message):
     with pytest.raises(ValueError, match=message):
         checkpoint.save_params(params, tmp_path / name)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "text", "empty", "lengths"])
-def test_a_damaged_file_raises_an_error_that_names_it(tmp_path, damage):
+def test_a_damaged_file_raises_and_is_named(tmp_path, damage):
     path = tmp_path / "weights.safetensors"
     checkpoint.save_params(PARAMS, path)
     content = path.read_bytes()
@@ -83,7 +83,7 @@ def test_a_damaged_file_raises_an_error_that_names_it(tmp_path, damage):
         checkpoint.load_params(path)
 
 
-def test_what_does_not_fit_raises_an_error(tmp_path):
+def test_mismatches_raise(tmp_path):
     path = tmp_path / "weights.safetensors"
     checkpoint.save_params(PARAMS, path)
     with pytest.raises(ValueError, match=r"encoder/kernel: float32\[8, 4\] -> float32\[8, 5\]"):
@@ -99,20 +99,20 @@ def test_what_does_not_fit_raises_an_error(tmp_path):
         checkpoint.load_params(tmp_path / "pipe.safetensors")
 
 
-def test_without_the_package_one_sentence_says_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxloop\[safetensors\]'"):
         checkpoint.save_params(PARAMS, tmp_path / "weights.safetensors")
 
 
-def test_empty_arrays_and_missing_directories_are_no_problem(tmp_path, assert_same):
+def test_empty_arrays_and_missing_directories_are_supported(tmp_path, assert_same):
     path, params = tmp_path / "new" / "weights.safetensors", {"a": np.ones([0, 3], np.float32), "b": np.ones([2, 0])}
     checkpoint.save_params(params, path)
     assert_same(checkpoint.load_params(path, into=params), params)
     assert checkpoint.load_params(path, into={"a": jnp.ones([0, 3])}, paths={"a": "a"})["a"].shape == (0, 3)
 
 
-def test_values_of_64_bits_are_not_truncated(tmp_path, assert_same):
+def test_64_bit_values_are_not_truncated(tmp_path, assert_same):
     path, params = tmp_path / "weights.safetensors", {"count": np.int64([2**40])}
     checkpoint.save_params(params, path)
     with pytest.raises(ValueError, match="64-bit leaves, which JAX would truncate: count. Enable"):
@@ -120,7 +120,7 @@ def test_values_of_64_bits_are_not_truncated(tmp_path, assert_same):
     assert_same(checkpoint.load_params(path, into=params), params)
 
 
-def test_names_that_only_look_alike_stay_apart(tmp_path, assert_same):
+def test_similar_names_are_kept_apart_or_raise(tmp_path, assert_same):
     path = tmp_path / "weights.safetensors"
     params = {"critic": {"value": np.float32([1])}, "actor": np.float32([2])}
     checkpoint.save_params(params, path)

@@ -1,4 +1,4 @@
-"""When things happen: the algebra alone, and in whole runs against a reference that looks at every step."""
+"""Tests of schedules: their algebra, and whole runs compared with a reference that checks every step."""
 
 import dataclasses
 import datetime
@@ -46,11 +46,11 @@ def firings(schedule, steps=20):
     ],
     ids=repr,
 )
-def test_what_schedules_mean(schedule, expected):
+def test_schedules_fire_at_the_expected_steps(schedule, expected):
     assert firings(schedule) == expected
 
 
-def test_samples_and_time_fire_at_the_step_that_passes_them():
+def test_schedules_of_samples_and_time_fire_at_the_step_that_reaches_them():
     run = [Elapsed()]
     for _ in range(10):
         run.append(run[-1].advance(samples=30, time=run[-1].time + 0.5))
@@ -62,7 +62,7 @@ def test_samples_and_time_fire_at_the_step_that_passes_them():
     assert steps(after(time=3).then(every(samples=60))) == [6, 8, 10]
 
 
-def test_elapsed_is_before_or_past_a_point():
+def test_elapsed_can_be_compared_with_a_point():
     assert Elapsed(steps=10_000) >= at(steps=10_000)
     assert not Elapsed(steps=9_999) >= at(steps=10_000)
     assert Elapsed(time=59.0) < at(time=60) | at(steps=1)
@@ -71,7 +71,7 @@ def test_elapsed_is_before_or_past_a_point():
         assert Elapsed(5) >= every(5)
 
 
-def test_a_schedule_is_an_immutable_value_and_a_key_by_identity():
+def test_schedules_are_immutable_and_hashed_by_identity():
     one, two = every(1), every(1)
     assert len({one: "a", two: "b"}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -87,7 +87,7 @@ def test_a_schedule_is_an_immutable_value_and_a_key_by_identity():
         (after(1000).then(every(100)), "after(steps=1000).then(every(steps=100))"),
     ],
 )
-def test_a_schedule_reads_as_it_was_written(schedule, text):
+def test_repr_is_the_expression(schedule, text):
     assert repr(schedule) == text
 
 
@@ -96,7 +96,7 @@ def test_a_schedule_reads_as_it_was_written(schedule, text):
     [lambda a, b: a or b, lambda a, b: a and b, lambda a, b: not a, lambda a, b: bool(b)],
     ids=["or", "and", "not", "bool"],
 )
-def test_a_schedule_is_neither_true_nor_false(join):
+def test_using_a_schedule_as_a_bool_raises(join):
     with pytest.raises(TypeError, match=r"is neither true nor false\. Join schedules with \|, & and ~"):
         join(every(100), last())
 
@@ -120,7 +120,7 @@ def test_a_schedule_is_neither_true_nor_false(join):
         (lambda: every(5) | 10, TypeError, "unsupported operand"),
     ],
 )
-def test_a_schedule_that_can_not_be_meant_is_refused(make, error, message):
+def test_invalid_schedules_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -130,7 +130,7 @@ def test_a_schedule_that_can_not_be_meant_is_refused(make, error, message):
 
 @dataclasses.dataclass
 class Plan:
-    """A schedule, and the same said plainly of one step: whether it fires between `before` and `now`."""
+    """A schedule and its reference implementation, which returns True if it fires between `before` and `now`."""
 
     schedule: jaxloop.Schedule
     fires: object
@@ -192,7 +192,7 @@ plans = st.recursive(leaves, joined, max_leaves=4)
 
 
 class CountingStep(jaxloop.Step):
-    """Counts, as training does."""
+    """Counts updates as a real train step does."""
 
     def run(self, state, batch):
         return state.apply_gradients(grads=state.params), {"mean": batch["x"].mean()}
@@ -217,14 +217,14 @@ class Record(jaxloop.Action):
 
 
 def batches_of(run, clock, first_step):
-    """Data of which the batch of each step has its number in it, its samples, and takes its time."""
+    """Yields one batch per step, which contains the step number, and advances the clock."""
     for before, now in itertools.pairwise(run[first_step:]):
         clock.now += now.time - before.time
         yield {"x": np.full([2, 1], now.steps, np.float32), "samples": np.int32(now.samples - before.samples)}
 
 
 def whole_run(total, loop_steps, samples, half_seconds):
-    """How far a run is after each of its steps, from before the first on."""
+    """Returns the `Elapsed` before the first step and after each step."""
     rows = [Elapsed()]
     for step in range(1, total + 1):
         before = rows[-1]
@@ -248,9 +248,9 @@ def whole_run(total, loop_steps, samples, half_seconds):
     resumed_at=st.integers(0, 39),
     samples=few(1, 9),
     half_seconds=few(0, 3),
-    log_interval=st.sampled_from([1, 5, never()]),  # Where there is no row at each end, loops are run in one call.
+    log_interval=st.sampled_from([1, 5, never()]),  # Unless it is 1, loops are joined.
 )
-def test_actions_and_evaluations_fire_as_a_reference_that_looks_at_every_step(
+def test_actions_and_evaluations_match_the_reference(
     plan, total, loop_steps, resumed_at, samples, half_seconds, log_interval
 ):
     resumed_at = min(resumed_at, total - 1)
@@ -271,15 +271,15 @@ def test_actions_and_evaluations_fire_as_a_reference_that_looks_at_every_step(
     assert int(state.step) == total
     assert action.steps == expected
     assert evaluation.steps == expected
-    # Each output is seen once, and none by a call before its step.
+    # Each output is seen exactly once, and not before its step.
     assert action.seen == list(range(resumed_at + 1, max(expected, default=resumed_at) + 1))
     assert train_loop.elapsed == run[-1]
 
 
 @settings(deadline=None, max_examples=300)
 @given(plan=plans, samples=few(1, 9), half_seconds=few(0, 3))
-def test_a_loop_may_run_freely_up_to_the_next_step(plan, samples, half_seconds):
-    # One loop, at whose end a loop asks besides.
+def test_next_step_and_next_time_never_miss_a_firing(plan, samples, half_seconds):
+    # A single loop, whose end is always checked.
     run = whole_run(30, 30, samples, half_seconds)
     for step in range(30):
         next_step, next_time = plan.schedule.next_step(run[step]), plan.schedule.next_time(run[step])
@@ -291,7 +291,7 @@ def test_a_loop_may_run_freely_up_to_the_next_step(plan, samples, half_seconds):
 
 @settings(deadline=None, max_examples=300)
 @given(plan=plans, loop_steps=st.integers(1, 9), samples=few(1, 9), half_seconds=few(0, 3))
-def test_loops_may_run_freely_up_to_the_next_step_or_the_end_of_the_next_loop(plan, loop_steps, samples, half_seconds):
+def test_next_step_next_time_and_next_loop_never_miss_a_firing(plan, loop_steps, samples, half_seconds):
     run = whole_run(60, loop_steps, samples, half_seconds)
     for step in range(0, 60, loop_steps):
         next_step, next_time = plan.schedule.next_step(run[step]), plan.schedule.next_time(run[step])
@@ -307,7 +307,7 @@ def test_loops_may_run_freely_up_to_the_next_step_or_the_end_of_the_next_loop(pl
 
 
 class FirstOutputs(jaxloop.Action):
-    """Notes after which steps it is called, and with what the first time."""
+    """Records the steps at which it is called, and the outputs of the first call."""
 
     def __init__(self, interval):
         super().__init__(interval)
@@ -331,7 +331,7 @@ class FirstOutputs(jaxloop.Action):
     ],
     ids=str,
 )
-def test_what_fires_at_step_0_comes_before_the_first_update(schedule, steps):
+def test_schedules_can_fire_before_the_first_update(schedule, steps):
     step, state, batches = examples.tiny_regression()
     note, evaluated = FirstOutputs(schedule), FirstOutputs(1)
     outer_loop = jaxloop.OuterLoop(
@@ -346,7 +346,7 @@ def test_what_fires_at_step_0_comes_before_the_first_update(schedule, steps):
 
 
 @pytest.mark.parametrize("resumed_at", [0, 8])
-def test_what_has_fired_at_step_0_does_not_after_a_resume(resumed_at, tmp_path):
+def test_step_0_does_not_fire_again_after_a_resume(resumed_at, tmp_path):
     schedule = at(0) | every(8)
 
     def run(total):
@@ -365,14 +365,14 @@ def test_what_has_fired_at_step_0_does_not_after_a_resume(resumed_at, tmp_path):
     assert run(16) == ([step for step in (8, 16) if step > resumed_at], [0, 8, 16])
 
 
-def test_a_run_that_begins_later_has_no_step_0():
+def test_a_run_that_starts_later_has_no_step_0():
     step, state, batches = examples.tiny_regression()
     note = FirstOutputs(at(0) | every(4))
     jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[note]))(state.replace(step=state.step + 2), batches, 8, 8)
     assert note.steps == [4, 8]
 
 
-def test_the_loop_language_has_a_step_0_too(tmp_path):
+def test_functional_loop_has_a_step_0(tmp_path):
     batches, seen = [{"x": np.ones(4)}] * 10, []
 
     def note(state, batch, elapsed):

@@ -6,14 +6,14 @@ import pytest
 
 from jaxloop import seal
 
-# A file that is rewritten after the seal, of which only this is sealed.
+# The sealed part of a file that is rewritten later.
 ABOUT = {"author": {"name": "me", "likes": [1, 2.5, None]}}
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """Three files of random bytes, one of them empty, and one of JSON."""
-    for index, size in enumerate([1000, 0, 5_000_000]):  # The last is read in two pieces.
+    """A sealed directory with three files of random bytes, one of them empty, and a JSON file."""
+    for index, size in enumerate([1000, 0, 5_000_000]):  # The last is read in two chunks.
         path = tmp_path / f"{index}" / "deeper" / f"file{index}"
         path.parent.mkdir(parents=True)
         path.write_bytes(random.Random(index).randbytes(size))
@@ -23,14 +23,14 @@ def directory(tmp_path):
     return tmp_path
 
 
-def test_what_was_not_changed_has_no_problems(directory):
+def test_an_unchanged_directory_has_no_problems(directory):
     (directory / "later").write_text("This came after the seal.")
     assert seal.is_sealed(directory) and seal.problems(directory) == []
-    seal.write(directory)  # Not the old seal.
+    seal.write(directory)  # The old seal isn't part of the new one.
     assert seal.problems(directory) == []
 
 
-def test_no_seal_is_told_apart_from_a_broken_one(directory):
+def test_a_missing_seal_is_distinguished_from_a_damaged_one(directory):
     (directory / seal.NAME).write_text("")
     assert seal.is_sealed(directory) and seal.problems(directory)
     (directory / seal.NAME).unlink()
@@ -77,13 +77,13 @@ def flip_a_bit(path, bit=None):
         (seal.NAME, lambda path: [path.unlink(), path.mkdir()], "SEAL.* can't be read"),
     ],
 )
-def test_each_damage_is_one_problem_with_the_name_of_the_file(directory, name, damage, problem):
+def test_each_damage_is_one_problem_that_names_the_file(directory, name, damage, problem):
     damage(directory / name)
     (found,) = seal.problems(directory)
     assert re.search(problem, found)
 
 
-def test_each_bit_of_a_seal_counts(tmp_path):
+def test_each_flipped_bit_of_a_seal_is_detected(tmp_path):
     (tmp_path / "file").write_text("content")
     seal.write(tmp_path, {"about.json": ABOUT})
     path = tmp_path / seal.NAME
@@ -95,7 +95,7 @@ def test_each_bit_of_a_seal_counts(tmp_path):
     assert seal.problems(tmp_path, "file") == []
 
 
-def test_a_part_can_be_looked_at_alone(directory):
+def test_problems_can_be_limited_to_a_path(directory):
     flip_a_bit(directory / "0/deeper/file0")
     flip_a_bit(directory / "2/deeper/file2")
     assert len(seal.problems(directory)) == 2
@@ -103,10 +103,10 @@ def test_a_part_can_be_looked_at_alone(directory):
     assert len(seal.problems(directory, "0/deeper/file0")) == 1
     assert seal.problems(directory, "1") == seal.problems(directory, "about.json") == []
     (directory / seal.NAME).unlink()
-    assert len(seal.problems(directory, "1")) == 1  # The seal is looked at always.
+    assert len(seal.problems(directory, "1")) == 1  # The seal is always checked.
 
 
-def test_a_seal_that_is_nested_too_deeply_is_a_changed_one(tmp_path):
+def test_a_deeply_nested_seal_is_reported_as_damaged(tmp_path):
     (tmp_path / seal.NAME).write_text("crc32 00000000\n" + "[" * 1_000_000)
     (problem,) = seal.problems(tmp_path)
     assert "does not match its own checksum" in problem

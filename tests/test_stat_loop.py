@@ -6,7 +6,7 @@ from jaxloop import examples, metrics, stat_loop
 from jaxloop.stat_loop import StatLoop
 
 
-def test_statistics_are_plain_numbers_of_the_loop():
+def test_statistics_are_plain_numbers():
     step, state, batches = examples.tiny_regression()
     clock = Clock(100.0)
     loop = StatLoop(step, stat_loop.ALL_STATS, clock=clock)
@@ -25,12 +25,12 @@ def test_statistics_are_plain_numbers_of_the_loop():
     assert all(isinstance(outputs[name], int | float) for name in outputs if name.startswith("jaxloop/"))
 
 
-def test_statistics_are_those_of_each_call():
+def test_statistics_cover_only_the_current_call():
     step, state, batches = examples.tiny_regression()
     clock = Clock(100.0)
     loop = StatLoop(step, clock=clock)
     state, _ = loop(state, clock.during(batches, 5), num_steps=4)
-    clock.now += 1000  # Between two calls, nobody knows for what.
+    clock.now += 1000  # Time between two calls isn't counted.
     _, outputs = loop(state, clock.during(batches, 1), num_steps=2)
     assert outputs[stat_loop.STAT_LOOP_TIME_SECS] == 2
     assert outputs[stat_loop.STAT_STEPS_PER_SEC] == 1
@@ -50,21 +50,21 @@ def test_times_are_taken_after_the_device_has_finished(monkeypatch):
     assert waited[-1] is state
 
 
-def test_operations_are_counted_where_asked_for():
+def test_flops_are_counted_on_request():
     step, state, batches = examples.tiny_regression()
     _, outputs = StatLoop(step, [stat_loop.STAT_NUM_FLOPS])(state, batches, num_steps=2)
     assert set(outputs) == {"loss", stat_loop.STAT_NUM_FLOPS}
     assert outputs[stat_loop.STAT_NUM_FLOPS] > 0
 
 
-def test_a_given_batch_size_replaces_the_count():
+def test_global_batch_size_replaces_the_counted_examples():
     step, state, batches = examples.tiny_regression()
     names = [stat_loop.STAT_STEPS_PER_SEC, stat_loop.STAT_EXAMPLES_PER_SEC]
     _, outputs = StatLoop(step, names, global_batch_size=64)(state, batches, num_steps=3)
     np.testing.assert_allclose(outputs[names[1]], 64 * outputs[names[0]])
 
 
-def test_an_unknown_statistic_is_refused_with_those_there_are():
+def test_an_unknown_statistic_raises_and_lists_the_known_ones():
     step, _, _ = examples.tiny_regression()
     with pytest.raises(
         ValueError, match="'steps_per_sec', which is not one of jaxloop/num_params, .*jaxloop/steps_per_sec"

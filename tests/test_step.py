@@ -24,7 +24,7 @@ class Dropout(nn.Module):
 
 
 class NNXNet(nnx.Module):
-    """Batch statistics, dropout keys and an own variable: all that an NNX model can carry along."""
+    """An NNX model with batch statistics, dropout keys and a custom variable."""
 
     def __init__(self, width, *, rate=0.5, rngs):
         self.dense = nnx.Linear(3, width, rngs=rngs)
@@ -58,7 +58,7 @@ def advance(self, state, batch):
 BATCH = {"x": np.ones([8, 3], np.float32), "y": np.ones([8, 1], np.float32)}
 
 
-def test_hooks_come_in_their_order():
+def test_hooks_run_in_order():
     calls = []
 
     class Ordered(Step):
@@ -90,14 +90,14 @@ def test_hooks_come_in_their_order():
     assert calls[1] == ("begin", 1) and calls[3] == ("end", 8) and outputs["more"] == 1
 
 
-def test_a_step_is_called_and_has_no_other_name_for_that():
+def test_a_step_is_callable_and_has_no_step_method():
     step, state, batches = examples.tiny_regression()
     state, outputs = step(state, batches[0], per_loop_step_number=0, log_num_flops=False)
     assert int(state.step) == 1 and set(outputs) == {"loss"} and not hasattr(step, "step")
 
 
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["typed", "old-style"])
-def test_the_key_of_a_step_depends_on_the_step_alone(key):
+def test_prng_key_depends_only_on_the_step(key):
     step = Step(key, nn.Dense(1))
     same = lambda a, b: np.array_equal(jax.random.normal(a), jax.random.normal(b))
     assert same(step.prng_key(3), step.prng_key(jnp.int32(3)))
@@ -126,7 +126,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
         ({"x": [2], "key": KEY}, {"x": "float32[2]", "key": "key<fry>[]"}),
     ],
 )
-def test_a_spec_is_a_shape_a_pair_or_a_nesting(spec, expected):
+def test_a_spec_is_a_shape_a_pair_or_a_pytree(spec, expected):
     class Shows(nn.Module):
         @nn.compact
         def __call__(self, inputs):
@@ -138,7 +138,7 @@ def test_a_spec_is_a_shape_a_pair_or_a_nesting(spec, expected):
 
 
 class Noisy(nn.Module):
-    """Takes three inputs, of which one is optional, and a flag."""
+    """A model with three inputs, one of them optional, and a flag."""
 
     @nn.compact
     def __call__(self, x, key, scale=None, *, train):
@@ -156,7 +156,7 @@ class Noisy(nn.Module):
         ([1, 3], {"key": KEY}),
     ],
 )
-def test_several_inputs_are_given_by_position_or_by_name(spec, init_kwargs, assert_same):
+def test_inputs_can_be_given_by_position_or_by_name(spec, init_kwargs, assert_same):
     params = Step(KEY, Noisy()).initialize_model(spec, **init_kwargs).params
     assert_same(params, Noisy().init(KEY, jnp.ones([1, 3]), KEY, train=False)["params"])
 
@@ -169,17 +169,17 @@ def test_several_inputs_are_given_by_position_or_by_name(spec, init_kwargs, asse
         ({"x": [1, 3], "rng": KEY}, "takes x, key, scale, and its inputs are dict of 2"),
     ],
 )
-def test_inputs_that_do_not_match_those_of_the_model_are_refused(spec, message):
+def test_inputs_that_do_not_match_the_model_raise(spec, message):
     with pytest.raises(TypeError, match=message):
         Step(KEY, Noisy()).initialize_model(spec)
 
 
-def test_a_wrong_spec_says_what_a_spec_is():
+def test_an_invalid_spec_raises_and_explains_specs():
     with pytest.raises(ValueError, match=r"A spec must be a shape.*got 'image' in it"):
         Step(KEY, nn.Dense(1)).initialize_model({"x": "image"})
 
 
-def test_no_linen_collection_is_dropped():
+def test_all_linen_collections_are_kept():
     class Counting(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -193,12 +193,12 @@ def test_no_linen_collection_is_dropped():
     assert isinstance(state, types.TrainState)
 
 
-def test_arguments_of_init_reach_the_model():
+def test_initialize_model_passes_keyword_arguments_to_the_model():
     state = Step({"params": KEY, "dropout": KEY}, Dropout()).initialize_model([2, 3], train=False)
     assert state.params["Dense_0"]["kernel"].shape == (3, 4)
 
 
-def test_an_nnx_model_trains_with_all_its_variables():
+def test_training_updates_all_variables_of_an_nnx_model():
     step = NNXStep(KEY, NNXNet, optax.sgd(0.1), train=True, nnx_model_args=(4,), rate=0.1)
     state = step.initialize_model([1, 3])
     mean = np.asarray(state.batch_stats["norm"]["mean"][...])
@@ -210,7 +210,7 @@ def test_an_nnx_model_trains_with_all_its_variables():
     assert int(state.collections["dropout"]["rngs"]["count"][...]) == 3
 
 
-def test_an_nnx_instance_trains_as_its_class_does_and_stays_as_it_is(assert_same, data_parallel):
+def test_an_nnx_instance_trains_like_its_class_and_is_not_modified(assert_same, data_parallel):
     model = NNXNet(4, rngs=nnx.Rngs(KEY), rate=0.1)
     before = jax.tree.map(np.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     batch = {"x": np.arange(24, dtype=np.float32).reshape(8, 3)}
@@ -227,10 +227,10 @@ def test_an_nnx_instance_trains_as_its_class_does_and_stays_as_it_is(assert_same
     for one, other in zip(states[:2], states[2:], strict=True):
         assert_same(one, other)
     assert_same(nnx.to_pure_dict(nnx.state(model, nnx.Param)), before)
-    assert_same(step.initialize_model(None).params, before)  # A second run starts from it again.
+    assert_same(step.initialize_model(None).params, before)  # A second run starts from the same parameters.
 
 
-def test_an_nnx_model_is_evaluated_in_its_eval_mode():
+def test_an_nnx_model_can_be_called_in_train_or_eval_mode():
     class Modes(NNXStep):
         def run(self, state, batch):
             apply = lambda train: state.apply_fn(state.params, state.batch_stats, state.collections, train=train)
@@ -245,7 +245,7 @@ def test_an_nnx_model_is_evaluated_in_its_eval_mode():
 
 
 @pytest.mark.parametrize("model", [Dropout(), nnx.Dropout(0.5, rngs=nnx.Rngs(0))], ids=["Linen", "NNX"])
-def test_call_model_calls_a_model_in_the_mode_of_the_step(model):
+def test_call_model_uses_the_mode_of_the_step(model):
     class Calling(Step):
         def run(self, state, batch):
             keys = self.prng_key(state.step)
@@ -261,7 +261,7 @@ def test_call_model_calls_a_model_in_the_mode_of_the_step(model):
         assert not np.array_equal(outputs["train"], outputs["eval"])
 
 
-def test_two_initialisations_of_an_nnx_model_share_one_compilation():
+def test_two_initializations_of_an_nnx_model_share_one_compilation():
     step = NNXStep(KEY, NNXNet, optax.sgd(0.1), nnx_model_args=(4,))
     traces = []
     original = step.run
@@ -284,12 +284,12 @@ def test_two_initialisations_of_an_nnx_model_share_one_compilation():
         (nn.Dense(1), {"partitioner": "mesh"}, TypeError, "partitioner must be a jaxloop Partitioner, got 'mesh'"),
     ],
 )
-def test_a_model_and_its_arguments_must_belong_together(model, options, error, message):
+def test_invalid_models_and_options_raise(model, options, error, message):
     with pytest.raises(error, match=message):
         Step(KEY, model, **options)
 
 
-def test_training_without_an_optimizer_is_said(warnings_logged):
+def test_training_without_an_optimizer_warns(warnings_logged):
     Step(KEY, nn.Dense(1))
     Step(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
     assert warnings_logged() == []
@@ -297,7 +297,7 @@ def test_training_without_an_optimizer_is_said(warnings_logged):
     assert "Step has train=True and no optimizer" in warnings_logged()[0]
 
 
-def test_an_nnx_model_applied_like_a_linen_module_says_how():
+def test_applying_an_nnx_model_like_a_linen_module_raises():
     class Wrong(NNXStep):
         def run(self, state, batch):
             return state, {"y": state.apply_fn({"params": state.params}, batch["x"])}
@@ -310,17 +310,17 @@ def test_an_nnx_model_applied_like_a_linen_module_says_how():
         _ = state.variables
 
 
-def test_parameters_and_operations_are_counted(logs):
+def test_parameters_and_flops_are_counted(logs):
     step, state, batches = examples.tiny_regression()
     assert step.num_params == step.compute_num_params(state) == 4
     assert step.num_flops is None
     assert step.compute_num_flops(state, batches[0]) > 8 * 3
-    state, _ = step(state, batches[0], log_num_flops=True)  # Counting did not use the state up.
+    state, _ = step(state, batches[0], log_num_flops=True)  # Counting did not donate the state.
     step.initialize_model([1, 3], log_num_params=True)
     assert "has 4 parameters" in logs.text
 
 
-def test_operations_are_counted_as_the_step_runs(data_parallel):
+def test_flops_are_counted_with_the_partitioner_of_the_step(data_parallel):
     class Constrained(type(examples.tiny_regression()[0])):
         def run(self, state, batch):
             batch = {**batch, "x": jax.lax.with_sharding_constraint(batch["x"], jax.sharding.PartitionSpec("data"))}
@@ -345,7 +345,7 @@ def test_run_is_traced_once():
     assert len(traces) == 1
 
 
-def test_a_python_int_for_a_step_does_not_compile_twice():
+def test_a_python_int_as_state_step_does_not_recompile():
     traces = []
     step = make_step(lambda self, state, batch: traces.append(1) or advance(self, state, batch))
     state = step.initialize_model([1, 3]).replace(step=55)
@@ -367,7 +367,7 @@ def test_a_python_int_for_a_step_does_not_compile_twice():
     ],
     ids=repr,
 )
-def test_a_step_that_is_no_integer_is_refused(count, got):
+def test_a_non_integer_state_step_raises(count, got):
     step, state, batches = examples.tiny_regression()
     state = state.replace(step=count)
     message = rf"state.step must be an integer scalar.*got {got}\. For none, write state.replace\(step=jnp.int32\(0\)\)"
@@ -379,13 +379,13 @@ def test_a_step_that_is_no_integer_is_refused(count, got):
 
 
 @pytest.mark.parametrize("count", [np.int64(7), np.uint8(7), np.array(7, np.int16), jnp.uint32(7)], ids=repr)
-def test_a_step_may_be_an_integer_of_any_kind(count):
+def test_state_step_can_have_any_integer_type(count):
     step, state, batches = examples.tiny_regression()
     state, _ = step(state.replace(step=count), batches[0])
     assert int(state.step) == 8
 
 
-def test_evaluating_leaves_the_state_usable_and_unchanged():
+def test_evaluate_neither_donates_nor_changes_the_state():
     step = make_step(lambda self, state, batch: (state.replace(params=jax.tree.map(jnp.zeros_like, state.params)), {}))
     state = step.initialize_model([1, 3])
     before = jax.tree.map(np.array, state.params)  # Copies: a view would keep the buffers from being donated.
@@ -394,7 +394,7 @@ def test_evaluating_leaves_the_state_usable_and_unchanged():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_arguments_of_jit_do_not_let_an_evaluation_donate(devices, data_parallel):
+def test_evaluate_does_not_donate_despite_donate_argnums(devices, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     step.compile(donate_argnums=(0,))
     for _ in range(2):
@@ -402,7 +402,7 @@ def test_arguments_of_jit_do_not_let_an_evaluation_donate(devices, data_parallel
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_donated_leaf_in_a_new_state_is_refused(devices, data_parallel):
+def test_a_new_state_with_donated_leaves_raises(devices, data_parallel):
     class Restores(type(examples.tiny_regression()[0])):
         kept = None
 
@@ -420,7 +420,7 @@ def test_a_donated_leaf_in_a_new_state_is_refused(devices, data_parallel):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
+def test_a_donated_state_raises(devices, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     first, _ = step(state, batches[0])
     with pytest.raises(
@@ -436,7 +436,7 @@ def test_a_donated_state_is_refused_before_it_is_used(devices, data_parallel):
     assert int(second.step) == 2
 
 
-def test_a_batch_that_is_placed_already_is_left_alone():
+def test_should_shard_batch_false_leaves_batches_unchanged():
     seen = []
 
     class Placed(Step):
@@ -484,7 +484,7 @@ def test_actions_of_a_step_count_the_steps_within_the_loop():
         (lambda state: (state, {"a": {"b": "text"}}), "run returned the output 'a/b' as the string 'text'"),
     ],
 )
-def test_results_of_another_form_are_refused(result, message):
+def test_invalid_results_of_run_raise(result, message):
     step = make_step(lambda self, state, batch: result(state))
     with pytest.raises(TypeError, match=message):
         step(step.initialize_model([1, 3]), BATCH)
@@ -499,7 +499,7 @@ def test_results_of_another_form_are_refused(result, message):
         (lambda p: {**p, "scale": jnp.ones(2)}, r"params/scale: \(none\) -> float32\[2\]"),
     ],
 )
-def test_a_state_of_another_form_is_refused_leaf_by_leaf(change, message):
+def test_a_changed_state_structure_raises_and_names_the_leaf(change, message):
     step = make_step(lambda self, state, batch: (state.replace(params=change(state.params)), {}))
     with pytest.raises(TypeError, match=message):
         step(step.initialize_model([1, 3]), BATCH)
@@ -516,13 +516,13 @@ def test_a_state_of_another_form_is_refused_leaf_by_leaf(change, message):
         ({1, 2}, "of type set"),
     ],
 )
-def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, message, data_parallel):
+def test_unsupported_batch_leaves_raise_and_are_named(devices, leaf, message, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     for call in (step, step.evaluate):
         with pytest.raises(TypeError, match=message) as caught:
             call(state, {**batches[0], "id": leaf})
         assert "Step.preprocess_batch" in str(caught.value)
-    step(state, batches[0])  # The state was not taken.
+    step(state, batches[0])  # The state was not donated.
 
 
 @pytest.mark.parametrize(
@@ -538,29 +538,29 @@ def test_a_batch_that_no_device_can_hold_is_refused_by_name(devices, leaf, messa
         (lambda x: x[:, :2], "batch['x'] float32[8, 2], batch['y'] float32[8, 1]"),
     ],
 )
-def test_an_error_in_run_comes_with_the_batch_in_words(change, words):
+def test_an_error_in_run_describes_the_batch(change, words):
     step, state, batches = examples.tiny_regression()
     with pytest.raises(Exception) as caught:
         step(state, {**batches[0], "x": change(batches[0]["x"])})
     assert f"with {words}" in caught.value.__notes__
-    step(state, batches[0])  # The state was not taken.
+    step(state, batches[0])  # The state was not donated.
 
 
-def test_a_preprocessed_batch_must_be_returned():
+def test_preprocess_batch_must_return_the_batch():
     step, state, batches = examples.tiny_regression()
     step.preprocess_batch = lambda batch: None
     with pytest.raises(TypeError, match=r"preprocess_batch returned None\. Return the batch"):
         step(state, batches[0])
 
 
-def test_tensors_of_other_libraries_are_refused_with_the_remedy():
+def test_tensors_from_other_libraries_raise_with_a_suggested_fix():
     tf = pytest.importorskip("tensorflow")
     step, state, batches = examples.tiny_regression()
     with pytest.raises(TypeError, match=r"batch\['x'\] is a tf.Tensor \(float32\[8, 3\]\).*as_numpy_iterator"):
         step(state, jax.tree.map(tf.constant, batches[0]))
 
     class Tensor:
-        """As much of a torch.Tensor as the message needs."""
+        """A minimal stand-in for `torch.Tensor`."""
 
         __module__ = "torch"
         dtype, shape = "torch.float32", (8, 3)
@@ -569,20 +569,20 @@ def test_tensors_of_other_libraries_are_refused_with_the_remedy():
         step(state, {**batches[0], "x": Tensor()})
 
 
-def test_a_step_without_run_says_so():
+def test_a_step_without_run_raises():
     step = Step(KEY, nn.Dense(1))
     with pytest.raises(NotImplementedError, match="Step must define run"):
         step(step.initialize_model([1, 3]), BATCH)
 
 
-# Batches that JAX would take without a word ------------------------------------------------------------
+# Batches that JAX would accept silently ----------------------------------------------------------------
 
 
 def batch_of(rows, dtype=np.float32, **more):
     return {"x": np.ones((rows, 3), dtype), "y": np.ones((rows, 1), np.float32), **more}
 
 
-def test_batches_of_changing_shape_are_said_once_and_refused_past_a_limit(warnings_logged):
+def test_changing_batch_shapes_warn_once_and_raise_past_a_limit(warnings_logged):
     step, state, _ = examples.tiny_regression()
     step.max_batch_shapes = 3
     for rows in (8, 8, 5, 8, 5):  # The last batch of an epoch may be short.
@@ -590,35 +590,35 @@ def test_batches_of_changing_shape_are_said_once_and_refused_past_a_limit(warnin
     assert warnings_logged() == []
     for rows in (4, 8, 4):
         state, _ = step(state, batch_of(rows))
-    (said,) = warnings_logged()
-    assert (
-        "changed batch['x'] from float32[5, 3] to float32[4, 3], batch['y'] from" in said and "drop_remainder" in said
-    )
+    (warning,) = warnings_logged()
+    assert "changed batch['x'] from float32[5, 3] to float32[4, 3], batch['y'] from" in warning
+    assert "drop_remainder" in warning
     with pytest.raises(ValueError, match=r"has had 3 shapes, and max_batch_shapes=3 is the limit"):
         step(state, batch_of(7))
-    assert int(step(state, batch_of(5))[0].step) == 9  # The state is as it was.
+    assert int(step(state, batch_of(5))[0].step) == 9  # The state was not donated.
 
 
-def test_a_batch_that_is_longer_than_the_first_is_said(warnings_logged):
+def test_a_batch_longer_than_the_first_warns(warnings_logged):
     step, state, _ = examples.tiny_regression()
     for rows in (5, 8):
         state, _ = step(state, batch_of(rows))
     assert "changed batch['x'] from float32[5, 3] to float32[8, 3]" in warnings_logged()[0]
 
 
-def test_float64_is_said_once(warnings_logged):
+def test_float64_warns_once(warnings_logged):
     step, state, _ = examples.tiny_regression()
     for _ in range(3):
         state, _ = step(state, batch_of(8, np.float64))
-    (said,) = warnings_logged()
-    assert said.startswith("In _RegressionStep") and "batch['x'] is float64" in said and ".astype(np.float32)" in said
+    (warning,) = warnings_logged()
+    assert warning.startswith("In _RegressionStep") and "batch['x'] is float64" in warning
+    assert ".astype(np.float32)" in warning
 
 
 @pytest.mark.parametrize(
     ("dtype", "fits", "too_large"),
     [(np.int64, 2**31 - 1, 2**31), (np.int64, -(2**31), -(2**31) - 1), (np.uint64, 2**32 - 1, 2**32)],
 )
-def test_integers_that_jax_would_cut_are_refused(dtype, fits, too_large):
+def test_integers_that_jax_would_truncate_raise(dtype, fits, too_large):
     step, state, _ = examples.tiny_regression()
     state, _ = step(state, batch_of(8, id=np.full(8, fits, dtype)))
     with pytest.raises(
@@ -629,40 +629,42 @@ def test_integers_that_jax_would_cut_are_refused(dtype, fits, too_large):
 
 
 class Counted(type(examples.tiny_regression()[0])):
-    """Says of each batch what it was made to say."""
+    """Returns `count` as the number of examples in each batch."""
 
-    said = None
+    count = None
 
     def num_examples(self, batch):
-        return self.said
+        return self.count
 
 
 @pytest.mark.parametrize(
-    "said", [3, 3.0, np.int64(3), np.float32(3), np.asarray([3]), np.asarray(3.0), jnp.int32(3), jnp.asarray([[3.0]])]
+    "count", [3, 3.0, np.int64(3), np.float32(3), np.asarray([3]), np.asarray(3.0), jnp.int32(3), jnp.asarray([[3.0]])]
 )
-def test_a_number_of_examples_may_be_any_whole_number(said):
+def test_num_examples_can_return_any_whole_number(count):
     _, state, batches = examples.tiny_regression()
     step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
-    step.said = said
+    step.count = count
     loop = TrainLoop(step)
     loop(state, batches, num_steps=2)
     assert loop.num_examples == [3, 3] and all(type(number) is int for number in loop.num_examples)
 
 
-@pytest.mark.parametrize("said", [-1, 1.5, float("nan"), "3", None, True, np.asarray([3, 4]), np.float32(-2)], ids=repr)
-def test_another_number_of_examples_is_refused_at_the_first_batch(said):
+@pytest.mark.parametrize(
+    "count", [-1, 1.5, float("nan"), "3", None, True, np.asarray([3, 4]), np.float32(-2)], ids=repr
+)
+def test_an_invalid_num_examples_raises_at_the_first_batch(count):
     _, state, batches = examples.tiny_regression()
     step = Counted(KEY, nn.Dense(1), optax.sgd(0.1), train=True)
-    step.said = said
+    step.count = count
     message = re.escape(
-        f"Counted.num_examples must return the number of examples in the batch, a whole number, got {said!r}"
+        f"Counted.num_examples must return the number of examples in the batch, a whole number, got {count!r}"
     )
     with pytest.raises(ValueError, match=message):
         TrainLoop(step)(state, batches, num_steps=2)
 
 
 class Scaled(Step):
-    """A step whose batch has a second part, which `shard_batch` adds."""
+    """A step whose `shard_batch` adds a second part to the batch."""
 
     def shard_batch(self, batch):
         return super().shard_batch(batch), jnp.float32(2.0)
@@ -673,7 +675,7 @@ class Scaled(Step):
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_its_own_shard_batch_places_every_batch(train):
+def test_a_custom_shard_batch_places_every_batch(train):
     step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=train)
     state, loop = step.initialize_model([1, 3]), (jaxloop.TrainLoop if train else jaxloop.EvalLoop)(step)
     _, outputs = loop(state, [{"x": np.full([4, 3], 3.0, np.float32)}] * 3)
@@ -681,7 +683,7 @@ def test_its_own_shard_batch_places_every_batch(train):
 
 
 @pytest.mark.parametrize("loop_class", ["TrainLoop", "EvalLoop"])
-def test_its_own_shard_batch_can_not_be_fused(loop_class):
+def test_a_custom_shard_batch_cannot_be_fused(loop_class):
     step = Scaled(KEY, nn.Dense(1), optax.sgd(0.1), train=loop_class == "TrainLoop")
     with pytest.raises(ValueError, match="its own `shard_batch`, which places one batch"):
         getattr(jaxloop, loop_class)(step, steps_per_dispatch=2)

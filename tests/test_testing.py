@@ -1,4 +1,4 @@
-"""The kit for users' own tests."""
+"""Tests of `jaxloop.testing`."""
 
 import copy
 
@@ -25,17 +25,16 @@ def make_run(workdir, make_data=lambda batches: batches, change=lambda step: Non
     return outer_loop(state, make_data(batches), train_total_steps=8, train_loop_steps=4)[0], outer_loop.history
 
 
-def make_run_with_data_that_start_anew(workdir):
+def make_run_with_restarting_data(workdir):
     return make_run(workdir, make_data=lambda batches: (batch for batch in batches))
 
 
-def make_run_in_groups(workdir):
+def make_fused_run(workdir):
     return make_run(workdir, steps_per_dispatch=2)
 
 
-def make_run_with_broken_groups(workdir):
-    """The first dispatch of several steps in a process has another result, so a resumed process differs."""
-
+def make_broken_fused_run(workdir):
+    """Changes the result of the first fused dispatch in each process, so that a resumed run differs."""
     dispatch_fused, is_first = Program.dispatch_fused, [True]
 
     def broken(self, state, batches):
@@ -48,30 +47,30 @@ def make_run_with_broken_groups(workdir):
     return make_run(workdir, steps_per_dispatch=2)
 
 
-@pytest.mark.parametrize("run", [make_run, make_run_in_groups])
-def test_a_run_that_can_be_resumed_is_certified(run):
+@pytest.mark.parametrize("run", [make_run, make_fused_run])
+def test_assert_resumable_accepts_a_resumable_run(run):
     testing.assert_resumable(run, at_steps=[7])
 
 
-def test_a_fault_in_the_path_of_several_steps_in_one_dispatch_is_found_out():
+def test_assert_resumable_detects_a_fault_in_fused_steps():
     with pytest.raises(AssertionError, match="Killed at step 7.*\n.*(before update 9|Update 9 had|final state)"):
-        testing.assert_resumable(make_run_with_broken_groups, at_steps=[7])
+        testing.assert_resumable(make_broken_fused_run, at_steps=[7])
 
 
-def test_data_that_start_anew_are_found_out():
+def test_assert_resumable_detects_data_that_restart():
     with pytest.raises(
         AssertionError, match="Killed at step 7.*\n.*The data differ: it continues at update 7 with another"
     ):
-        testing.assert_resumable(make_run_with_data_that_start_anew, at_steps=[7])
+        testing.assert_resumable(make_run_with_restarting_data, at_steps=[7])
 
 
-def test_a_function_that_no_process_can_find_is_refused():
+def test_a_function_that_cannot_be_imported_raises():
     with pytest.raises(TypeError, match="in a module or a script, got <function .*<lambda>"):
         testing.assert_resumable(lambda workdir: None, at_steps=[1])
 
 
 @pytest.mark.parametrize("steps", [[], [0, 3]])
-def test_steps_at_which_nothing_can_be_killed_are_refused(steps):
+def test_invalid_at_steps_raise(steps):
     with pytest.raises(ValueError, match="each at least 1"):
         testing.assert_resumable(make_run, at_steps=steps)
 
@@ -114,16 +113,16 @@ def changed(*path, value="other"):
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_the_ingredient_that_differs_first_is_named(resumed, message):
+def test_compare_names_the_first_difference(resumed, message):
     assert testing.compare(record(), resumed_at_three()) == ""
     assert testing.compare(record(), resumed).startswith(message)
 
 
-def test_a_run_that_begins_anew_shows_nothing():
+def test_compare_reports_a_run_that_started_over():
     assert testing.compare(record(), record()).startswith("It started over, because there was no checkpoint")
 
 
-def test_a_history_that_is_too_short_and_a_run_that_ends_too_early_are_named():
+def test_compare_reports_a_short_history_and_an_early_end():
     short, early = resumed_at_three(), resumed_at_three()
     short["history"].pop()
     early["steps"].pop("4")

@@ -1,4 +1,4 @@
-"""Names of metrics may hold anything, and reach the terminal in many ways."""
+"""Tests that names of metrics, which can contain any character, are escaped when they are displayed."""
 
 import io
 import re
@@ -15,16 +15,16 @@ SHOWN = r"loss\nWARNING: all is lost\r\x1b[2J\x9b31m\u202e"
 
 
 def is_clean(text):
-    """Whether a text has nothing but lines, and the return to the start of one that a bar writes."""
+    """Returns True if a text has only printable characters, line breaks and the carriage returns of a bar."""
     return all(each.isprintable() or each in "\n\r" for each in text) and not re.search("^WARNING: all", text, re.M)
 
 
 @pytest.mark.parametrize("text", ["loss", "Verlust für ö 损失", "a b", ""])
-def test_a_text_that_a_terminal_shows_as_it_is_stays(text):
+def test_printable_text_is_unchanged(text):
     assert printable(text) == text
 
 
-def test_what_is_not_printable_is_escaped():
+def test_unprintable_characters_are_escaped():
     assert printable(EVIL) == SHOWN
 
 
@@ -60,12 +60,12 @@ def test_names_are_escaped_wherever_a_run_displays_them(bar, logs, tmp_path):
     assert SHOWN in shown["the bar"] and SHOWN in shown["the log"]
 
 
-def test_a_layout_escapes_the_names_of_parameters():
+def test_a_layout_escapes_parameter_names():
     text = str(jaxloop.SingleDevicePartitioner().report({EVIL: np.zeros(3, np.float32)}))
     assert SHOWN in text and is_clean(text)
 
 
-def test_a_history_escapes_the_names_that_no_row_has_together(logs):
+def test_collect_escapes_names_without_a_common_row(logs):
     history = jaxloop.History()
     history.commit(jaxloop.Elapsed(1), {EVIL: 1.0})
     history.commit(jaxloop.Elapsed(2), {"other": 1.0})
@@ -73,7 +73,7 @@ def test_a_history_escapes_the_names_that_no_row_has_together(logs):
     assert SHOWN in logs.text and is_clean(logs.text)
 
 
-def test_the_error_of_a_writer_escapes_the_names_that_it_was_to_write():
+def test_errors_of_writers_escape_names():
     class Full:
         is_full = True
 

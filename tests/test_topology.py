@@ -1,4 +1,4 @@
-"""Compilation for TPUs that the machine doesn't have. What needs libtpu is skipped where that is not installed."""
+"""Tests of compiling for TPUs that the machine doesn't have. Some are skipped if libtpu is not installed."""
 
 import importlib.util
 
@@ -61,7 +61,7 @@ PARTITIONERS = {
 
 
 @pytest.mark.parametrize("name", PARTITIONERS)
-def test_a_partitioner_moves_to_other_devices_with_the_same_layout(name):
+def test_a_moved_partitioner_keeps_its_layout(name):
     partitioner = PARTITIONERS[name]()
     step = new_step(partitioner, annotated=name == "spmd")
     shapes = step.abstract_state([1, 256])
@@ -78,12 +78,12 @@ def test_a_partitioner_moves_to_other_devices_with_the_same_layout(name):
     assert step.partitioner is partitioner and step.abstract_state([1, 256]).params.keys() == shapes.params.keys()
 
 
-def test_a_mesh_that_does_not_fit_the_devices_is_rejected():
+def test_a_mesh_that_does_not_fit_the_devices_raises():
     with pytest.raises(ValueError, match="does not fit 3 devices"):
         PARTITIONERS["rules"]().moved_to(jax.devices()[:3])
 
 
-def test_a_partitioner_of_the_user_says_what_it_lacks():
+def test_a_custom_partitioner_without_moved_to_raises():
     class Mine(jaxloop.SingleDevicePartitioner):
         moved_to = partition.Partitioner.moved_to
 
@@ -91,7 +91,7 @@ def test_a_partitioner_of_the_user_says_what_it_lacks():
         Mine().moved_to(jax.devices())
 
 
-def test_without_libtpu_one_sentence_says_what_to_install(monkeypatch):
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     step, train = new_step(), [{"x": np.zeros([16, 256], np.float32), "y": np.zeros([16, 1], np.float32)}]
     report = jaxloop.OuterLoop(jaxloop.TrainLoop(step)).check(step.abstract_state([1, 256]), train, topology="v5e:2x4")
@@ -100,17 +100,17 @@ def test_without_libtpu_one_sentence_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["v5e", "", 8])
-def test_a_name_that_is_no_topology_is_rejected(name):
+def test_an_invalid_topology_name_raises(name):
     with pytest.raises(ValueError, match='such as "v5e:16x16"'):
         topology.devices_of(name)
 
 
-def test_a_topology_is_for_a_dry_run():
+def test_topology_requires_a_dry_run():
     with pytest.raises(ValueError, match="Pass dry_run=True"):
         jaxloop.fit(Network(), [], loss=loss, train_epochs=1, topology="v5e:2x4")
 
 
-def test_the_compilers_error_is_read():
+def test_out_of_memory_errors_of_the_compiler_are_parsed():
     class Lowered:
         def compile(self):
             raise jax.errors.JaxRuntimeError(self.text)
@@ -135,13 +135,13 @@ def test_the_compilers_error_is_read():
 
 
 @needs_libtpu
-def test_gpus_need_gpus():
+def test_gpu_topologies_raise():
     with pytest.raises(ValueError, match="no compiler for GPUs"):
         topology.devices_of("h100:8")
 
 
 @needs_libtpu
-def test_the_cost_is_that_of_xlas_memory_analysis():
+def test_costs_match_xlas_memory_analysis():
     optimizer = optax.sgd(1e-3, momentum=0.9)
     step = PlainStep(jax.random.key(0), Network(), optimizer, PARTITIONERS["data"](), train=True)
     shapes = step.abstract_state([1, 256])
@@ -171,7 +171,7 @@ def test_each_partitioner_compiles_for_tpus(name):
 
 
 @needs_libtpu
-def test_the_largest_batch_is_the_largest_of_all_sizes_that_fit():
+def test_largest_batch_is_the_largest_that_fits():
     step = new_step(width=2**22)  # A row takes 16 MiB for each activation.
     shapes = step.abstract_state([1, 2])
     batch = lambda rows: {"x": ((rows, 2), np.float32), "y": ((rows, 1), np.float32)}
@@ -197,7 +197,7 @@ def test_the_largest_batch_is_the_largest_of_all_sizes_that_fit():
     assert problem.is_error and "of 15.8 GiB per device" in problem.text and "largest_batch" in problem.text
 
 
-def test_the_largest_batch_needs_to_know_the_memory():
+def test_largest_batch_raises_if_the_memory_is_unknown():
     step = new_step()
     with pytest.raises(ValueError, match="The memory of cpu is unknown"):
         step.largest_batch(step.abstract_state([1, 256]), BATCH)

@@ -1,4 +1,4 @@
-"""The writers for trackers: what each calls, and that a resumed run continues its tracked run, point by point."""
+"""Tests of the writers for trackers: their calls, and how a resumed run continues its tracked run."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ PROGRAM = pathlib.Path(__file__).parent / "programs" / "tracking.py"
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb", "aim"])
-def test_after_sigkill_a_tracker_shows_the_points_of_the_history(tracker, tmp_path):
+def test_after_sigkill_a_tracker_has_the_points_of_the_history(tracker, tmp_path):
     pytest.importorskip(tracker)
     command = [sys.executable, PROGRAM, tmp_path, tracker, "2", "1"]  # Before the first checkpoint, and after one.
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -32,7 +32,7 @@ def test_after_sigkill_a_tracker_shows_the_points_of_the_history(tracker, tmp_pa
 
 
 class Recorder:
-    """Records the calls of its methods, which return what they are told to return."""
+    """Records the calls to its methods, which return True. The given values become attributes."""
 
     def __init__(self, calls, name="", **values):
         self._calls, self._name = calls, name
@@ -51,7 +51,7 @@ def made(kind):
 
 
 class Comet:
-    """A server that keeps metrics; `fails` is the number of calls that store a part and then lose the connection."""
+    """A fake server that stores metrics. The next `fails` calls store one metric and then lose the connection."""
 
     def __init__(self, monkeypatch):
         self.calls, self.metrics, self.fails, self.keys = [], [], 0, []
@@ -86,7 +86,7 @@ def comet(monkeypatch):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """The calls, and the rows that the server has."""
+    """The recorded calls, and the rows on the server."""
     calls, rows = [], []
     module = types.ModuleType("wandb")
 
@@ -125,7 +125,7 @@ def aim(monkeypatch):
 
 
 def write_all(writer):
-    """Writes one value of each kind that the writer has."""
+    """Writes one value of each kind that the writer supports."""
     writer.write_hparams({"lr": 0.1})
     writer.write_notes({"seed": 3})
     writer.write_scalars(5, {"loss": np.float32(0.5)})
@@ -136,7 +136,7 @@ def write_all(writer):
     writer.close()
 
 
-def test_the_calls_of_wandb(wandb, tmp_path):
+def test_wandb_writer_calls(wandb, tmp_path):
     calls, _ = wandb
     writer = actions.WandbWriter(tmp_path, "digits", tags=["a"])
     write_all(writer)
@@ -158,7 +158,7 @@ def test_the_calls_of_wandb(wandb, tmp_path):
     ]
 
 
-def test_a_run_of_wandb_goes_on_without_the_points_that_the_server_has(wandb, tmp_path):
+def test_a_resumed_wandb_run_omits_points_on_the_server(wandb, tmp_path):
     calls, rows = wandb
     writer = actions.WandbWriter(tmp_path)
     writer.write_scalars(5, {"loss": 0.5})
@@ -175,7 +175,7 @@ def test_a_run_of_wandb_goes_on_without_the_points_that_the_server_has(wandb, tm
     assert [call for call in calls if call[0] == "log"] == [("log", {"accuracy": 0.25, "jaxloop/step": 6})]
 
 
-def test_offline_parts_of_after_the_checkpoint_are_deleted(wandb, tmp_path):
+def test_offline_wandb_parts_after_the_checkpoint_are_deleted(wandb, tmp_path):
     parts = lambda: sorted(path.name for path in (tmp_path / "wandb").iterdir())
     writer = actions.WandbWriter(tmp_path)
     writer.write_scalars(5, {"loss": 0.5})
@@ -192,7 +192,7 @@ def test_offline_parts_of_after_the_checkpoint_are_deleted(wandb, tmp_path):
     assert parts() == [other]
 
 
-def test_the_calls_of_aim(aim, tmp_path):
+def test_aim_writer_calls(aim, tmp_path):
     writer = actions.AimWriter(tmp_path, tmp_path / "repo", experiment="digits")
     write_all(writer)
     options = {"repo": str(tmp_path / "repo"), "experiment": "digits"}
@@ -211,7 +211,7 @@ def test_the_calls_of_aim(aim, tmp_path):
     ]
 
 
-def test_the_calls_of_comet(comet, tmp_path):
+def test_comet_writer_calls(comet, tmp_path):
     writer = actions.CometWriter(tmp_path, "digits", api_key="secret")
     write_all(writer)
     own = {"experiment_key": writer.position()["run"], "mode": "get_or_create", "online": True}
@@ -230,7 +230,7 @@ def test_the_calls_of_comet(comet, tmp_path):
 
 
 def run(directory, total_steps, *, checkpoints=True, save=10, notes=None, **options):
-    """Runs, or resumes; the process ends without closing its writer, as if it were killed."""
+    """Starts or resumes a run, and never closes its writer, as if the process were killed."""
     step, state, batches = examples.tiny_regression()
     writer = actions.CometWriter(directory)
     ends = [actions.SummaryAction(writer, every(steps=1), **options)]
@@ -247,7 +247,7 @@ def losses(comet):
 
 @pytest.mark.parametrize("save", [10, 100])
 def test_repeated_steps_are_written_once(comet, tmp_path, save):
-    """From a checkpoint, or from the start, as a run does that was killed before its first checkpoint."""
+    """The second run repeats steps from a checkpoint, or from the start if none was saved yet."""
     run(tmp_path, 15, save=save)
     before = losses(comet)
     run(tmp_path, 30, save=save)
@@ -255,26 +255,26 @@ def test_repeated_steps_are_written_once(comet, tmp_path, save):
     assert len(set(comet.keys)) == 1
 
 
-def test_the_checkpoint_knows_its_tracked_run_without_the_file(comet, tmp_path):
+def test_a_checkpoint_identifies_its_tracked_run_without_the_file(comet, tmp_path):
     run(tmp_path, 15)
     (tmp_path / "tracked_run_comet.json").unlink()
     run(tmp_path, 20)
     assert len(set(comet.keys)) == 1 and len(losses(comet)) == 20
 
 
-def test_a_run_that_can_not_resume_is_a_new_tracked_run_each_time(comet, tmp_path):
+def test_each_run_without_checkpoints_is_a_new_tracked_run(comet, tmp_path):
     for _ in range(2):
         run(tmp_path, 5, checkpoints=False)
     assert len(set(comet.keys)) == 2 and len(losses(comet)) == 10
 
 
-def test_notes_and_the_hyperparameters_of_before_the_run_are_written(comet, tmp_path):
+def test_notes_are_written(comet, tmp_path):
     run(tmp_path, 5, notes={"seed": 3})
     ((_, notes),) = [call for call in comet.calls if call[0] == "log_others"]
     assert notes["seed"] == 3
 
 
-def test_a_point_that_changed_is_written_too_and_reported(comet, tmp_path, logs):
+def test_a_changed_point_is_written_and_logged(comet, tmp_path, logs):
     writer = actions.CometWriter(tmp_path)
     writer.write_scalars(6, {"loss": 0.5, "jaxloop/steps_per_sec": 7.0})
     resumed = actions.CometWriter(tmp_path)
@@ -288,7 +288,7 @@ def test_a_point_that_changed_is_written_too_and_reported(comet, tmp_path, logs)
     ("stored", "value"),
     [("NaN", math.nan), ("1.7976931348623157E308", math.inf), ("-Infinity", -math.inf), ("0.1", np.float32(0.1))],
 )
-def test_a_value_is_known_again_as_a_tracker_stores_it(stored, value, comet, tmp_path):
+def test_stored_values_are_recognized(stored, value, comet, tmp_path):
     writer = actions.CometWriter(tmp_path)
     writer.write_scalars(5, {"loss": 0.5})
     comet.metrics.append({"metricName": "loss", "metricValue": stored, "step": 6})
@@ -297,7 +297,7 @@ def test_a_value_is_known_again_as_a_tracker_stores_it(stored, value, comet, tmp
     assert len(comet.metrics) == 2
 
 
-def test_an_error_names_the_tracker_the_action_and_the_step_and_nothing_is_lost_or_doubled(comet, tmp_path):
+def test_an_error_names_its_source_and_no_point_is_lost_or_duplicated(comet, tmp_path):
     comet.fails = 1
     with pytest.raises(ConnectionError) as caught:
         run(tmp_path, 1000, save=1000)
@@ -310,7 +310,7 @@ def test_an_error_names_the_tracker_the_action_and_the_step_and_nothing_is_lost_
     assert all(len(list(group)) == 1 for _, group in itertools.groupby(sorted(each[:2] for each in comet.points)))
 
 
-def test_a_row_that_was_written_in_part_is_completed(comet, tmp_path):
+def test_a_partially_written_row_is_completed(comet, tmp_path):
     writer, row = actions.CometWriter(tmp_path), {"loss": 0.5, "accuracy": 0.25}
     comet.fails = 1
     with pytest.raises(ConnectionError):
@@ -320,7 +320,7 @@ def test_a_row_that_was_written_in_part_is_completed(comet, tmp_path):
     assert comet.points == [(1, "loss", 0.5), (1, "accuracy", 0.25)]
 
 
-def test_a_tracker_that_has_not_received_everything_is_an_error(comet, tmp_path):
+def test_an_incomplete_flush_raises(comet, tmp_path):
     writer = actions.CometWriter(tmp_path)
     writer.write_scalars(1, {"loss": 0.5})
     writer._run.flush = lambda: False
@@ -328,14 +328,14 @@ def test_a_tracker_that_has_not_received_everything_is_an_error(comet, tmp_path)
         actions.SummaryAction(writer).flush()
 
 
-@pytest.mark.filterwarnings("ignore")  # Of the packages.
+@pytest.mark.filterwarnings("ignore")  # From the packages.
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
-def test_a_database_that_can_not_be_written_is_an_error(tracker, tmp_path, monkeypatch):
+def test_an_unwritable_database_raises(tracker, tmp_path, monkeypatch):
     package, path = pytest.importorskip(tracker), tmp_path / "file"
     path.touch()
     if tracker == "mlflow":
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        writer = actions.MlflowWriter(tmp_path, "http://127.0.0.1:9")  # Nobody listens there.
+        writer = actions.MlflowWriter(tmp_path, "http://127.0.0.1:9")  # No server listens there.
     else:
         monkeypatch.setattr(package.sqlite_storage, "TRACKIO_DIR", path)
         writer = actions.TrackioWriter(tmp_path, "digits")
@@ -347,7 +347,7 @@ def test_a_database_that_can_not_be_written_is_an_error(tracker, tmp_path, monke
     assert "in SummaryAction(interval=1), after step 7: write_scalars of loss" in notes
 
 
-# Bad input ----------------------------------------------------------------------------------------------------------
+# Invalid input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ def test_a_database_that_can_not_be_written_is_an_error(tracker, tmp_path, monke
         (actions.CometWriter, "comet_ml", "comet"),
     ],
 )
-def test_a_missing_package_is_an_error_that_tells_what_to_install(kind, package, extra, tmp_path, monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(kind, package, extra, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     text = rf"Writer needs the package {package}: pip install 'jaxloop\[{extra}\]'\.$"
     with pytest.raises(ModuleNotFoundError, match=text):
         kind(tmp_path)
 
 
-def test_an_option_that_the_writer_sets_itself_is_refused(wandb, comet, aim, tmp_path):
+def test_options_that_a_writer_sets_itself_raise(wandb, comet, aim, tmp_path):
     with pytest.raises(TypeError, match="WandbWriter sets id, resume itself"):
         actions.WandbWriter(tmp_path, id="mine", resume="must")
     with pytest.raises(TypeError, match="CometWriter sets online itself"):
@@ -377,27 +377,27 @@ def test_an_option_that_the_writer_sets_itself_is_refused(wandb, comet, aim, tmp
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "5"])
-def test_a_damaged_identity_is_an_error(content, comet, tmp_path):
+def test_a_damaged_identity_file_raises(content, comet, tmp_path):
     (tmp_path / "tracked_run_comet.json").write_text(content)
     with pytest.raises(ValueError, match=r"tracked_run_comet.json is damaged. Delete it"):
         actions.CometWriter(tmp_path).resume(0, None)
 
 
 @pytest.mark.parametrize("run", ["../other", "*", "' OR '", 5, "A" * 100])
-def test_an_identity_that_is_none_is_refused(run, comet, tmp_path):
+def test_an_invalid_identity_raises(run, comet, tmp_path):
     with pytest.raises(ValueError, match="is no tracked run of CometWriter"):
         actions.CometWriter(tmp_path).resume(0, {"run": run})
 
 
 @pytest.mark.parametrize("missing", ["write_scalars", "flush"])
-def test_a_writer_that_lacks_what_each_run_needs_is_refused_at_once(missing):
+def test_a_writer_without_required_methods_raises(missing):
     has = {"write_scalars", "flush"} - {missing}
     writer = types.SimpleNamespace(**dict.fromkeys(has, print))
     with pytest.raises(TypeError, match=f"SummaryAction takes a writer with the methods .* lacks {missing}"):
         actions.SummaryAction(writer)
 
 
-def test_a_kind_that_a_writer_can_not_store_is_skipped_with_one_warning(comet, tmp_path, logs):
+def test_an_unsupported_kind_is_skipped_with_one_warning(comet, tmp_path, logs):
     writer = actions.CometWriter(tmp_path)
     action = actions.SummaryAction(writer)
     outputs = {"loss": 0.5, "weights": jaxloop.MetricWithMetadata(np.arange(6.0), jaxloop.MetricType.HISTOGRAM)}
@@ -413,9 +413,9 @@ def test_a_kind_that_a_writer_can_not_store_is_skipped_with_one_warning(comet, t
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "trackers.md"
 
 
-@pytest.mark.filterwarnings("ignore")  # Of the packages.
+@pytest.mark.filterwarnings("ignore")  # From the packages.
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb", "aim", "comet"])
-def test_the_program_of_the_page_runs_with_each_writer(tracker, request, tmp_path, monkeypatch):
+def test_the_documented_program_runs_with_each_writer(tracker, request, tmp_path, monkeypatch):
     if tracker in ("wandb", "comet"):  # They need a server.
         request.getfixturevalue(tracker)
     else:

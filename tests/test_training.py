@@ -1,4 +1,4 @@
-"""Loops at whose end nothing is due go on without a wait, and nobody can tell but by the time."""
+"""Tests of joined loops: loops at whose ends nothing is due run without a pause, with the same results."""
 
 import _thread
 import itertools
@@ -24,14 +24,14 @@ STATE = jax.tree.map(np.asarray, STATE)
 
 
 class OneByOne(jaxloop.TrainLoop):
-    """Has a hook, for which each loop comes to its end."""
+    """Overrides `end`, so that the loops are not joined."""
 
     def end(self, state, outputs):
         return super().end(state, outputs)
 
 
 class Seen(jaxloop.Action):
-    """Keeps what it was given, but for the time."""
+    """Records its arguments, except for times."""
 
     def __init__(self, interval=1, fails_at=None):
         super().__init__(interval)
@@ -49,7 +49,7 @@ class Broken(Exception):
 
 
 def batches(fault, at):
-    """Data without end, with a fault before one of them, the first time."""
+    """Returns data with a fault before batch `at`, the first time that it is read."""
     faults = [at]
 
     def batch(number):
@@ -64,8 +64,8 @@ def batches(fault, at):
     return jaxloop.from_index(batch, num_batches=at if fault == "the data end" else None)
 
 
-def what_is_kept(directory):
-    """What the newest checkpoint has, without what tells the time."""
+def saved_without_times(directory):
+    """Returns the saved steps, and the newest checkpoint without times."""
 
     def without_time(value):
         if isinstance(value, dict):
@@ -82,7 +82,7 @@ def what_is_kept(directory):
 
 
 def observed(loop_class, directory, plan):
-    """All that can be seen of a run, and of the one that goes on from it."""
+    """Returns everything that is observable about a run and the run that resumes it."""
     seen = []
     fault, at = plan["fault"], plan["at"]
     for fault in (fault, fault if fault == "the data end" else None):  # noqa: B020
@@ -109,7 +109,7 @@ def observed(loop_class, directory, plan):
         seen += [outputs and [float(loss) for loss in outputs.get("loss", ())], outputs and outputs.num_examples]
         final = state if state is not None else outer_loop.rescued_state
         seen += [final is None, np.asarray(final.params["kernel"]).tolist() if final is not None else None]
-        seen += [what_is_kept(directory) if saves else None]
+        seen += [saved_without_times(directory) if saves else None]
         if not saves:
             break
     return seen
@@ -139,8 +139,8 @@ plans = st.fixed_dictionaries(
 )
 
 
-# Loops that have ended before one that fails.
-FAILS_IN_A_CALL = {
+# Some loops end before one fails.
+FAILS_AFTER_SOME_LOOPS = {
     "total": 20,
     "loop_steps": 1,
     "log_interval": 7,
@@ -155,8 +155,8 @@ FAILS_IN_A_CALL = {
 
 @settings(deadline=None, max_examples=30)
 @given(plan=plans)
-@example(plan=FAILS_IN_A_CALL)
-def test_nobody_can_tell(plan, tmp_path_factory):
+@example(plan=FAILS_AFTER_SOME_LOOPS)
+def test_joined_loops_give_the_same_results_as_separate_ones(plan, tmp_path_factory):
     one, other = (tmp_path_factory.mktemp("run") for _ in range(2))
     assert observed(jaxloop.TrainLoop, one, plan) == observed(OneByOne, other, plan)
 
@@ -189,7 +189,7 @@ def with_image(state, outputs):
     ],
     ids=["a step that stops the run", "images", "raise", "skip"],
 )
-def test_what_is_of_each_loop_is_heard_of_at_its_end(make_step, options):
+def test_stops_images_and_nans_are_handled_at_the_end_of_each_loop(make_step, options):
     data = [{name: leaf.copy() for name, leaf in batch.items()} for batch in BATCHES]
     if options:
         data[46]["x"][0, 0] = np.nan
@@ -204,10 +204,10 @@ def test_what_is_of_each_loop_is_heard_of_at_its_end(make_step, options):
         except FloatingPointError as error:
             name = (error.step_num, error.names)
         seen.append([train_loop.step_num, train_loop.loop_count, action.calls, name, outputs and sorted(outputs)])
-    assert repr(seen[0]) == repr(seen[1])  # Where there are NaNs, too.
+    assert repr(seen[0]) == repr(seen[1])  # NaNs are unequal, but their reprs aren't.
 
 
-def test_data_that_others_hold_go_on_in_another_run():
+def test_an_iterator_can_be_reused_by_a_second_run():
     iterator = jaxloop.prefetch(batch for batch in itertools.cycle(BATCHES))
     loss = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean(axis=-1)
     for _ in range(2):
@@ -220,12 +220,12 @@ def test_data_that_others_hold_go_on_in_another_run():
 @pytest.mark.parametrize(
     ("options", "ends"),
     [
-        ({}, 2),  # The first, which shows what a step reports, and the last, whose end is that of the run.
+        ({}, 2),  # The first, which shows the outputs of a step, and the last, which ends the run.
         ({"log_interval": 1}, 50),
         ({"log_interval": 10}, 6),
     ],
 )
-def test_nobody_waits_at_the_end_of_a_loop_where_nothing_is_due(options, ends, monkeypatch):
+def test_loops_are_joined_if_nothing_is_due_at_their_ends(options, ends, monkeypatch):
     ended, end = [], jaxloop.Loop.end
     monkeypatch.setattr(jaxloop.Loop, "end", lambda *arguments: ended.append(1) or end(*arguments))
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP), **{"log_interval": never(), **options})
@@ -234,7 +234,7 @@ def test_nobody_waits_at_the_end_of_a_loop_where_nothing_is_due(options, ends, m
     assert len(ended) == ends
 
 
-# Ends of which nobody hears, and what has to be known all the same --------------------------------------------
+# Stops, outputs and counts in joined loops --------------------------------------------------------------------
 
 
 class Calls(jaxloop.Action):
@@ -254,7 +254,7 @@ def stop_at(number):
     return lambda step_num, outputs: outputs.update({jaxloop.STOP_LOOP: True}) if step_num == number else None
 
 
-def test_a_stop_asked_inside_a_loop_is_heeded():
+def test_a_stop_within_a_loop_ends_the_run():
     train_loop = jaxloop.TrainLoop(STEP, end_actions=[Calls(stop_at(4), every(steps=4))])
     state, outputs = jaxloop.OuterLoop(train_loop, log_interval=never())(STATE, itertools.cycle(BATCHES), 40, 10)
     assert int(state.step) == 4 and len(outputs["loss"]) == 4 and outputs[jaxloop.STOP_LOOP]
@@ -268,7 +268,7 @@ class Averaging(type(STEP)):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 4}])
 @pytest.mark.parametrize("num_batches", [None, 4])
-def test_sums_of_metrics_are_those_of_each_loop(num_batches, options):
+def test_metrics_are_accumulated_per_loop(num_batches, options):
     found = []
     for loop_class in (jaxloop.TrainLoop, OneByOne):
         step = Averaging(STEP.base_prng, STEP.model, STEP.optimizer, train=True)
@@ -281,7 +281,7 @@ def test_sums_of_metrics_are_those_of_each_loop(num_batches, options):
     assert found[0] == found[1]
 
 
-def test_a_stop_that_only_some_batches_report_is_heeded():
+def test_a_stop_reported_for_only_some_batches_ends_the_run():
     class Stopping(type(STEP)):
         def run(self, state, batch):
             state, outputs = super().run(state, batch)
@@ -294,7 +294,7 @@ def test_a_stop_that_only_some_batches_report_is_heeded():
 
 
 class Fails(jaxloop.TrainLoop):
-    """Fails where a loop begins, once."""
+    """Fails once, when a loop begins."""
 
     def begin(self, state, dataset):
         if self.loop_count == 3 and not hasattr(self, "has_failed"):
@@ -321,7 +321,7 @@ def test_outputs_of_loops_before_a_failure_are_kept(loop_class, at, tmp_path):
     assert seen == [(10, 10), (20, 10)]
 
 
-def test_a_checkpoint_of_the_last_step_is_saved_though_ctrl_c_comes_before_it(tmp_path):
+def test_the_last_step_is_saved_despite_ctrl_c(tmp_path):
     interrupts = Calls(lambda step_num, outputs: signal.raise_signal(signal.SIGINT), last())
     actions = [Calls(stop_at(4), every(steps=4)), interrupts, jaxloop.CheckpointAction(tmp_path, last())]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions), log_interval=never())
@@ -329,14 +329,14 @@ def test_a_checkpoint_of_the_last_step_is_saved_though_ctrl_c_comes_before_it(tm
     assert checkpoint.all_steps(tmp_path) == [4]
 
 
-def test_a_loop_that_ctrl_c_cuts_short_is_not_counted():
+def test_a_loop_interrupted_by_ctrl_c_is_not_counted():
     train_loop = jaxloop.TrainLoop(STEP)
     state, _ = jaxloop.OuterLoop(train_loop)(STATE, batches("Ctrl-C", 2), 20, 10)
     assert 0 < int(state.step) < 10 and train_loop.loop_count == train_loop.elapsed.loops == 0
     assert train_loop.was_interrupted
 
 
-def test_who_draws_the_batches_knows_the_number_of_loops():
+def test_loop_count_is_current_when_batches_are_read():
     seen = []
 
     class Curriculum(jaxloop.TrainLoop):
@@ -348,7 +348,7 @@ def test_who_draws_the_batches_knows_the_number_of_loops():
     assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_evaluations_are_not_asked_for_what_they_have_measured_before_a_resume(tmp_path):
+def test_should_eval_fn_is_not_called_again_after_a_resume(tmp_path):
     asked = []
 
     def run(fails):
@@ -365,7 +365,7 @@ def test_evaluations_are_not_asked_for_what_they_have_measured_before_a_resume(t
     assert asked == [2, 4, 6, 8]
 
 
-def test_an_evaluation_asks_no_schedule_between_its_steps():
+def test_evaluations_check_no_schedules_between_steps():
     seen = []
     action = Calls(lambda step_num, outputs: seen.append(len(outputs["loss"])), every(time=2.0))
     clock = map(float, itertools.count()).__next__
@@ -373,7 +373,7 @@ def test_an_evaluation_asks_no_schedule_between_its_steps():
     assert seen == [6]
 
 
-def test_a_loop_that_is_gone_on_with_returns_what_it_has_reported_since(tmp_path):
+def test_a_resumed_loop_returns_the_outputs_since_the_resume(tmp_path):
     fails = [True]
 
     def batch(number):
@@ -395,7 +395,7 @@ def test_a_loop_that_is_gone_on_with_returns_what_it_has_reported_since(tmp_path
             assert len(outputs["loss"]) == len(outputs.num_examples) == 4
 
 
-def test_what_is_kept_of_loops_without_a_halt_does_not_grow_with_their_number():
+def test_the_ledger_does_not_grow_with_the_number_of_loops():
     ledger = Ledger()
     for number in range(100):  # The outputs arrive five steps late.
         ledger.count([8] * 10)
@@ -405,7 +405,7 @@ def test_what_is_kept_of_loops_without_a_halt_does_not_grow_with_their_number():
         assert len(ledger.loop.get("loss", ())) <= 10
 
 
-# What a run must not lose ----------------------------------------------------------------------------
+# Rows, evaluations and positions are not lost --------------------------------------------------------
 
 
 def rows(outer_loop):
@@ -426,13 +426,13 @@ AT_THE_END = [jaxloop.EvalSpec(BATCHES[:2], interval=last())]
 
 
 @pytest.mark.parametrize("resumed_at", [10, 20, 30, 50])
-def test_steps_after_an_end_of_which_nobody_heard_are_in_the_row_of_a_resumed_run(resumed_at, tmp_path):
-    # Some ends of loops are those of a chunk of steps too.
+def test_a_resumed_run_has_complete_rows_of_joined_loops(resumed_at, tmp_path):
+    # Some loops end together with a chunk of steps.
     options = {"save": every(steps=10), "log_interval": every(steps=40), "max_steps_in_flight": 8}
     whole = experiment(tmp_path / "whole", **options)
     whole(STATE, DATA, 80, 4, AT_THE_END)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    for step in range(resumed_at + 10, 90, 10):  # As if it had been killed before it came there.
+    for step in range(resumed_at + 10, 90, 10):  # As if the run had been killed earlier.
         shutil.rmtree(tmp_path / "resumed" / str(step))
     resumed = experiment(tmp_path / "resumed", **options)
     resumed(STATE, DATA, 80, 4, AT_THE_END)
@@ -448,7 +448,7 @@ class StopsAtItsEnd(jaxloop.TrainLoop):
 
 @pytest.mark.parametrize("save", [1, every(steps=5), every(steps=5) | last()], ids=repr)
 @pytest.mark.parametrize(("by", "at"), [("an action", 15), ("an action", 20), ("the hook", 20)])
-def test_a_run_that_was_stopped_and_is_started_again_has_all_of_its_rows(by, at, save, tmp_path):
+def test_restarting_a_stopped_run_keeps_all_rows(by, at, save, tmp_path):
     def run():
         loop_class = StopsAtItsEnd if by == "the hook" else jaxloop.TrainLoop
         stops = Calls(stop_at(at if by == "an action" else None), every(steps=5), runs_last=True)
@@ -468,7 +468,7 @@ class Wrapping(jaxloop.TrainLoop):
 
 
 @pytest.mark.parametrize("first", [0, 4])
-def test_an_evaluation_that_a_signal_keeps_from_its_step_is_done_by_the_next_run(first, tmp_path):
+def test_an_evaluation_prevented_by_a_signal_runs_after_a_resume(first, tmp_path):
     def press(context):
         _thread.interrupt_main()
         return True
@@ -490,26 +490,26 @@ def test_an_evaluation_that_a_signal_keeps_from_its_step_is_done_by_the_next_run
         state, _ = outer_loop(STATE, jaxloop.from_index(fetch), 8, 4, [spec])
         return int(state.step), [row.elapsed.steps for row in outer_loop.history if set(row.logs) - {"train"}]
 
-    if first:  # Its evaluation is left to the next run.
+    if first:  # The next run makes up for its evaluation.
         assert run(interrupted_at=3)[0] == 4
     assert run(should_eval=press)[0] == first
     assert run() == (8, [0, 4, 8])
 
 
-def test_a_stopped_run_keeps_its_place_in_data_that_a_hook_has_wrapped(tmp_path):
+def test_a_stopped_run_keeps_its_position_in_wrapped_data(tmp_path):
     stops = Calls(stop_at(15), every(steps=5))
     experiment(tmp_path, stops, save=last(), loop_class=Wrapping)(STATE, DATA, 100, 10, AT_THE_END)
     assert checkpoint.run(tmp_path, 15)["positions"][0]["data"]["count"] == 15
 
 
-class SaysNo(type(STEP)):
+class NeverStops(type(STEP)):
     def run(self, state, batch):
         state, outputs = super().run(state, batch)
         return state, {**outputs, jaxloop.STOP_LOOP: False}
 
 
-def test_who_says_at_each_step_that_the_run_goes_on_does_not_end_it():
-    step, called = SaysNo(STEP.base_prng, STEP.model, STEP.optimizer, train=True), []
+def test_a_stop_output_of_false_does_not_end_the_run():
+    step, called = NeverStops(STEP.base_prng, STEP.model, STEP.optimizer, train=True), []
     action = Calls(lambda step_num, outputs: called.append(step_num), every(steps=5))
     state, _ = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action]))(STATE, BATCHES, 20, 10)
     assert int(state.step) == 20 and called == [5, 10, 15, 20]
@@ -520,7 +520,7 @@ class ForgetsTheActions(jaxloop.TrainLoop):
         return state, outputs
 
 
-def test_an_end_without_that_of_the_loop_is_told():
+def test_end_without_super_raises():
     with pytest.raises(ValueError, match=r"ForgetsTheActions.end must call super\(\).end\(state, outputs\)"):
         jaxloop.OuterLoop(ForgetsTheActions(STEP))(STATE, BATCHES, 20, 10)
 
@@ -532,13 +532,13 @@ class ReturnsAnotherDict(jaxloop.TrainLoop):
 
 
 @pytest.mark.parametrize("at", [5, 10], ids=["inside a loop", "at its end"])
-def test_a_stop_is_heeded_whatever_the_hook_at_the_end_returns(at):
+def test_a_stop_ends_the_run_whatever_end_returns(at):
     train_loop = ReturnsAnotherDict(STEP, end_actions=[Calls(stop_at(at), every(steps=5))])
     state, _ = jaxloop.OuterLoop(train_loop)(STATE, BATCHES, 40, 10)
     assert int(state.step) == at
 
 
-def test_a_stop_that_was_asked_before_ctrl_c_is_kept(tmp_path):
+def test_a_stop_requested_before_ctrl_c_is_kept(tmp_path):
     interrupts = [True]
 
     class EvalData:
@@ -549,14 +549,14 @@ def test_a_stop_that_was_asked_before_ctrl_c_is_kept(tmp_path):
                     signal.raise_signal(signal.SIGINT)
                 yield batch
 
-    for _ in range(2):  # The second time only what Ctrl-C has kept from being measured is left to do.
+    for _ in range(2):  # The second run only makes up for the interrupted evaluation.
         outer_loop = experiment(tmp_path, Calls(stop_at(5), every(steps=5)), save=every(steps=5))
         state, _ = outer_loop(STATE, DATA, 30, 10, [jaxloop.EvalSpec(EvalData())])
     assert int(state.step) == 5 and checkpoint.all_steps(tmp_path) == [5]
     assert [(step, list(logs)) for step, logs in rows(outer_loop)] == [(5, ["train"]), (5, ["eval"])]
 
 
-def test_a_batch_that_another_call_has_drawn_ahead_is_none_of_this_one(tmp_path):
+def test_a_batch_read_ahead_by_an_earlier_call_is_not_counted(tmp_path):
     actions = [Calls(stop_at(7), every(steps=7)), jaxloop.CheckpointAction(tmp_path, jaxloop.at(steps=0))]
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, end_actions=actions))
     outer_loop(STATE, iter(BATCHES), 30, 10)

@@ -1,4 +1,4 @@
-"""The transformer learns, goes on in other layouts, and says what it would cost on devices that are not there."""
+"""Tests that the transformer example learns, resumes in other layouts, and compiles for missing devices."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def small(monkeypatch):
     text = np.frombuffer(b"def a(b):\n    return b\n\0" * 500, np.uint8)
     monkeypatch.setattr(transformer, "read_standard_library", lambda: text)
     before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)  # To compile takes most of the time.
+    jax.config.update("jax_disable_most_optimizations", True)  # Compiling takes most of the time.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
     jax.config.update("jax_disable_most_optimizations", before)
@@ -44,7 +44,7 @@ def options(workdir, **others):
     )
 
 
-def test_a_check_of_it_finds_nothing_and_trains_nothing(tmp_path, capsys):
+def test_check_finds_no_problem_and_does_not_train(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         transformer.run(options(tmp_path, partitioner="tensor", check=True))
     assert ended.value.code is None
@@ -52,12 +52,12 @@ def test_a_check_of_it_finds_nothing_and_trains_nothing(tmp_path, capsys):
     assert not checkpoint.all_steps(tmp_path / "checkpoints")
 
 
-def test_it_learns_in_each_layout_alike_and_goes_on_in_another(tmp_path, capsys):
+def test_layouts_learn_alike_and_a_run_resumes_in_another_layout(tmp_path, capsys):
     losses = {
         kind: transformer.run(options(tmp_path / kind, partitioner=kind, accumulate=1 + (kind == "fsdp"), write=write))
         for kind, write in (("data", 8), ("fsdp", 0))
     }
-    # In bfloat16, whose sums are rounded in each layout otherwise.
+    # Sums in bfloat16 are rounded differently in each layout.
     np.testing.assert_allclose(losses["fsdp"], losses["data"], rtol=2e-3)
     assert losses["data"] < np.log(256)
     further = transformer.run(options(tmp_path / "fsdp", partitioner="tensor", train_steps=9, write=0))
@@ -69,7 +69,7 @@ def test_it_learns_in_each_layout_alike_and_goes_on_in_another(tmp_path, capsys)
     assert printed.count(" steps:\ndef") == 3 and "--- generated after 6 steps:\ndef" in printed
 
 
-def test_a_byte_sees_those_before_it_in_its_file_and_the_first_of_a_file_is_nobodys_to_tell():
+def test_bytes_attend_within_their_file_and_its_first_byte_has_no_loss():
     tokens = jnp.array([[5, 6, 0, 7, 8]])
     assert transformer.visible(tokens)[0].astype(int).tolist() == [
         [1, 0, 0, 0, 0],
@@ -81,15 +81,15 @@ def test_a_byte_sees_those_before_it_in_its_file_and_the_first_of_a_file_is_nobo
     step = transformer.make_step(SMALL, jaxloop.SingleDevicePartitioner(), 4, 1, 0, False)
     state = step.initialize_model()
     predict = lambda tokens: state.apply_fn(state.params, state.batch_stats, state.collections, train=False)(tokens)[0]
-    # Up to rounding, which may be otherwise in a longer array.
+    # Up to rounding, which may differ in a longer array.
     np.testing.assert_allclose(
         predict(tokens[:, :2]), predict(jnp.array([[5, 6, 9, 9, 9]]))[:, :2], atol=1e-5, err_msg="It looks ahead."
     )
-    logits = jnp.zeros([1, 4, 256]).at[0, 2, :].set(jnp.linspace(0, 9, 256))  # Of the one that doesn't count.
+    logits = jnp.zeros([1, 4, 256]).at[0, 2, :].set(jnp.linspace(0, 9, 256))  # At the byte without a loss.
     np.testing.assert_allclose(transformer.next_byte_loss(logits, {"tokens": tokens}), np.log(256), rtol=1e-6)
 
 
-def test_a_dry_run_compiles_for_devices_that_are_not_there():
+def test_a_dry_run_compiles_for_missing_devices():
     command = [sys.executable, "-m", "jaxloop.examples.transformer", "--dry_run", "--devices=16", "--size=tiny"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -10,7 +10,7 @@ from jaxloop import types
 
 
 class WithCollections(nn.Module):
-    """Has parameters, batch statistics, and a collection that jaxloop has never heard of."""
+    """A model with parameters, batch statistics and a custom collection."""
 
     @nn.compact
     def __call__(self, x, train: bool = True):
@@ -30,7 +30,7 @@ def make_state():
     )
 
 
-def test_a_state_needs_no_more_than_flax_asks_for():
+def test_create_requires_only_the_arguments_of_flax():
     state = types.TrainState.create(apply_fn=lambda x: x, params={"w": jnp.ones(2)}, tx=optax.adam(1e-3))
     assert state.step.dtype == jnp.int32 and state.step.shape == ()
     assert state.variables == {"params": state.params}
@@ -41,7 +41,7 @@ def test_a_state_needs_no_more_than_flax_asks_for():
     [eqx.nn.Linear(3, 1, key=jax.random.key(0)), [jnp.ones([3, 1]), jnp.zeros(1)], jnp.ones([3, 1])],
     ids=["equinox", "list", "array"],
 )
-def test_a_state_has_parameters_of_any_kind(params):
+def test_parameters_can_be_any_pytree_of_arrays(params):
     state = types.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5))
     grads = jax.tree.map(jnp.ones_like, params)
     new_state = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))(state, grads)
@@ -49,7 +49,7 @@ def test_a_state_has_parameters_of_any_kind(params):
     jax.tree.map(lambda old, new: np.testing.assert_allclose(new, old - 0.5), params, new_state.params)
 
 
-def test_parameters_that_are_no_arrays_are_an_error_that_says_where_they_belong():
+def test_parameters_that_are_not_arrays_raise_with_a_suggested_fix():
     module = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"got .* at params.activation.*eqx.partition\(module, eqx.is_inexact_array"):
         types.TrainState.create(apply_fn=None, params=module, tx=optax.sgd(0.1))
@@ -59,7 +59,7 @@ def test_parameters_that_are_no_arrays_are_an_error_that_says_where_they_belong(
     assert state.apply_fn(state.params)(jnp.ones(3)).shape == (1,)
 
 
-def test_update_variables_takes_over_every_collection():
+def test_update_variables_updates_every_collection():
     state = make_state()
     _, updates = state.apply_fn(state.variables, jnp.ones([5, 3]), mutable=["batch_stats", "counters"])
     state = state.update_variables(updates)
@@ -68,22 +68,22 @@ def test_update_variables_takes_over_every_collection():
     assert set(state.variables) == {"params", "batch_stats", "counters"}
 
 
-def test_update_variables_refuses_parameters():
+def test_update_variables_rejects_parameters():
     with pytest.raises(ValueError, match="apply_gradients"):
         make_state().update_variables({"params": {}})
 
 
-def test_a_metric_with_metadata_goes_through_jit():
+def test_a_metric_with_metadata_passes_through_jit():
     metric = types.MetricWithMetadata(jnp.ones(3), types.MetricType.AUDIO, {"sample_rate": 16_000})
     doubled = jax.jit(lambda m: jax.tree.map(lambda x: 2 * x, m))(metric)
     np.testing.assert_array_equal(doubled.value, [2, 2, 2])
     assert (doubled.type, doubled.metadata) == (types.MetricType.AUDIO, {"sample_rate": 16_000})
 
 
-def test_a_metric_is_a_scalar_unless_it_says_otherwise():
+def test_metric_type_defaults_to_scalar():
     assert types.MetricWithMetadata(1.0) == types.MetricWithMetadata(1.0, types.MetricType.SCALAR, None)
 
 
-def test_a_forward_pass_that_changed_nothing_updates_no_variables():
+def test_update_variables_with_none_returns_the_state():
     state = types.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), batch_stats={"m": 1.0})
     assert state.update_variables(None) is state

@@ -1,4 +1,4 @@
-"""A step is one optimizer update: what a batch adds to `state.step`, one update or several, is counted and checked."""
+"""Tests that each batch adds `updates_per_step` to `state.step`, and that this is checked."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ STATE = jax.tree.map(np.asarray, STATE)
 
 
 class Repeated(type(BASE)):
-    """Makes several updates with each batch."""
+    """Makes several updates per batch."""
 
     updates_per_step = 4
     makes = 4
@@ -48,7 +48,7 @@ def new_state():
 
 
 class Seen(jaxloop.Action):
-    """Keeps when it was called, and with how many outputs."""
+    """Records when it is called, and the number of outputs."""
 
     def __init__(self, interval):
         super().__init__(interval)
@@ -75,7 +75,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_run_that_miscounts_ends_at_its_first_steps_and_saves_nothing(kind, tmp_path):
+def test_a_miscounting_run_raises_early_and_saves_nothing(kind, tmp_path):
     cls, message = WRONG[kind]
     seen, save = Seen(schedules.always()), CheckpointAction(tmp_path, schedules.always())
     loop = jaxloop.TrainLoop(make(cls), end_actions=[seen, save])
@@ -85,7 +85,7 @@ def test_a_run_that_miscounts_ends_at_its_first_steps_and_saves_nothing(kind, tm
     assert checkpoint.all_steps(tmp_path) == [] and seen.calls == [] and outer_loop.rescued_state is None
 
 
-def test_a_rescue_of_a_run_that_miscounts_saves_nothing(tmp_path):
+def test_a_miscounting_run_is_not_rescued(tmp_path):
     def batches():
         yield BATCHES[0]
         yield BATCHES[1]
@@ -98,7 +98,7 @@ def test_a_rescue_of_a_run_that_miscounts_saves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_check_reports_a_run_that_makes_another_number_of_updates(kind, tmp_path):
+def test_check_reports_a_miscounting_run(kind, tmp_path):
     cls, _ = WRONG[kind]
     (problem,) = experiment(tmp_path, make(cls)).check(new_state(), BATCHES, 40).errors
     adds = {"none": "returns state.step unchanged", "two": "adds 2 to", "three of four": "adds 3 to"}[kind]
@@ -111,8 +111,8 @@ def test_steps_are_updates_everywhere(options, tmp_path):
     outer_loop = experiment(tmp_path, STEP, seen, **options)
     assert outer_loop.check(new_state(), BATCHES, 120, 24).ok
     state, outputs = outer_loop(new_state(), BATCHES, 120, 24)
-    assert int(state.step) == 120 and len(outputs["loss"]) == 6  # Of the last loop's 24 steps.
-    # Where the count passes a multiple of 10; a batch has 8 examples.
+    assert int(state.step) == 120 and len(outputs["loss"]) == 6  # 24 steps in the last loop.
+    # The first counts at or after each multiple of 10. A batch has 8 examples.
     steps = [12, 20, 32, 40, 52, 60, 72, 80, 92, 100, 112, 120]
     assert [call[:3] for call in seen.calls] == [(step, step, step // 4 * 8) for step in steps]
     assert sum(call[3] for call in seen.calls) == 30 and checkpoint.all_steps(tmp_path) == [40, 80, 120]
@@ -120,7 +120,7 @@ def test_steps_are_updates_everywhere(options, tmp_path):
     assert "120 steps" in str(outer_loop.spent)
 
 
-def test_a_schedule_fires_where_check_says(tmp_path):
+def test_a_schedule_fires_when_check_predicts(tmp_path):
     seen = Seen(schedules.every(10) & ~schedules.every(30) | schedules.at(samples=50))
     outer_loop = experiment(tmp_path, STEP, seen)
     report = outer_loop.check(new_state(), BATCHES, 120)
@@ -129,7 +129,7 @@ def test_a_schedule_fires_where_check_says(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [20, 28, 60])
-def test_a_run_broken_off_after_any_batch_resumes_bit_by_bit(stop, tmp_path, assert_same, interrupted):
+def test_a_run_interrupted_after_any_batch_resumes_bit_for_bit(stop, tmp_path, assert_same, interrupted):
     whole, _ = experiment(tmp_path / "whole")(new_state(), BATCHES, 80, 40)
     data = lambda number: jaxloop.skippable(lambda: interrupted(BATCHES, number))
     broken, _ = experiment(tmp_path / "broken")(new_state(), data(stop // 4 - 1), 80, 40)
@@ -157,14 +157,14 @@ def test_a_loop_counts_updates():
         ((BATCHES, 40, 3), "train_loop_steps=3 is not a multiple of 4, .* Give 4."),
     ],
 )
-def test_a_total_is_made_of_whole_batches(arguments, message, tmp_path):
+def test_totals_must_be_multiples_of_updates_per_step(arguments, message, tmp_path):
     outer_loop = experiment(tmp_path)
     with pytest.raises(ValueError, match=message):
         outer_loop(new_state(), *arguments)
     assert outer_loop.check(new_state(), *arguments).errors[0].where == "the arguments"
 
 
-def test_a_number_of_steps_is_made_of_whole_batches():
+def test_num_steps_and_state_step_must_be_multiples_of_updates_per_step():
     with pytest.raises(ValueError, match="num_steps=6 is not a multiple of 4"):
         jaxloop.TrainLoop(STEP)(new_state(), BATCHES, num_steps=6)
     state = new_state().replace(step=jax.numpy.int32(2))
@@ -173,12 +173,12 @@ def test_a_number_of_steps_is_made_of_whole_batches():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4"])
-def test_updates_per_step_is_a_positive_int(value):
+def test_updates_per_step_must_be_a_positive_int(value):
     with pytest.raises((TypeError, ValueError), match="Repeated.*updates_per_step must be a positive int"):
         make(type("Repeated", (Repeated,), {"updates_per_step": value}))
 
 
-def test_a_checkpoint_of_another_step_than_its_name_is_refused(tmp_path):
+def test_a_checkpoint_whose_step_differs_from_its_name_raises(tmp_path):
     run = lambda total: experiment(tmp_path, BASE)(new_state(), BATCHES, total)
     run(40)
     (tmp_path / "40").rename(tmp_path / "30")
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_step_than_its_name_is_refused(tmp_path):
         run(40)
 
 
-def test_a_train_loop_takes_a_step_that_trains():
+def test_a_train_loop_requires_train_true():
     step = Repeated(BASE.base_prng, BASE.model, BASE.optimizer)
     with pytest.raises(
         ValueError, match=r"TrainLoop got Repeated\(.*train=False.* Make it with Repeated\(..., train=True"
@@ -197,7 +197,7 @@ def test_a_train_loop_takes_a_step_that_trains():
         jaxloop.TrainLoop(step)
 
 
-def test_a_failed_step_of_several_updates_is_replayed(tmp_path):
+def test_a_failed_step_with_several_updates_can_be_replayed(tmp_path):
     batches = [dict(batch) for batch in BATCHES[:5]]
     batches[3] = {"x": np.full_like(batches[3]["x"], np.nan), "y": batches[3]["y"]}
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(STEP, nan_policy="raise"), workdir=tmp_path)

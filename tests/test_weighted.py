@@ -1,4 +1,4 @@
-"""Means over tokens: values with weights of their own, in every API."""
+"""Tests of weighted values, such as means over tokens, in every API."""
 
 import json
 
@@ -18,7 +18,7 @@ from jaxloop.metrics import LoopOutputs, summarize
 from jaxloop.types import MetricType, MetricWithMetadata, Weighted
 
 RNG = np.random.default_rng(0)
-# Batches of 32, 32 and 7 rows of 5 tokens, of which some count.
+# Batches of 32, 32 and 7 rows with 5 tokens each. Only some of the tokens count.
 BATCHES = [
     {"x": RNG.normal(size=[rows, 4]).astype(np.float32), "counts": RNG.random([rows, 5]) < 0.1 + 0.4 * number}
     for number, rows in enumerate([32, 32, 7])
@@ -27,7 +27,7 @@ NETWORK = nn.Dense(5)
 
 
 def token_mean(params, batches=BATCHES):
-    """The mean over all tokens that count, in float64."""
+    """Returns the mean over all tokens that count, in float64."""
     losses = [np.float64(NETWORK.apply({"params": params}, batch["x"])) ** 2 for batch in batches]
     counts = [batch["counts"] for batch in batches]
     return sum((a * b).sum() for a, b in zip(losses, counts, strict=True)) / sum(each.sum() for each in counts)
@@ -52,7 +52,7 @@ def token_step(kind=TokenStep, **options):
     return kind(jax.random.key(0), NETWORK, optax.sgd(0.1), **options)
 
 
-# The value --------------------------------------------------------------------------------------------------
+# Weighted ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def token_step(kind=TokenStep, **options):
         ([1.0, 2.0], [np.nan, 1], np.nan, np.nan),
     ],
 )
-def test_it_is_the_mean_of_what_counts(value, weight, mean, total):
+def test_value_is_the_weighted_mean(value, weight, mean, total):
     found = Weighted(np.float32(value) if np.ndim(value) else value, np.array(weight))
     np.testing.assert_allclose([found.value, found.weight], [mean, total], rtol=1e-6)
 
 
-def test_weights_of_another_shape_are_refused():
+def test_weights_with_a_different_shape_raise():
     with pytest.raises(ValueError, match=r"broadcast to the shape of the value, \(3, 5\), got \(3,\)"):
         Weighted(jnp.zeros([3, 5]), jnp.ones([3]))
 
 
-def test_a_half_precision_mean_is_summed_in_float32():
+def test_half_precision_means_are_summed_in_float32():
     found = Weighted(jnp.full([4096], 1.5, jnp.bfloat16), jnp.ones([4096], jnp.bfloat16))
     assert (found.value, found.weight, found.value.dtype) == (1.5, 4096, jnp.float32)
 
 
-def test_over_steps_each_value_has_its_weight():
+def test_summarize_weights_the_value_of_each_step():
     pairs = [(np.float32(1), np.float32(10)), (np.float32(4), np.float32(20)), (np.float32(np.nan), np.float32(0))]
     outputs = LoopOutputs({"loss": [Weighted(*pair) for pair in pairs]}, num_examples=[1, 1, 1000])
     assert summarize(outputs) == {"loss": 3.0}
@@ -110,7 +110,7 @@ def test_an_evaluation_is_the_mean_over_all_tokens(kind, options):
     np.testing.assert_allclose(summarize(outputs)["loss"], token_mean(state.params), rtol=1e-6)
 
 
-def test_over_a_mesh_it_is_the_same(data_parallel):
+def test_an_evaluation_on_a_mesh_gives_the_same_mean(data_parallel):
     step = token_step(partitioner=data_parallel(8))
     state = step.initialize_model([1, 4])
     _, outputs = jaxloop.EvalLoop(step)(state, BATCHES[:2])
@@ -118,7 +118,7 @@ def test_over_a_mesh_it_is_the_same(data_parallel):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_gradient_is_that_of_the_mean_over_all_tokens(accumulate):
+def test_the_gradient_is_of_the_mean_over_all_tokens(accumulate):
     step = token_step(TokenLoss, train=True, accumulate=accumulate)
     first = step.initialize_model([1, 4])
     expected = jax.grad(
@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(accumulate):
     assert float(outputs["loss"].weight) == BATCHES[0]["counts"].sum()
 
 
-def test_rows_summaries_and_early_stopping_read_it(writer):
+def test_history_summaries_and_early_stopping_support_weighted_values(writer):
     stopping = jaxloop.EarlyStoppingAction("loss", patience=2, interval=every(steps=3))
     train_loop = jaxloop.TrainLoop(
         token_step(train=True), end_actions=[jaxloop.SummaryAction(writer, interval=every(steps=3)), stopping]
@@ -147,14 +147,14 @@ def test_rows_summaries_and_early_stopping_read_it(writer):
     np.testing.assert_allclose(rows[-1], np.average(values, weights=weights), rtol=1e-12)
 
 
-def test_a_value_that_is_not_finite_is_found():
+def test_nan_policy_detects_non_finite_weighted_values():
     broken = {**BATCHES[0], "x": np.full_like(BATCHES[0]["x"], np.inf)}
     loop = jaxloop.TrainLoop(token_step(train=True), nan_policy="raise")
     with pytest.raises(FloatingPointError, match="loss"):
         loop(loop.step.initialize_model([1, 4]), [BATCHES[0], broken])
 
 
-def test_a_run_that_resumes_inside_an_interval_has_the_same_rows(tmp_path):
+def test_a_run_that_resumes_within_a_log_interval_has_the_same_rows(tmp_path):
     def run(directory, total):
         loop = jaxloop.TrainLoop(token_step(train=True))
         outer_loop = jaxloop.OuterLoop(loop, checkpoint_spec=jaxloop.CheckpointSpec(directory))
@@ -168,7 +168,7 @@ def test_a_run_that_resumes_inside_an_interval_has_the_same_rows(tmp_path):
     assert resumed[-1] == run(tmp_path / "whole", 8)[-1]
 
 
-def test_fit_takes_it_as_the_loss():
+def test_fit_accepts_a_weighted_loss():
     loss = lambda outputs, batch: Weighted(outputs**2, batch["counts"])
     state, history = jaxloop.fit(
         NETWORK, BATCHES, BATCHES, loss=loss, inputs="x", optimizer=optax.sgd(0.1), train_epochs=2, progress=False
@@ -176,7 +176,7 @@ def test_fit_takes_it_as_the_loss():
     np.testing.assert_allclose(history.collect("eval.loss")[-1], token_mean(state.params), rtol=1e-6)
 
 
-# The loop language ------------------------------------------------------------------------------------------
+# jaxloop.functional -----------------------------------------------------------------------------------------
 
 
 def losses_of(state, batch):
@@ -184,7 +184,7 @@ def losses_of(state, batch):
 
 
 @pytest.mark.parametrize("wrap", [jf.step, lambda fn: fn, jax.jit], ids=["jf.step", "a function", "jax.jit"])
-def test_the_loop_language_weights_means_by_tokens(wrap, writer):
+def test_functional_loop_weights_means_by_tokens(wrap, writer):
     log = wrap(lambda state, batch: jf.logs().add_metric("loss", losses_of(state, batch)))
     state = token_step().initialize_model([1, 4])
     evaluate = jf.inner_loop("test", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}))
@@ -206,13 +206,13 @@ def test_the_loop_language_weights_means_by_tokens(wrap, writer):
     np.testing.assert_allclose(found, [expected] * 3, rtol=1e-6)
     assert history.collect("metrics.loss (weight)") == [batch["counts"].sum() for batch in BATCHES]
     assert means[0].entry_value("test.loss (weight)") == sum(batch["counts"].sum() for batch in BATCHES)
-    # Another aggregation has no weights.
+    # Other aggregations have no weights.
     least = jf.inner_loop("least", lambda state: jf.loop(state, BATCHES, {jf.every(1): log}), "min")
     _, again, _ = jf.loop(state, BATCHES[:1], {jf.every(1): least})
     assert again.paths() == ["least.loss"] and again.collect("loss") == [min(history.collect("metrics.loss"))]
 
 
-def test_a_train_step_differentiates_the_mean_over_tokens_or_examples():
+def test_functional_train_step_differentiates_the_mean_over_tokens_or_examples():
     first = token_step().initialize_model([1, 4])
     by_tokens = jf.train_step(lambda state, batch: jf.logs().add_loss("loss", losses_of(state, batch)))
     logs, state = by_tokens(jax.tree.map(jnp.copy, first), BATCHES[0])
@@ -226,12 +226,12 @@ def test_a_train_step_differentiates_the_mean_over_tokens_or_examples():
     np.testing.assert_allclose(logs.losses["loss"], per_example(first, BATCHES[0]).mean(), rtol=1e-6)
 
 
-# Metrics by structure ---------------------------------------------------------------------------------------
+# Metrics of any class ---------------------------------------------------------------------------------------
 
 
 @flax.struct.dataclass
 class LargestError:
-    """Neither a class of clu, nor derived from one."""
+    """A metric that isn't derived from a class of clu."""
 
     error: jax.Array
 
@@ -248,7 +248,7 @@ class LargestStep(jaxloop.Step):
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 3}], ids=["one by one", "fused"])
-def test_whatever_can_be_merged_and_computed_is_a_metric(options):
+def test_any_class_with_merge_and_compute_is_a_metric(options):
     step = token_step(LargestStep)
     state = step.initialize_model([1, 4])
     _, outputs = jaxloop.EvalLoop(step, **options)(state, BATCHES)
@@ -268,10 +268,10 @@ class NNXMetricStep(jaxloop.Step):
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 3}], ids=["one by one", "fused"])
-def test_metrics_of_nnx_are_means_with_their_weights(options):
+def test_nnx_metrics_are_weighted_means(options):
     step = token_step(NNXMetricStep)
     state = step.initialize_model([1, 4])
-    with jax.numpy_dtype_promotion("standard"):  # Flax's.
+    with jax.numpy_dtype_promotion("standard"):  # For Flax's metrics.
         _, outputs = jaxloop.EvalLoop(step, **options)(state, BATCHES)
     found = summarize(outputs)
     rows = np.concatenate([batch["x"] for batch in BATCHES])
@@ -287,7 +287,7 @@ def test_metrics_of_nnx_are_means_with_their_weights(options):
     )
 
 
-def test_a_metric_of_nnx_that_is_no_mean_says_what_to_return_instead():
+def test_an_nnx_metric_that_is_not_a_mean_raises():
     class WelfordStep(jaxloop.Step):
         def run(self, state, batch):
             return state, {"spread": nnx.metrics.Welford("x")}
@@ -297,7 +297,7 @@ def test_a_metric_of_nnx_that_is_no_mean_says_what_to_return_instead():
         jaxloop.EvalLoop(step)(step.initialize_model([1, 4]), BATCHES)
 
 
-def test_a_loss_step_takes_metrics_of_nnx():
+def test_a_loss_step_accepts_nnx_metrics():
     def accuracy(outputs, batch):
         metric = nnx.metrics.Accuracy()
         metric.update(logits=outputs, labels=(batch["x"][:, 0] > 0).astype(jnp.int32))
@@ -306,18 +306,18 @@ def test_a_loss_step_takes_metrics_of_nnx():
     loss = lambda outputs, batch: (outputs**2).mean(-1)
     step = token_step(jaxloop.LossStep, loss=loss, metrics={"accuracy": accuracy})
     state = step.initialize_model([1, 4])
-    with jax.numpy_dtype_promotion("standard"):  # Flax's.
+    with jax.numpy_dtype_promotion("standard"):  # For Flax's metrics.
         _, outputs = jaxloop.EvalLoop(step)(state, BATCHES)
     rows = np.concatenate([batch["x"] for batch in BATCHES])
     predicted = np.asarray(NETWORK.apply({"params": state.params}, rows)).argmax(-1)
     assert summarize(outputs)["accuracy"] == pytest.approx(np.mean(predicted == (rows[:, 0] > 0)), rel=1e-6)
 
 
-# Found by a review ------------------------------------------------------------------------------------------
+# Micro-batches, skipped steps and spikes --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_micro_batches_weight_each_metric_by_itself(accumulate):
+def test_micro_batches_weight_each_metric_separately(accumulate):
     batch = {"x": np.float32([1, 2, 3, 4]), "counts": np.float32([0, 1, 0, 0])}
     step = jaxloop.LossStep(
         jax.random.key(0),
@@ -393,7 +393,7 @@ def test_a_step_that_returns_a_loss_per_example_reports_the_mean(fused, tmp_path
     assert [each.value.shape for each in outputs["all_losses"]] == [(32,), (32,), (7,)]
 
 
-def test_losses_of_a_step_that_counts_its_own_examples_are_not_averaged():
+def test_per_example_losses_with_a_custom_num_examples_are_not_averaged():
     class Padded(PerExampleStep):
         def num_examples(self, batch):
             return 5

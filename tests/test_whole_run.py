@@ -1,11 +1,11 @@
-"""A run that goes on from a checkpoint ends as if nothing had happened."""
+"""Tests that a resumed run gives the same results as an uninterrupted one."""
 
 import functools
 
 import pytest
 from programs import whole_run
 
-PROGRAM = functools.cache(whole_run.make_program)  # Initialised and compiled once.
+PROGRAM = functools.cache(whole_run.make_program)  # Initialized and compiled once.
 
 
 def run(directory, **options):
@@ -24,7 +24,7 @@ def run(directory, **options):
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_it_goes_on_from_every_step(options, tmp_path):
+def test_a_run_can_be_resumed_from_every_step(options, tmp_path):
     whole = run(tmp_path / "whole", **options)  # Keeps a checkpoint of every step.
     total = options.get("total", 10)
     assert len(whole["ids"]) == total and len(whole["history"]) > 4 and len(whole["written"]) > 4

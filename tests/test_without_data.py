@@ -1,4 +1,4 @@
-"""Runs without data, and steps without a model: what there is to learn from is in the state."""
+"""Tests of runs without data and steps without a model."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class PlayerState(types.TrainState):
 
 
 class Player(jaxloop.Step):
-    """Learns to walk to 3: the state has an environment, and there is neither a model nor data."""
+    """Learns to walk to 3 in an environment that is part of the state, without a model or data."""
 
     def make_state(self, spec=None):
         environment = Environment(jnp.zeros([4]), jax.random.key_data(self.base_prng))
@@ -68,7 +68,7 @@ def outer_loop(directory=None, partitioner=None, **options):
     return jaxloop.OuterLoop(loop, checkpoint_spec=directory and jaxloop.CheckpointSpec(directory)), loop.step
 
 
-def test_a_step_without_a_model_and_a_loop_without_data_need_no_dummies(uninterrupted):
+def test_a_step_without_a_model_trains_without_data(uninterrupted):
     state, outputs = uninterrupted
     assert int(state.step) == 12 and outputs["loss"][-1] < outputs["loss"][0]
     assert outputs.num_examples == [1] * 12
@@ -78,7 +78,7 @@ def test_a_step_without_a_model_and_a_loop_without_data_need_no_dummies(uninterr
 @pytest.mark.parametrize(
     "partitioner", [None, partition.DataParallelPartitioner(partition.create_mesh(data=-1), "data")]
 )
-def test_an_experiment_without_data_trains_alike(uninterrupted, steps_per_dispatch, partitioner):
+def test_an_outer_loop_without_data_gives_the_same_result(uninterrupted, steps_per_dispatch, partitioner):
     run, step = outer_loop(partitioner=partitioner, steps_per_dispatch=steps_per_dispatch)
     state = step.initialize_model()
     report = run.check(state, None, 12, 6)
@@ -99,7 +99,7 @@ def test_a_run_without_data_resumes_bit_for_bit(tmp_path, uninterrupted, logs):
     assert_same(state, uninterrupted[0])
 
 
-def test_an_evaluation_needs_no_data_either():
+def test_an_evaluation_needs_no_data():
     step = new_step()
     _, outputs = jaxloop.EvalLoop(step)(step.initialize_model(), None, num_steps=3)
     assert len(outputs["loss"]) == 3
@@ -120,7 +120,7 @@ def test_jf_loop_needs_no_data(tmp_path):
     assert [row.elapsed.steps for row in history.rows] == [*range(1, 8)]
 
 
-def test_jf_loop_takes_steps_without_data(uninterrupted):
+def test_jf_loop_accepts_steps_without_data(uninterrupted):
     step = new_step()
     state, *_ = jf.loop(step.initialize_model(), None, {jaxloop.every(1): step}, stop=12)
     assert_same(state, uninterrupted[0])
@@ -142,11 +142,11 @@ def test_jf_loop_takes_steps_without_data(uninterrupted):
     ],
     ids="loop,experiment,epochs,jf".split(","),
 )
-def test_without_data_something_must_end_the_run(run, match):
+def test_an_endless_run_without_data_raises(run, match):
     with pytest.raises(ValueError, match=match):
         run(new_step())
 
 
-def test_a_step_without_a_model_makes_its_own_state():
+def test_a_step_without_a_model_must_override_make_state():
     with pytest.raises(TypeError, match=r"model=None.*Override make_state"):
         jaxloop.Step(jax.random.key(0), None).initialize_model()

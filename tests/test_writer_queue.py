@@ -19,7 +19,7 @@ from jaxloop.types import MetricType, MetricWithMetadata
 
 
 class GatedWriter:
-    """Writes rows as soon as its gate is open, and notes the thread. Raises for a step as often as it is told."""
+    """Writes rows once its gate is open, and records the threads. Raises once for each step in `fails`."""
 
     def __init__(self, *, is_open=True, fails=()):
         self.gate, self.has_begun = threading.Event(), threading.Event()
@@ -55,35 +55,35 @@ def writing_threads():
 
 @pytest.fixture(autouse=True)
 def leaves_no_thread():
-    for thread in writing_threads():  # Of another file's tests.
+    for thread in writing_threads():  # From tests in other files.
         thread.join(10)
     yield
     assert writing_threads() == []
 
 
-def tell(action, steps, **outputs):
+def call(action, steps, **outputs):
     for step in steps:
         action(None, outputs or {"loss": 1.0}, step_num=step)
 
 
-# The loop does not wait -------------------------------------------------------------------------------
+# Writing in the background ----------------------------------------------------------------------------
 
 
-def test_calls_come_together_until_somebody_waits_for_them(monkeypatch):
+def test_calls_are_batched_until_something_waits_for_them(monkeypatch):
     monkeypatch.setattr(writer_queue, "PAUSE_SECS", 60.0)
     began, writer, steps = time.monotonic(), GatedWriter(), lambda: [step for step, _ in writer.rows]
     action = actions.SummaryAction(writer, every(1))
-    tell(action, range(1, 6))
+    call(action, range(1, 6))
     time.sleep(0.05)
     assert steps() == []
     assert action.state_dict() == {} and steps() == list(range(1, 6))
-    tell(action, range(6, 7 + writer_queue.MOST_PENDING))  # More than may be left.
+    call(action, range(6, 7 + writer_queue.MOST_PENDING))  # More than may be pending.
     assert len(steps()) > 5
     action.flush()
     assert steps() == list(range(1, 7 + writer_queue.MOST_PENDING)) and time.monotonic() - began < 30
 
 
-def test_a_loop_goes_on_while_the_writer_is_at_its_first_row():
+def test_a_loop_continues_while_the_writer_blocks():
     writer = GatedWriter(is_open=False)
 
     class Open(actions.Action):
@@ -96,16 +96,16 @@ def test_a_loop_goes_on_while_the_writer_is_at_its_first_row():
     summaries = actions.SummaryAction(writer, every(steps=1))
     TrainLoop(step, end_actions=[summaries, Open(every(steps=1))])(state, batches, num_steps=60)
     assert [row[0] for row in writer.rows] == list(range(1, 61)) and writer.threads == {"jaxloop-writer"}
-    assert writing_threads() == []  # With the end of the loop.
+    assert writing_threads() == []  # The thread ends with the loop.
 
 
-def test_no_more_rows_are_pending_than_there_may_be():
+def test_the_number_of_pending_rows_is_limited():
     writer, done = GatedWriter(is_open=False), []
     summaries = actions.SummaryAction(writer)
 
     def write():
         for step in range(writer_queue.MOST_PENDING + 10):
-            tell(summaries, [step])
+            call(summaries, [step])
             done.append(step)
 
     thread = threading.Thread(target=write)
@@ -119,11 +119,11 @@ def test_no_more_rows_are_pending_than_there_may_be():
     assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 10))
 
 
-def test_actions_that_share_a_writer_share_a_thread_and_their_order():
+def test_actions_that_share_a_writer_share_a_thread_and_keep_their_order():
     writer = GatedWriter(is_open=False)
     summaries = [actions.SummaryAction(writer, prefix=f"{name}/") for name in "abc"]
     for step, summary in itertools.product(range(5), summaries):
-        tell(summary, [step])
+        call(summary, [step])
     assert len(writing_threads()) == 1
     writer.gate.set()
     summaries[0].flush()
@@ -135,18 +135,18 @@ def test_the_learning_rate_is_written_by_the_same_thread():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     state = types.SimpleNamespace(opt_state=optimizer.init(0.0))
     summaries, rates = actions.SummaryAction(writer), actions.LearningRateAction(writer)
-    tell(summaries, [1])
+    call(summaries, [1])
     rates(state, None, step_num=1)
-    tell(summaries, [2])
-    assert rates.state_dict() == summaries.state_dict() == {} and writer.flushes == 1  # All is written.
+    call(summaries, [2])
+    assert rates.state_dict() == summaries.state_dict() == {} and writer.flushes == 1  # Everything is written.
     assert writer.rows == [(1, "loss"), (1, "learning_rate"), (2, "loss")] and writer.threads == {"jaxloop-writer"}
     rates.close()
 
 
-def test_arrays_may_be_changed_once_they_are_handed_over():
+def test_arrays_can_be_modified_after_a_call():
     writer, images, weights = GatedWriter(is_open=False), np.zeros([1, 1, 2, 1]), np.zeros([2])
     summaries = actions.SummaryAction(writer)
-    tell(summaries, [1], images=images, weights=MetricWithMetadata(weights, MetricType.HISTOGRAM))
+    call(summaries, [1], images=images, weights=MetricWithMetadata(weights, MetricType.HISTOGRAM))
     images[:] = weights[:] = -1
     writer.gate.set()
     summaries.flush()
@@ -157,42 +157,42 @@ def test_flush_each_call_waits_until_the_row_is_flushed():
     writer = GatedWriter()
     summaries = actions.SummaryAction(writer, flush_each_call=True)
     for step in (1, 2):
-        tell(summaries, [step])
+        call(summaries, [step])
         assert (len(writer.rows), writer.flushes) == (step, step)
     summaries.close()
 
 
-def test_without_a_thread_rows_are_written_at_once():
+def test_without_background_rows_are_written_immediately():
     writer = GatedWriter(fails=[2])
     summaries = actions.SummaryAction(writer, background=False)
-    tell(summaries, [1])
+    call(summaries, [1])
     assert writer.rows == [(1, "loss")] and writer.threads == {"MainThread"}
     with pytest.raises(OSError, match="the disk is full"):
-        tell(summaries, [2])
+        call(summaries, [2])
 
 
-# A writer that raises ---------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------
 
 
-def test_an_error_comes_up_at_the_next_row_and_both_rows_are_written_then():
+def test_an_error_is_raised_at_the_next_call_and_no_row_is_lost():
     writer = GatedWriter(fails=[2])
-    summaries = actions.SummaryAction(writer, flush_each_call=True)  # Waits, for the test to know when it has failed.
-    tell(summaries, [1, 2])
+    summaries = actions.SummaryAction(writer, flush_each_call=True)  # Waits, so that step 2 has failed.
+    call(summaries, [1, 2])
     with pytest.raises(OSError, match="the disk is full") as caught:
-        tell(summaries, [3])
+        call(summaries, [3])
     assert "in SummaryAction(interval=1), after step 2: write_scalars of loss" in caught.value.__notes__[0]
     assert "in the background" in caught.value.__notes__[1]
     assert "write_scalars" in [entry.name for entry in caught.traceback]
-    tell(summaries, [3])
+    call(summaries, [3])
     summaries.close()
     assert [row[0] for row in writer.rows] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("end", ["flush", "close"])
-def test_an_error_comes_up_when_the_run_ends_once_and_what_was_written_is_flushed(end):
+def test_an_error_is_raised_once_at_the_end_and_written_rows_are_flushed(end):
     writer = GatedWriter(fails=[2])
     summaries, another = (actions.SummaryAction(writer) for _ in range(2))
-    tell(summaries, [1, 2])
+    call(summaries, [1, 2])
     with pytest.raises(OSError, match="the disk is full") as caught:
         getattr(summaries, end)()
     assert "after step 2" in caught.value.__notes__[0] and writer.flushes == 1
@@ -200,28 +200,28 @@ def test_an_error_comes_up_when_the_run_ends_once_and_what_was_written_is_flushe
     assert writer.flushes == 2 and [row[0] for row in writer.rows] == [1]
 
 
-def test_an_error_comes_up_where_a_call_waits_for_room():
+def test_an_error_is_raised_by_a_call_that_waits_for_space():
     writer = GatedWriter(is_open=False, fails=[0])
     summaries = actions.SummaryAction(writer)
-    tell(summaries, range(writer_queue.MOST_PENDING))
+    call(summaries, range(writer_queue.MOST_PENDING))
     threading.Timer(0.05, writer.gate.set).start()
     with pytest.raises(OSError, match="the disk is full"):
-        tell(summaries, [writer_queue.MOST_PENDING])
-    tell(summaries, [writer_queue.MOST_PENDING])
+        call(summaries, [writer_queue.MOST_PENDING])
+    call(summaries, [writer_queue.MOST_PENDING])
     summaries.close()
     assert [row[0] for row in writer.rows] == list(range(writer_queue.MOST_PENDING + 1))
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process(has_thread):
+def test_unwritten_rows_are_saved_and_written_first_after_a_resume(has_thread):
     broken, whole = GatedWriter(fails=[2]), GatedWriter()
     one, two = (actions.SummaryAction(broken, prefix=prefix) for prefix in ("one/", "two/"))
-    tell(one, [1])
+    call(one, [1])
     one.flush()
     broken.gate.clear()
-    tell(one, [2])
-    tell(two, [3], loss=1.0, array=[np.arange(2.0)])
-    tell(one, [4])
+    call(one, [2])
+    call(two, [3], loss=1.0, array=[np.arange(2.0)])
+    call(one, [4])
     broken.gate.set()
     kept = [each.state_dict() for each in (one, two)]
     with pytest.raises(OSError):
@@ -233,10 +233,10 @@ def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process
         action.load_state_dict(state_dict)
     one.begin_run(4, can_resume=True)
     two.begin_run(4, can_resume=True)
-    tell(two, [5])
-    assert one.state_dict() == two.state_dict() == {}  # All is written.
+    call(two, [5])
+    assert one.state_dict() == two.state_dict() == {}  # Everything is written.
     assert whole.rows == [
-        (4, "resume"),  # First: it hides what comes before it.
+        (4, "resume"),  # First, because it hides the rows before it.
         (2, "one/loss"),
         (3, "two/loss"),
         (3, {"two/array": [0.0, 1.0]}),
@@ -247,13 +247,13 @@ def test_what_could_not_be_written_is_kept_and_written_first_by_the_next_process
 
 
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_a_run_hides_what_others_wrote_unless_this_process_has_begun_to_write(has_thread):
+def test_a_run_hides_rows_of_earlier_processes_only(has_thread):
     writer = GatedWriter()
     one, two = (actions.SummaryAction(writer, background=has_thread) for _ in range(2))
     for step in (0, 1):  # The second run does not resume.
         one.begin_run(step, can_resume=True)
         two.begin_run(step, can_resume=True)
-        tell(one, [step + 1])
+        call(one, [step + 1])
     one.flush()
     assert writer.rows == [(0, "resume"), (1, "loss"), (2, "loss")]
     two.load_state_dict({})
@@ -262,50 +262,50 @@ def test_a_run_hides_what_others_wrote_unless_this_process_has_begun_to_write(ha
     assert writer.rows[3:] == [(2, "resume")]
     other = GatedWriter()
     action = actions.SummaryAction(other, background=has_thread)
-    tell(action, [1])  # Of a loop on its own.
+    call(action, [1])  # A standalone loop.
     action.begin_run(1, can_resume=True)
     action.flush()
     assert other.rows == [(1, "loss")]
 
 
-def test_another_process_than_the_first_writes_nothing(monkeypatch):
+def test_only_the_first_process_writes(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     writer = GatedWriter()
     for has_thread in (True, False):
         action = actions.SummaryAction(writer, background=has_thread)
         action.begin_run(0, can_resume=True)
-        tell(action, [1])
+        call(action, [1])
         assert action.state_dict() == {}
         action.flush()
     assert writer.rows == []
 
 
 @pytest.mark.parametrize("again", ["the same", "another", "one without a thread"])
-def test_what_a_checkpoint_has_kept_is_not_written_twice_in_the_same_process(again):
+def test_rows_saved_in_a_checkpoint_are_not_written_twice_by_the_same_process(again):
     writer = GatedWriter(fails=[1])
     before = actions.SummaryAction(writer)
-    tell(before, [1])
+    call(before, [1])
     kept = before.state_dict()
     with pytest.raises(OSError):
         before.close()
     after = before if again == "the same" else actions.SummaryAction(writer, background=again == "another")
     after.load_state_dict(kept)
-    tell(after, [2])
+    call(after, [2])
     after.close()
     assert writer.rows == [(1, "loss"), (2, "loss")]
 
 
-def test_a_state_of_another_action_is_refused():
+def test_the_state_of_a_different_action_raises():
     for background_ in (True, False):
         action = actions.SummaryAction(GatedWriter(), background=background_)
         with pytest.raises(ValueError, match=r"was given \['best'\]: of another\?"):
             action.load_state_dict({"best": 1.0})
 
 
-def test_a_value_that_a_checkpoint_can_not_keep_does_not_keep_the_run_from_being_saved(logs):
+def test_values_that_cannot_be_saved_do_not_prevent_a_checkpoint(logs):
     writer = GatedWriter(fails=[1])
     summaries = actions.SummaryAction(writer)
-    tell(summaries, [1], loss=1.0, words=MetricWithMetadata(np.array([{}]), MetricType.HISTOGRAM))
+    call(summaries, [1], loss=1.0, words=MetricWithMetadata(np.array([{}]), MetricType.HISTOGRAM))
     kept = summaries.state_dict()["unwritten"]
     assert [each["method"] for each in kept] == ["write_scalars", "flush"]
     assert "A checkpoint can't keep what SummaryAction(interval=1) could not write for step 1" in logs.text
@@ -314,8 +314,8 @@ def test_a_value_that_a_checkpoint_can_not_keep_does_not_keep_the_run_from_being
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whenever_a_writer_fails_each_row_is_written_once_and_in_order(seed):
-    """Actions are called, saved and taken up anew at random, with a writer that fails at random."""
+def test_each_row_is_written_once_and_in_order_whenever_a_writer_fails(seed):
+    """Calls, saves and restores actions at random, with a writer that fails at random."""
     rng, steps, written = random.Random(seed), list(range(1, 30)), []
     fails = [step for step in steps if rng.random() < 0.2]
     make = lambda writer: [actions.SummaryAction(writer, prefix=f"{name}/") for name in "ab"]
@@ -324,9 +324,9 @@ def test_whenever_a_writer_fails_each_row_is_written_once_and_in_order(seed):
     for step, action in itertools.product(steps, range(2)):
         while True:
             try:
-                tell(pair[action], [step])
+                call(pair[action], [step])
                 break
-            except OSError:  # The run ends, and goes on from what it saves.
+            except OSError:  # The run ends, and resumes from the saved state.
                 kept = [each.state_dict() for each in pair]
                 for each in pair:
                     each.close()
@@ -342,7 +342,7 @@ def test_whenever_a_writer_fails_each_row_is_written_once_and_in_order(seed):
             pair[0].close()
             break
         except OSError:
-            tell(pair[0], [0])  # Has the rest tried again.
+            call(pair[0], [0])  # Retries the remaining rows.
     written = [row for row in [*written, *writer.rows] if row[0]]
     assert written == [(step, f"{name}/loss") for step in steps for name in "ab"]
 
@@ -351,7 +351,7 @@ def test_whenever_a_writer_fails_each_row_is_written_once_and_in_order(seed):
 
 
 @pytest.mark.parametrize("how", ["the end", "an exception", "Ctrl-C"])
-def test_with_the_run_the_thread_ends(how, interrupted):
+def test_the_thread_ends_with_the_run(how, interrupted):
     def failing(batches):
         yield from batches[:25]
         raise ZeroDivisionError
@@ -370,11 +370,11 @@ def test_with_the_run_the_thread_ends(how, interrupted):
     assert [row[0] for row in writer.rows] == list(range(1, done + 1))
 
 
-def test_a_thread_that_has_nothing_to_do_ends():
+def test_an_idle_thread_ends():
     writer = GatedWriter()
     summaries = actions.SummaryAction(writer)
     for number in range(2):
-        tell(summaries, [number])
+        call(summaries, [number])
         (thread,) = writing_threads()
         thread.join(10)
         assert len(writer.rows) == number + 1 and writing_threads() == []
@@ -403,7 +403,7 @@ for step in range(20):
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "fails", "left", "said"),
+    ("end", "code", "fails", "left", "message"),
     [
         ("", 0, [5], 20, ""),
         ("", 0, [5, 5], 5, "Summaries could not be written"),
@@ -411,17 +411,17 @@ for step in range(20):
         ("del summaries\nraise KeyError('x')", 1, [], 20, "KeyError: 'x'"),
         ("import os, sys\nif os.fork() == 0:\n    sys.exit()\nos.wait()", 0, [], 20, ""),  # The child writes nothing.
     ],
-    ids=["it fails once", "it fails for good", "it fails before a checkpoint", "an exception", "a fork"],
+    ids=["it fails once", "it keeps failing", "it fails before a checkpoint", "an exception", "a fork"],
 )
-def test_nothing_is_lost_when_a_program_ends(end, code, fails, left, said):
+def test_no_rows_are_lost_when_a_program_ends(end, code, fails, left, message):
     program = PROGRAM.format(end=end, fails=fails)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert run.returncode == code and said in run.stderr, run.stderr
+    assert run.returncode == code and message in run.stderr, run.stderr
     assert [int(line) for line in run.stdout.splitlines()] == list(range(left))
     assert ("the disk is full" in run.stderr) == (left < 20)
 
 
-def test_a_checkpoint_can_not_have_anything_else_called():
+def test_unknown_methods_in_a_checkpoint_raise():
     action = actions.SummaryAction(GatedWriter())
     unwritten = [{"number": 1, "step": 1, "method": "__init__", "values": {}, "options": {}}]
     with pytest.raises(ValueError, match="no call of '__init__' to make"):
