@@ -63,7 +63,7 @@ def test_resuming_with_different_data_raises_unless_restore_data_is_false(tmp_pa
     assert int(run(tmp_path, 20, BATCHES[:30], restore_data=False)[1].step) == 20
 
 
-def test_data_without_a_position_start_over_with_a_warning(tmp_path, warnings_logged):
+def test_data_without_a_position_are_used_as_they_come_with_a_warning(tmp_path, warnings_logged):
     batches = []
     run(tmp_path, 10, iter(record_batches(BATCHES, [])))
     run(tmp_path, 15, iter(record_batches(BATCHES, batches)))
