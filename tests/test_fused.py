@@ -1,4 +1,4 @@
-"""Several steps in one dispatch: all is as it is one by one, and at its exact step."""
+"""Several steps per dispatch give the same results as single steps, and actions and errors keep their exact step."""
 
 import signal
 
@@ -18,7 +18,7 @@ from jaxloop.engine import program
 
 
 class FusableStep(jaxloop.Step):
-    """A regression with noise, that reports all kinds of outputs. Counts how often `run` is traced."""
+    """A noisy regression that reports outputs of every kind and counts how often `run` is traced."""
 
     traces = 0
 
@@ -53,7 +53,7 @@ def batch_of(number, rows=8):
 
 
 class Note(jaxloop.Action):
-    """Notes when it was called, and what it saw."""
+    """Records each call: the step number and what the action received."""
 
     def __init__(self, interval):
         super().__init__(interval)
@@ -72,7 +72,7 @@ def train(steps_per_dispatch, data, num_steps=None, step=None, interval=None, **
 
 
 @pytest.mark.parametrize(("at_once", "devices"), [(2, 1), (5, 1), (32, 1), (5, 8)])
-def test_all_is_as_it_is_one_by_one(at_once, devices, data_parallel):
+def test_fused_steps_match_single_steps(at_once, devices, data_parallel):
     placed = None if devices == 1 else data_parallel(devices)
     data = [batch_of(number) for number in range(75)]
     one, outputs, noted, _ = train(1, data, 70, make_step(placed))
@@ -86,16 +86,16 @@ def test_all_is_as_it_is_one_by_one(at_once, devices, data_parallel):
     np.testing.assert_array_equal(fused_outputs["rows"], outputs["rows"])
     assert [*fused_outputs["nested"][3]] == ["norm"]
     one_mean, other_mean = (jaxloop.summarize({"mean": each["mean"]}) for each in (outputs, fused_outputs))
-    assert one_mean == other_mean  # To the last bit.
+    assert one_mean == other_mean  # Bit-identical.
     np.testing.assert_array_equal(
         fused_outputs["seen"][0].compute()["y"], np.concatenate([batch["y"] for batch in data[:70]])
     )
-    assert step.traces == (2 if at_once < 7 else 1)  # For the group, and for one.
+    assert step.traces == (2 if at_once < 7 else 1)  # Once for fused steps and once for a single step.
 
 
 @pytest.fixture
 def dispatches(monkeypatch):
-    """The names of the compiled functions that are called from now on."""
+    """The names of the compiled functions called during the test."""
     names, partition = [], jaxloop.SingleDevicePartitioner.partition
 
     def counting(self, fn, **kwargs):
@@ -106,19 +106,19 @@ def dispatches(monkeypatch):
     return names
 
 
-def test_a_group_is_one_dispatch(dispatches):
+def test_fused_steps_take_one_dispatch(dispatches):
     train(32, (batch_of(number) for number in range(200)), 100, interval=every(steps=50))
     assert len(dispatches) == 2 * (1 + 50 - 32) and dispatches.count("fused") == 2
 
 
 @pytest.mark.parametrize("number_of_batches", [0, 1, 31, 32, 70])
-def test_the_data_may_end_anywhere(number_of_batches):
+def test_the_dataset_may_end_anywhere(number_of_batches):
     data = (batch_of(number) for number in range(number_of_batches))
     state, outputs, _, _ = train(32, data, interval=every(steps=1000))
     assert int(state.step) == number_of_batches == len(outputs.get("loss", ()))
 
 
-def test_the_data_may_end_where_a_schedule_of_time_fires():
+def test_the_dataset_may_end_where_a_time_schedule_fires():
     clock = iter(range(10**6))
     state, outputs, noted, _ = train(
         8, (batch_of(number) for number in range(13)), interval=every(time=1), clock=lambda: float(next(clock))
@@ -126,7 +126,7 @@ def test_the_data_may_end_where_a_schedule_of_time_fires():
     assert int(state.step) == 13 == len(outputs["loss"]) and noted[-1][0] == 13
 
 
-def test_a_batch_of_another_shape_is_taken_by_itself():
+def test_a_batch_with_a_different_shape_runs_alone():
     sizes = [4 if number in (9, 30) else 8 for number in range(40)]
     state, outputs, noted, step = train(4, [batch_of(number, rows) for number, rows in enumerate(sizes)])
     assert int(state.step) == 40 and outputs.num_examples == sizes and step.traces == 3
@@ -135,7 +135,7 @@ def test_a_batch_of_another_shape_is_taken_by_itself():
 
 @pytest.mark.parametrize("place", ["data", "begin"])
 @pytest.mark.parametrize("fails_at", [0, 3, 8, 21])
-def test_an_exception_comes_out_at_its_step(place, fails_at):
+def test_an_exception_is_raised_at_its_step(place, fails_at):
     def data():
         for number in range(100):
             if place == "data" and number == fails_at:
@@ -159,7 +159,7 @@ def test_an_exception_comes_out_at_its_step(place, fails_at):
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("bad", [20, 32, 33])
-def test_bad_numbers_are_found_at_their_step(bad, policy):
+def test_non_finite_values_are_found_at_their_step(bad, policy):
     data = [batch_of(number) for number in range(64)]
     data[bad - 1]["x"][0, 0] = np.nan
     if policy == "raise":
@@ -173,7 +173,7 @@ def test_bad_numbers_are_found_at_their_step(bad, policy):
 
 
 class Idle(jaxloop.Action):
-    """An event at which nobody reads outputs."""
+    """An action that doesn't read outputs."""
 
     uses_outputs = False
 
@@ -182,7 +182,7 @@ class Idle(jaxloop.Action):
 
 
 @pytest.mark.parametrize("bad", [3, 20, 37])
-def test_the_flags_of_steps_before_a_group_are_not_lost(bad):
+def test_non_finite_flags_from_before_a_fused_dispatch_are_kept(bad):
     data = [batch_of(number) for number in range(64)]
     data[bad - 1]["x"][0, 0] = np.nan
     step = make_step()
@@ -193,7 +193,7 @@ def test_the_flags_of_steps_before_a_group_are_not_lost(bad):
 
 
 @pytest.mark.parametrize("source", ["grain", "list"])
-def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(source, tmp_path):
+def test_resuming_from_any_checkpoint_matches_an_uninterrupted_run(source, tmp_path):
     program = whole_run.make_program()
     options = {
         "source": source,
@@ -210,8 +210,8 @@ def test_a_run_goes_on_from_every_checkpoint_as_if_nothing_had_happened(source, 
         assert_goes_on_as_if_nothing_had_happened(resumed, whole, step)
 
 
-@pytest.mark.xfail(jax.__version_info__ < (0, 10), reason="XLA rounded otherwise inside a scan.")
-def test_ctrl_c_ends_a_run_after_the_dispatch_and_it_goes_on_to_the_same_bits(tmp_path):
+@pytest.mark.xfail(jax.__version_info__ < (0, 10), reason="XLA rounded differently inside a scan.")
+def test_ctrl_c_ends_a_run_after_the_dispatch_and_resuming_is_bit_identical(tmp_path):
     options = {"source": "index", "program": whole_run.make_program(), "steps_per_dispatch": 3, "save": 100}
     options |= {"loop_steps": None, "total": 20}
     whole = whole_run.run(tmp_path / "whole", **options)
@@ -227,7 +227,7 @@ def test_ctrl_c_ends_a_run_after_the_dispatch_and_it_goes_on_to_the_same_bits(tm
 
 
 @pytest.mark.parametrize("name", ["end", "begin", "preprocess_batch", "num_examples"])
-def test_what_is_set_on_a_step_is_called_for_each_batch(name):
+def test_hooks_set_on_an_instance_are_called_for_each_batch(name):
     step, calls = make_step(), []
     own = getattr(step, name)
     setattr(step, name, lambda *args, **kwargs: calls.append(name) or own(*args, **kwargs))
@@ -250,7 +250,7 @@ class OwnLoop(jaxloop.TrainLoop):
         return super()._run_one_step(state, batch, per_loop_step_number)
 
 
-def test_what_comes_between_two_steps_is_told():
+def test_steps_that_cannot_be_fused_raise():
     with pytest.raises(ValueError, match="WithEnd.*it has its own `end`"):
         jaxloop.TrainLoop(make_step(cls=WithEnd), steps_per_dispatch=4)
     with pytest.raises(ValueError, match="it has actions, which are called for each step"):
@@ -273,14 +273,14 @@ def test_what_comes_between_two_steps_is_told():
 @pytest.mark.parametrize(
     ("one_by_one", "fused", "expected"), [(30e-6, 6e-6, 32), (11e-3, 110e-3, 1), (1e-3, 0.99e-3, 1), (11e-3, None, 1)]
 )
-def test_the_faster_is_kept(one_by_one, fused, expected):
+def test_auto_keeps_the_faster_option(one_by_one, fused, expected):
     tried = program.StepTimes(one_by_one, fused)
     assert tried.steps_per_dispatch == expected and "one by one a step takes" in str(tried)
 
 
 @pytest.mark.parametrize("policy", ["ignore", "skip"])
 @pytest.mark.parametrize("faster", [1, 32])
-def test_auto_tries_on_copies_and_loses_no_step(faster, policy, monkeypatch):
+def test_auto_measures_on_copies_and_loses_no_step(faster, policy, monkeypatch):
     def find(*args, **kwargs):
         found.append(tried(*args, **kwargs))
         return faster
@@ -296,7 +296,7 @@ def test_auto_tries_on_copies_and_loses_no_step(faster, policy, monkeypatch):
     assert noted == expected_noted and found[0] in (1, 32) and len(found) == 1 and step.traces <= 2
 
 
-def test_auto_takes_a_step_that_fails_for_what_it_is():
+def test_auto_reports_the_error_of_a_bad_batch_at_its_step():
     data = [batch_of(number) for number in range(40)]
     data[20]["y"] = np.array(["a"] * 8)
     step = make_step()
@@ -307,7 +307,7 @@ def test_auto_takes_a_step_that_fails_for_what_it_is():
     assert int(loop.rescued_state.step) == 20  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_auto_leaves_what_can_not_be_fused_and_what_is_too_short_alone():
+def test_auto_leaves_unfusable_steps_and_short_loops_unfused():
     for cls in (WithEnd, WithBegin, FusableStep):
         step = make_step(cls=cls)
         loop = jaxloop.TrainLoop(step, steps_per_dispatch="auto")
@@ -316,7 +316,7 @@ def test_auto_leaves_what_can_not_be_fused_and_what_is_too_short_alone():
         assert int(state.step) == number == len(outputs["loss"])
 
 
-def test_a_run_that_goes_on_keeps_what_auto_has_found(tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_the_choice_of_auto(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("jaxloop.engine.stepper.find_steps_per_dispatch", lambda *args, **kwargs: asked.append(1) or 32)
     for total in (80, 160):
@@ -325,7 +325,7 @@ def test_a_run_that_goes_on_keeps_what_auto_has_found(tmp_path, monkeypatch):
         train_loop = jaxloop.TrainLoop(step, end_actions=[save], steps_per_dispatch="auto")
         run = jaxloop.OuterLoop(train_loop, checkpoint_spec=jaxloop.CheckpointSpec(tmp_path))
         run(step.initialize_model([1, 3]), [batch_of(number) for number in range(200)], total)
-    assert asked == [1] and step.traces == 2  # For the group, and for one.
+    assert asked == [1] and step.traces == 2  # Once for fused steps and once for a single step.
 
 
 # Evaluations ------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_run_that_goes_on_keeps_what_auto_has_found(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("at_once", [4, "auto"])
-def test_evaluations_are_the_same(devices, at_once, data_parallel):
+def test_fused_evaluations_match_unfused_ones(devices, at_once, data_parallel):
     step = make_step(None if devices == 1 else data_parallel(devices))
     state = step.initialize_model([1, 3])
     data = [batch_of(number, 4 if number in (5, 41) else 8) for number in range(42)]  # The last one is short.
@@ -343,13 +343,13 @@ def test_evaluations_are_the_same(devices, at_once, data_parallel):
     assert one == pytest.approx(other, rel=1e-6) and one["mean"] == other["mean"]
 
 
-def test_an_evaluation_of_many_batches_is_few_dispatches(dispatches):
+def test_a_fused_evaluation_takes_fewer_dispatches(dispatches):
     step = make_step()
     jaxloop.EvalLoop(step, steps_per_dispatch=8)(step.initialize_model([1, 3]), [batch_of(0)] * 20)
     assert len(dispatches) == 2 + 4
 
 
-def test_fit_takes_it_too():
+def test_fit_accepts_steps_per_dispatch():
     data = [batch_of(number) for number in range(40)]
     loss = lambda predicted, batch: ((predicted - batch["y"]) ** 2).mean(-1)
     fits = [
@@ -381,7 +381,7 @@ class ChangesState(FusableStep):
         return bool((batch["x"] == 2 * batch_of(20)["x"]).all())
 
 
-def test_a_step_that_can_not_be_fused_after_all_loses_no_batch(tmp_path):
+def test_a_step_that_turns_out_to_be_unfusable_loses_no_batch(tmp_path):
     def run(at_once):
         step = make_step(cls=ChangesState)
         loop = jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(tmp_path)], steps_per_dispatch=at_once)
@@ -392,10 +392,10 @@ def test_a_step_that_can_not_be_fused_after_all_loses_no_batch(tmp_path):
         run(at_once=8)
     resumed = run(at_once=1)
     whole = train(1, map(batch_of, range(40)), step=make_step(cls=ChangesState))[0]
-    np.testing.assert_allclose(resumed.params["kernel"], whole.params["kernel"], rtol=1e-5)  # XLA rounds as it likes.
+    np.testing.assert_allclose(resumed.params["kernel"], whole.params["kernel"], rtol=1e-5)  # XLA rounding may differ.
 
 
-def test_a_dispatch_that_fails_where_single_steps_do_not_is_told_once(warnings_logged, monkeypatch):
+def test_a_failed_fused_dispatch_falls_back_to_single_steps_with_one_warning(warnings_logged, monkeypatch):
     def fails(self, state, batches):
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
@@ -417,8 +417,8 @@ class Counting(jaxloop.Step):
         return state.replace(step=state.step + 1), {"step": state.step}
 
 
-def test_steps_without_data_are_fused_though_their_numbers_are_looked_at():
+def test_steps_without_data_are_fused_with_a_nan_policy():
     step = make_step(cls=Counting)
     loop = jaxloop.TrainLoop(step, steps_per_dispatch=8, nan_policy="raise")
     loop(step.initialize_model([1, 3]), None, 32)
-    assert step.begun == 32  # Each once: no group was tried in vain.
+    assert step.begun == 32  # Once per step: no fused dispatch was attempted in vain.

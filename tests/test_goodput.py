@@ -1,4 +1,4 @@
-"""Where the time of runs went, how far they are, and which one is best: from the files in their work directories."""
+"""The goodput, status, comparison and report of runs, computed from the files in their work directories."""
 
 import contextlib
 import json
@@ -53,16 +53,16 @@ def train(workdir, total=20, **options):
     return outer_loop(state, batches, total, 10)
 
 
-# The account ----------------------------------------------------------------------------------------------
+# Goodput --------------------------------------------------------------------------------------------------
 
 
-def test_each_second_between_the_first_start_and_the_last_sign_of_life_is_in_one_part(tmp_path):
+def test_each_second_of_a_run_is_counted_once(tmp_path):
     write(
         tmp_path,
         start(110.0, since=100.0),
         line("begin", 112.0, 0, spent={"restores": 1.5}),
         line("log", 122.0, 40, spent={"restores": 1.5, "compiling": 2.0, "dispatch": 5.0, "device": 1.0, "data": 2.0}),
-        line("killed", 126.0, 60),  # At the pace of the steps before: 5 of 8 seconds are dispatching, 1 is waiting.
+        line("killed", 126.0, 60),  # At the previous pace: of 8 s, 5 go to dispatch, 1 to the device, 2 to data.
         start(131.0, 1, since=130.0),
         line("begin", 132.0, 40, run=1, spent={"restores": 1.0}),
         line("log", 142.0, 80, run=1, spent={"restores": 1.0, "dispatch": 8.0, "evals": 2.0}),
@@ -78,7 +78,7 @@ def test_each_second_between_the_first_start_and_the_last_sign_of_life_is_in_one
     found = jaxloop.goodput(tmp_path)
     assert found == jaxloop.Goodput(
         productive=6.0 + 3.0 + 4.0,
-        repeated=4.0,  # Of steps 41 to 80, those to 60 had been begun before.
+        repeated=4.0,  # Steps 41 to 60 had already been started.
         compiling=2.0,
         data=2.0 + 1.0,
         evals=2.0,
@@ -97,9 +97,9 @@ def test_each_second_between_the_first_start_and_the_last_sign_of_life_is_in_one
     assert (both.total, both.steps, both.starts) == (86.0, 160, 4)
 
 
-def test_a_run_without_a_break_accounts_for_its_steps_and_its_time(tmp_path):
+def test_goodput_counts_steps_repeated_steps_and_time(tmp_path):
     train(tmp_path)
-    train(tmp_path, 40)  # From the start again: there is no checkpoint.
+    train(tmp_path, 40)  # Starts over, because there is no checkpoint.
     found = jaxloop.goodput(tmp_path)
     assert (found.steps, found.repeated_steps, found.starts) == (40, 20, 2)
     assert found.productive > 0 and found.compiling > 0
@@ -125,7 +125,7 @@ jaxloop.OuterLoop(loop, None, jaxloop.CheckpointSpec(sys.argv[1]))(state, watche
 """
 
 
-def test_the_steps_of_a_killed_process_are_known_to_the_last_one(tmp_path, capsys):
+def test_every_step_of_a_killed_process_is_counted(tmp_path, capsys):
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True)
     assert process.returncode == -9, process.stderr
     assert jaxloop.goodput(tmp_path).steps == 33
@@ -136,7 +136,7 @@ def test_the_steps_of_a_killed_process_are_known_to_the_last_one(tmp_path, capsy
     outer_loop(state, batches, 100, 50)
     found = jaxloop.goodput(tmp_path)
     assert (found.steps, found.starts) == (100, 2)
-    assert found.repeated_steps in (3, 13)  # The checkpoint of step 30 may have been under way.
+    assert found.repeated_steps in (3, 13)  # The save of step 30 may not have finished.
     assert found.restores > 0 and found.downtime >= 0
     shown = printed(capsys, "status", tmp_path)
     assert "finished\n  step        100 of 100" in shown and "checkpoint  step 100" in shown
@@ -159,7 +159,7 @@ JUNK = [
 
 
 @pytest.mark.parametrize("junk", JUNK)
-def test_broken_lines_are_left_out_and_a_run_continues_the_log(tmp_path, junk):
+def test_malformed_lines_are_ignored_and_a_run_continues_the_log(tmp_path, junk):
     write(tmp_path, start(100.0), line("begin", 100.5, 0), line("end", 101.0, 5, reason="finished"), junk)
     assert jaxloop.goodput(tmp_path).steps == 5
     train(tmp_path)
@@ -167,7 +167,7 @@ def test_broken_lines_are_left_out_and_a_run_continues_the_log(tmp_path, junk):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
-def test_a_log_that_cannot_be_written_stops_no_run(tmp_path, make, monkeypatch):
+def test_a_run_continues_if_its_log_cannot_be_written(tmp_path, make, monkeypatch):
     warnings = []
     monkeypatch.setattr(logging, "warning", lambda text, *values: warnings.append(text % values))
     make(tmp_path / "goodput.jsonl")
@@ -195,7 +195,7 @@ class FailingAction(actions.Action):
         ),
     ],
 )
-def test_the_status_tells_how_a_run_ended(tmp_path, capsys, options, state):
+def test_status_reports_how_a_run_ended(tmp_path, capsys, options, state):
     with contextlib.suppress(RuntimeError):
         train(tmp_path, **options)
     shown = printed(capsys, "status", tmp_path)
@@ -203,9 +203,9 @@ def test_the_status_tells_how_a_run_ended(tmp_path, capsys, options, state):
     assert "train.loss" in shown and "checkpoint  none" in shown
 
 
-def test_the_status_tells_running_from_killed_and_no_step_from_an_end(tmp_path, capsys):
+def test_status_distinguishes_running_killed_silent_and_empty_runs(tmp_path, capsys):
     alive, dead, elsewhere, idle = (tmp_path / name for name in ("alive", "dead", "elsewhere", "idle"))
-    now = 1e12  # No process is younger.
+    now = 1e12  # No process started later.
     write(alive, start(now, pid=os.getpid(), total_steps=100), line("begin", now, 0), line("log", now + 10, 50))
     write(dead, start(now), line("begin", now, 0))
     write(elsewhere, start(now, host="another"), line("begin", now, 0))
@@ -225,7 +225,7 @@ def history(workdir, *values, name="accuracy"):
     (workdir / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
 
 
-def test_runs_are_compared_by_their_best_values_and_grouped_over_seeds(tmp_path, capsys):
+def test_compare_ranks_runs_by_best_value_and_groups_them_over_seeds(tmp_path, capsys):
     values = {"a": (0.1, 0.7, 0.3), "b": (0.9, "NaN", 0.2), "c": (0.5,), "d": ("NaN",)}
     notes = {"a": {"lr": 1, "seed": 0}, "b": {"lr": 1, "seed": 1}, "c": {"lr": 2, "seed": 0}, "d": {"lr": 2, "seed": 1}}
     for name in values:
@@ -257,7 +257,7 @@ def test_runs_are_compared_by_their_best_values_and_grouped_over_seeds(tmp_path,
     )
 
 
-def test_the_notes_of_a_run_are_in_its_log(tmp_path, capsys):
+def test_notes_are_stored_in_the_run_log(tmp_path, capsys):
     train(tmp_path)
     (found,) = json.loads(printed(capsys, "compare", tmp_path, "--by", "train.loss", "--json"))
     assert found["mode"] == "min" and found["runs"][0]["step"] == 20
@@ -265,18 +265,18 @@ def test_the_notes_of_a_run_are_in_its_log(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("notes", [{"lr": [1]}, {"lr": None}, {3: 1}, {"lr": float("nan")}, {"text": "x" * 100_000}])
-def test_notes_that_cannot_be_kept_are_refused(notes):
+def test_notes_that_cannot_be_stored_are_rejected(notes):
     step, _, _ = examples.tiny_regression()
     with pytest.raises((TypeError, ValueError), match=r"OuterLoop\.notes"):
         jaxloop.OuterLoop(jaxloop.TrainLoop(step), notes=notes)
 
 
-# A report -------------------------------------------------------------------------------------------------
+# Report ---------------------------------------------------------------------------------------------------
 
 HOSTILE = "--></svg><script>alert(1)</script>&"
 
 
-def test_a_report_shows_the_curves_the_time_and_the_starts_of_a_run(tmp_path, capsys):
+def test_report_shows_curves_time_and_starts(tmp_path, capsys):
     train(tmp_path / "run")
     page = tmp_path / "report.html"
     assert printed(capsys, "report", tmp_path / "run", "-o", page) == ""
@@ -288,7 +288,7 @@ def test_a_report_shows_the_curves_the_time_and_the_starts_of_a_run(tmp_path, ca
     ).replace("https://matplotlib.org", "")
 
 
-def test_a_report_shows_the_plan_and_the_findings_of_the_newest_check(tmp_path, capsys):
+def test_report_shows_the_plan_and_problems_of_the_newest_check(tmp_path, capsys):
     step, state, batches = examples.tiny_regression()
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step), workdir=tmp_path)
     outer_loop.check(state, batches, train_total_steps=1000)
@@ -303,7 +303,7 @@ def test_a_report_shows_the_plan_and_the_findings_of_the_newest_check(tmp_path, 
         assert "<h2>Plan" not in printed(capsys, "report", tmp_path)
 
 
-def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
+def test_report_escapes_everything_from_the_work_directory(tmp_path, capsys):
     write(
         tmp_path,
         start(0.0, notes={HOSTILE: HOSTILE}, environment=[1], checkpoints=[3, HOSTILE, {}]),
@@ -317,12 +317,12 @@ def test_nothing_in_a_work_directory_becomes_code_of_a_report(tmp_path, capsys):
     assert "&lt;script&gt;" in text and "<script" not in text
 
 
-def test_a_report_of_several_runs_does_not_go_to_one_file(tmp_path, capsys):
+def test_report_to_a_file_takes_one_run(tmp_path, capsys):
     train(tmp_path)
     assert "takes one run" in printed(capsys, "report", tmp_path, tmp_path, "-o", tmp_path / "page.html")
 
 
-def test_the_status_does_not_name_an_action_that_stopped_an_earlier_run(tmp_path):
+def test_status_does_not_name_an_action_that_stopped_an_earlier_run(tmp_path):
     class StoppingStep(type(examples.tiny_regression()[0])):
         def end(self, state, outputs):
             return state, {**outputs, **({jaxloop.STOP_LOOP: True} if self.stops else {})}

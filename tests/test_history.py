@@ -28,7 +28,7 @@ from jaxloop.schedules import Elapsed
 
 
 def history_of(*rows, path=None):
-    """A history with rows of `(steps, logs)`."""
+    """Returns a history with the given `(steps, logs)` rows."""
     history = History(path)
     for steps, logs in rows:
         history.commit(Elapsed(steps), logs)
@@ -48,7 +48,7 @@ def two_curves():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The device values that were read or waited for so far."""
+    """The device values read or waited for so far."""
     values = []
     fetch, wait = metrics.fetch, metrics.wait
 
@@ -73,27 +73,27 @@ def reads(monkeypatch):
         (["accuracy"], [0.2, 0.4]),
         (["metrics.accuracy", "test.loss", "steps"], ([0.2, 0.4], [1.0, 0.5], [2, 4])),
         (["test/metrics/accuracy", "test/metrics.accuracy"], ([0.2, 0.4], [0.2, 0.4])),
-        (["train.loss", "test.loss"], ([], [])),  # Never in one row.
+        (["train.loss", "test.loss"], ([], [])),  # Never in the same row.
         (["samples", "loops", "train.loss"], ([32, 64, 96, 128], [0, 1, 1, 2], [1, 1 / 2, 1 / 3, 1 / 4])),
     ],
 )
-def test_collect_gives_a_list_for_each_name_over_the_rows_that_have_them_all(names, expected):
+def test_collect_returns_a_list_per_name_over_rows_with_all_names(names, expected):
     assert two_curves().collect(*names) == expected
 
 
-def test_a_whole_path_is_meant_before_the_end_of_another():
+def test_a_full_path_takes_precedence_over_a_suffix():
     history = history_of((1, {"loss": 1.0, "eval": {"loss": 2.0, "x": {"loss": 3.0}}}))
     assert [history.find(name) for name in ("loss", "eval/loss", "x.loss")] == ["loss", "eval.loss", "eval.x.loss"]
     assert history.collect("loss") == [1.0]
 
 
-def test_an_end_is_made_of_whole_parts():
+def test_a_suffix_matches_whole_path_components():
     history = history_of((1, {"train": {"total_loss": 1.0, "loss": 2.0}}))
     assert history.collect("loss") == [2.0]
 
 
 @pytest.mark.parametrize("ask", [History.collect, History.find, History.last])
-def test_a_name_of_several_values_is_an_error_that_lists_them(ask):
+def test_an_ambiguous_name_raises_and_lists_the_candidates(ask):
     with pytest.raises(
         ValueError, match="'loss' is ambiguous; it may be any of train.loss, test.loss. Give one of these names"
     ):
@@ -101,25 +101,25 @@ def test_a_name_of_several_values_is_an_error_that_lists_them(ask):
 
 
 @pytest.mark.parametrize("ask", [History.collect, History.find, History.plot])
-def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(ask):
+def test_an_unknown_name_raises_with_a_suggestion_and_all_names(ask):
     with pytest.raises(ValueError, match="did you mean 'accuracy'. There are: train.loss, test.loss, test.metrics.acc"):
         ask(two_curves(), "acuracy")
 
 
-def test_an_empty_history_gives_empty_lists():
+def test_an_empty_history_returns_empty_lists():
     assert History().collect("loss") == []
     assert History().collect("steps", "loss") == ([], [])
     assert History().rows == [] and History().to_records() == [] and len(History()) == 0
 
 
-def test_names_are_needed_and_are_strings():
+def test_collect_requires_names_that_are_strings():
     with pytest.raises(ValueError, match="at least one name"):
         History().collect()
     with pytest.raises(TypeError, match="A name in a history must be a string"):
         History().collect(["steps", "loss"])
 
 
-def test_rows_are_iterated_indexed_and_counted_in_their_order():
+def test_rows_support_iteration_indexing_and_len():
     history = two_curves()
     assert len(history) == 6
     assert history.rows == list(history) == [history[i] for i in range(6)]
@@ -127,14 +127,14 @@ def test_rows_are_iterated_indexed_and_counted_in_their_order():
     assert history.paths() == ["train.loss", "test.loss", "test.metrics.accuracy"]
 
 
-def test_repr_says_how_much_of_what_is_there():
+def test_repr_shows_the_row_count_last_step_and_names():
     assert repr(History()) == "History(no rows)"
     assert repr(history_of((7, {"loss": 1.0}))) == "History(1 row up to step 7: loss)"
     assert repr(two_curves()) == "History(6 rows up to step 4: train.loss, test.loss, test.metrics.accuracy)"
     assert repr(history_of((7, {f"m{i}": i for i in range(20)}))).endswith("m10, m11 and 8 more)")
 
 
-def test_last_is_the_newest_value_and_where_it_was_measured():
+def test_last_returns_the_newest_value_and_its_elapsed():
     history = two_curves()
     assert history.last("accuracy") == (Elapsed(4), 0.4)
     history.commit(Elapsed(9), {"other": 1})
@@ -142,7 +142,7 @@ def test_last_is_the_newest_value_and_where_it_was_measured():
     assert history.last("nowhere") is None
 
 
-def test_last_does_not_look_through_the_history():
+def test_last_does_not_scan_the_history():
     history = history_of((0, {"rare": 1}), *((steps, {"loss": steps}) for steps in range(5000)))
     begin = time.perf_counter()
     for _ in range(5000):
@@ -186,7 +186,7 @@ def test_records_are_flat_and_make_a_data_frame():
         (jnp.float32(jnp.inf), math.inf),
     ],
 )
-def test_values_come_out_as_plain_python(value, expected):
+def test_values_are_returned_as_plain_python(value, expected):
     history = history_of((1, {"a": {"b": value}}))
     for found in (history.rows[0].logs["a"]["b"], history.collect("b")[0], history.to_records()[0]["a.b"]):
         assert found == expected and type(found) is type(expected)
@@ -206,25 +206,25 @@ def test_values_come_out_as_plain_python(value, expected):
         ({"steps": 1}, ValueError, "'steps', which is the name of a number of elapsed"),
     ],
 )
-def test_what_is_no_dict_of_scalars_is_an_error_and_leaves_no_row(logs, error, message):
+def test_logs_other_than_dicts_of_scalars_raise_and_add_no_row(logs, error, message):
     history = History()
     with pytest.raises(error, match=message):
         history.commit(Elapsed(1), logs)
     assert len(history) == 0 and history.paths() == []
 
 
-def test_elapsed_must_be_one():
+def test_commit_requires_an_elapsed():
     with pytest.raises(TypeError, match="takes an Elapsed, the progress of the run, got 100"):
         History().commit(100, {"loss": 1.0})
 
 
-def test_a_tracer_is_no_value():
+def test_a_tracer_is_rejected():
     history = History()
     with pytest.raises(TypeError, match="got a tracer .* under loss"):
         jax.jit(lambda x: history.commit(Elapsed(1), {"loss": x}))(1.0)
 
 
-def test_a_history_holds_on_to_nothing_of_its_callers():
+def test_commit_copies_its_arguments():
     logs = {"train": {"loss": 1.0}}
     history = History()
     history.commit(Elapsed(1).advance(samples=8, time=1.0), logs)
@@ -233,7 +233,7 @@ def test_a_history_holds_on_to_nothing_of_its_callers():
     assert history.rows[0].elapsed.previous is None
 
 
-def test_outputs_are_kept_as_they_are(reads, tmp_path):
+def test_outputs_are_stored_unchanged(reads, tmp_path):
     history, images = History(tmp_path / "history.jsonl"), jnp.zeros([2, 3])
     history.add_outputs(Elapsed(1).advance(samples=8, time=1.0), {"images": images})
     history.flush()
@@ -246,7 +246,7 @@ def test_outputs_are_kept_as_they_are(reads, tmp_path):
 # Device values -----------------------------------------------------------------------------------
 
 
-def test_a_commit_does_not_wait_and_a_reader_gets_everything(reads):
+def test_commit_does_not_block_and_reading_fetches_everything(reads):
     history = history_of(*((i, {"loss": jnp.float32(i), "host": i}) for i in range(20)))
     assert len(history) == 20 and repr(history) == "History(20 rows up to step 19: loss, host)"
     assert not reads
@@ -268,7 +268,7 @@ _SOME_LOGS = (
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=8), st.integers(1, 70))
-def test_several_rows_at_once_are_as_one_by_one(kinds, at_once):
+def test_commit_all_matches_single_commits(kinds, at_once):
     rows = [_SOME_LOGS[kind] for kind, number in kinds for _ in range(number)]
     rows = [(Elapsed(i, 8 * i, i / 2), logs(i)) for i, logs in enumerate(rows)]
     one_by_one, together = History(), History()
@@ -279,7 +279,7 @@ def test_several_rows_at_once_are_as_one_by_one(kinds, at_once):
     assert together.rows == one_by_one.rows and len(together) == len(rows)
 
 
-def test_of_several_rows_at_once_an_error_says_which():
+def test_commit_all_names_the_row_of_an_error():
     history, loss = History(), jnp.float32(1)
     with pytest.raises(TypeError, match=r"hold scalars, got float32\[2\] under loss") as caught:
         history.commit_all(
@@ -300,7 +300,7 @@ def test_of_several_rows_at_once_an_error_says_which():
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("failing", range(1, 6))
-def test_rows_keep_their_values_where_the_file_could_not_be_written(error, failing, tmp_path, monkeypatch):
+def test_rows_keep_their_values_if_a_write_fails(error, failing, tmp_path, monkeypatch):
     history, append, calls = History(tmp_path / "history.jsonl"), History._append_to_file, []
 
     def fail_once(self, numbers):
@@ -322,7 +322,7 @@ def test_rows_keep_their_values_where_the_file_could_not_be_written(error, faili
     assert all([*row["logs"].values()] == [row["elapsed"]["steps"]] for row in written)
 
 
-def test_only_a_bounded_number_of_rows_is_on_its_way():
+def test_the_number_of_pending_rows_is_bounded():
     history, values = History(), []
     for i in range(300):
         value = jnp.float32(i)
@@ -333,7 +333,7 @@ def test_only_a_bounded_number_of_rows_is_on_its_way():
     assert history.collect("loss") == list(range(300))
 
 
-def test_the_garbage_collector_has_nothing_to_look_for_in_many_rows():
+def test_rows_add_no_objects_for_the_garbage_collector():
     history, loss = History(), jax.jit(lambda step: step / 2)
     alive = {}
     for step in range(3001):
@@ -346,7 +346,7 @@ def test_the_garbage_collector_has_nothing_to_look_for_in_many_rows():
     assert history.collect("loss")[-1] == 1500.0
 
 
-def test_a_reader_may_come_at_any_time():
+def test_rows_can_be_read_at_any_time():
     history = History()
     for i in range(200):
         history.commit(Elapsed(i), {"loss": jnp.float32(i)})
@@ -355,7 +355,7 @@ def test_a_reader_may_come_at_any_time():
     assert history.collect("loss") == list(range(200))
 
 
-def test_last_reads_the_device_only_for_values_on_their_way(reads):
+def test_last_reads_the_device_only_for_pending_values(reads):
     history = history_of((1, {"train.loss": jnp.float32(1)}), (1, {"test.loss": 2.0}))
     assert history.last("test.loss") == (Elapsed(1), 2.0)
     assert not reads
@@ -363,7 +363,7 @@ def test_last_reads_the_device_only_for_values_on_their_way(reads):
     assert len(reads) == 1
 
 
-def test_rows_that_wait_and_rows_that_do_not_keep_their_order(tmp_path):
+def test_device_rows_and_host_rows_keep_their_order(tmp_path):
     path = tmp_path / "history.jsonl"
     history = History(path)
     for i in range(100):
@@ -374,10 +374,10 @@ def test_rows_that_wait_and_rows_that_do_not_keep_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["as they come", "the other way"])
-def test_rows_of_one_function_among_others_are_as_if_all_were_numbers(order, tmp_path):
-    """To those that are like the one before, a history looks less closely."""
+def test_device_rows_of_one_function_match_rows_of_plain_numbers(order, tmp_path):
+    """A history checks a row less closely if its structure matches that of the previous row."""
     step = jax.jit(lambda x: {"train": {"loss": x * 0.5, "count": x.astype(int)}, "rate": x})
-    other = jax.jit(lambda x: {"train": {"loss": x * 2, "count": x}, "rate": x})  # Of another type.
+    other = jax.jit(lambda x: {"train": {"loss": x * 2, "count": x}, "rate": x})  # Its count has a different dtype.
     history, same = History(tmp_path / "history.jsonl"), History()
     for number in range(1, 150):
         rows = [step(jnp.float32(number))]
@@ -400,7 +400,7 @@ def test_rows_of_one_function_among_others_are_as_if_all_were_numbers(order, tmp
     assert all(row.elapsed.previous is None for row in history)
 
 
-def test_a_donated_value_of_an_earlier_row_takes_nothing_from_this_one():
+def test_a_donated_value_of_an_earlier_row_does_not_affect_later_rows():
     step = jax.jit(lambda x: {"loss": x})
     history, values = History(), [step(jnp.float32(number)) for number in range(64)]
     for number, logs in enumerate(values):
@@ -418,14 +418,14 @@ def test_a_donated_value_of_an_earlier_row_takes_nothing_from_this_one():
     assert len(history.rows) == 66 and history.collect("eval") == [1.0] and history.collect("loss")[-1] == 7.0
 
 
-def test_a_row_of_nothing_is_in_the_file_at_once(tmp_path):
+def test_an_empty_row_is_written_immediately(tmp_path):
     history = History(tmp_path / "history.jsonl")
     for number in range(3):
         history.commit(Elapsed(number), {})
         assert len((tmp_path / "history.jsonl").read_text().splitlines()) == number + 1 == len(history)
 
 
-def test_an_interrupted_reader_loses_nothing(monkeypatch):
+def test_an_interrupted_read_loses_nothing(monkeypatch):
     history = history_of(*((i, {"loss": jnp.float32(i)}) for i in range(50)))
     with monkeypatch.context() as patch:
         patch.setattr(metrics, "fetch", lambda tree: signal.raise_signal(signal.SIGINT))
@@ -435,7 +435,7 @@ def test_an_interrupted_reader_loses_nothing(monkeypatch):
     assert history.collect("loss") == list(range(51))
 
 
-def test_a_value_that_was_donated_is_said_once_and_is_nan():
+def test_a_donated_value_raises_once_and_becomes_nan():
     count, loss = jnp.float32(1), jnp.float32(2)
     history = history_of((1, {"state": {"count": count}, "loss": loss}))
     jax.jit(lambda x: x + 1, donate_argnums=0)(count)
@@ -446,7 +446,7 @@ def test_a_value_that_was_donated_is_said_once_and_is_nan():
         history.commit(Elapsed(2), {"count": count})
 
 
-def test_commits_go_on_after_the_error_of_a_donated_value():
+def test_commits_continue_after_a_donated_value_error():
     history, errors, values = History(), [], []
     for i in range(200):
         value = jnp.float32(i)
@@ -465,7 +465,7 @@ def test_commits_go_on_after_the_error_of_a_donated_value():
 # The file ----------------------------------------------------------------------------------------
 
 
-def test_host_rows_are_in_the_file_at_once_and_device_rows_when_they_have_arrived(tmp_path):
+def test_host_rows_are_written_immediately_and_device_rows_on_arrival(tmp_path):
     path = tmp_path / "runs" / "1" / "history.jsonl"
     history = history_of((1, {"loss": jnp.float32(1)}), (1, {"test/loss": 2.0}), path=path)
     assert History.load(path).rows == [Row(Elapsed(1), {"test/loss": 2.0})]
@@ -473,7 +473,7 @@ def test_host_rows_are_in_the_file_at_once_and_device_rows_when_they_have_arrive
     assert History.load(path).rows == history.rows == [(Elapsed(1), {"loss": 1.0}), (Elapsed(1), {"test/loss": 2.0})]
 
 
-def test_a_killed_process_leaves_all_rows_it_committed(tmp_path):
+def test_committed_rows_survive_a_killed_process(tmp_path):
     path = tmp_path / "history.jsonl"
     program = (
         "import os, signal, sys; from jaxloop.history import History; from jaxloop.schedules import Elapsed\n"
@@ -486,13 +486,13 @@ def test_a_killed_process_leaves_all_rows_it_committed(tmp_path):
     assert History.load(path).collect("steps", "loss") == (list(range(5)), [0.0, 1.0, 2.0, 3.0, 4.0])
 
 
-def test_a_line_of_the_file_is_the_row(tmp_path):
+def test_each_line_of_the_file_is_a_row(tmp_path):
     history_of((1, {"train": {"loss": 0.5}}), path=tmp_path / "a").save(tmp_path / "b")
     line = '{"elapsed": {"steps": 1, "samples": 0, "time": 0.0, "loops": 0}, "logs": {"train": {"loss": 0.5}}}\n'
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == line
 
 
-def test_after_close_a_history_is_read_and_written_as_before(tmp_path):
+def test_a_closed_history_can_be_read_and_written(tmp_path):
     history = history_of((1, {"loss": jnp.float32(1)}), path=tmp_path / "history.jsonl")
     history.close()
     history.close()
@@ -501,7 +501,7 @@ def test_after_close_a_history_is_read_and_written_as_before(tmp_path):
     assert History.load(tmp_path / "history.jsonl").collect("loss") == [1.0, 2.0]
 
 
-def test_a_path_is_an_epath_or_a_string_and_stays_where_it_was(tmp_path, monkeypatch):
+def test_a_relative_path_is_resolved_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, two = History("one.jsonl"), History(epath.Path("two.jsonl"))
     (tmp_path / "elsewhere").mkdir()
@@ -527,8 +527,8 @@ some_rows = st.lists(st.tuples(elapsed, nested_logs), max_size=5)
 few_times = settings(max_examples=40, deadline=None, database=None)
 
 
-def strictly(line):
-    """A line, read as JSON that knows no NaN."""
+def parse_strictly(line):
+    """Parses a line as strict JSON, which has no NaN."""
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
@@ -540,22 +540,22 @@ def strictly(line):
 @given(some_rows)
 @example([(Elapsed(1), {"a": math.nan, "b": math.inf, "c": -math.inf, "d": "NaN", "e": "'NaN", "f": -0.0})])
 @example([(Elapsed(1), {"a": "\n\ud800\u2028", "": {"": {"": 1}}, "b": {}})])
-def test_save_and_load_give_the_same_rows(tmp_path_factory, rows):
+def test_save_and_load_round_trip(tmp_path_factory, rows):
     path = tmp_path_factory.getbasetemp() / "saved.jsonl"
     history = History()
     for elapsed, logs in rows:
         history.commit(elapsed, logs)
     history.save(path)
     loaded = History.load(path)
-    # As text, for NaN is not NaN, and 0.0 is -0.0, True is 1 and 1 is 1.0.
+    # Compared as text, because NaN != NaN, 0.0 == -0.0 and True == 1 == 1.0.
     assert repr(loaded.rows) == repr(history.rows)
     assert loaded.paths() == history.paths()
-    assert [set(strictly(line)) for line in path.read_text().splitlines()] == [{"elapsed", "logs"}] * len(rows)
+    assert [set(parse_strictly(line)) for line in path.read_text().splitlines()] == [{"elapsed", "logs"}] * len(rows)
 
 
 @few_times
 @given(st.lists(st.integers(0, 9), max_size=8).map(sorted), st.integers(0, 10), st.floats(0, 1))
-def test_a_file_cut_anywhere_goes_on_from_any_step(tmp_path_factory, all_steps, resumed_at, share):
+def test_a_truncated_file_can_be_resumed_from_any_step(tmp_path_factory, all_steps, resumed_at, share):
     path = tmp_path_factory.getbasetemp() / "cut.jsonl"
     path.unlink(missing_ok=True)
     written = history_of(*((steps, {"row": i, "x": math.nan}) for i, steps in enumerate(all_steps)), path=path)
@@ -573,7 +573,7 @@ def test_a_file_cut_anywhere_goes_on_from_any_step(tmp_path_factory, all_steps, 
     assert history.collect("row") == [*(row.logs["row"] for row in kept), "new"]
 
 
-def test_two_runs_are_not_mixed_in_one_file(tmp_path):
+def test_two_runs_cannot_share_a_file(tmp_path):
     path = tmp_path / "history.jsonl"
     history_of((1, {"loss": 1.0}), path=path)
     before = path.read_bytes()
@@ -587,7 +587,7 @@ def test_two_runs_are_not_mixed_in_one_file(tmp_path):
     assert History.load(path).collect("loss") == [3.0]
 
 
-def test_an_empty_file_is_of_no_run(tmp_path):
+def test_an_empty_file_is_not_an_earlier_run(tmp_path):
     (tmp_path / "history.jsonl").touch()
     assert len(history_of((1, {"loss": 1.0}), path=tmp_path / "history.jsonl")) == 1
 
@@ -613,7 +613,7 @@ def test_resume_keeps_the_rows_up_to_a_step(steps, kept, in_file, tmp_path, logs
         assert [outputs for _, outputs in resumed.outputs] == sorted(set(kept))
 
 
-def test_resume_without_a_file_begins_one(tmp_path):
+def test_resume_without_a_file_creates_one(tmp_path):
     history = History(tmp_path / "runs" / "history.jsonl")
     history.resume(100)
     history.commit(Elapsed(101), {"loss": 1.0})
@@ -628,10 +628,10 @@ def test_resume_drops_device_rows_too(tmp_path):
     assert History.load(tmp_path / "history.jsonl").rows == history.rows
 
 
-def test_a_run_killed_with_rows_on_their_way_goes_on_in_order(tmp_path):
+def test_resuming_after_a_kill_with_pending_rows_keeps_the_order(tmp_path):
     path = tmp_path / "history.jsonl"
     history_of((1, {"a": jnp.float32(1)}), (1, {"b": 1}), (2, {"a": jnp.float32(2)}), (2, {"b": 2}), path=path)
-    resumed = History(path)  # As after a kill: the device rows have not arrived.
+    resumed = History(path)  # As after a kill: the device rows haven't been written.
     resumed.resume(2)
     for i in (3, 4):
         resumed.commit(Elapsed(i), {"b": i})
@@ -639,7 +639,7 @@ def test_a_run_killed_with_rows_on_their_way_goes_on_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [None, "5", 2.0, True])
-def test_resume_takes_a_number_of_steps(steps):
+def test_resume_requires_a_number_of_steps(steps):
     with pytest.raises(TypeError, match="takes a number of steps"):
         History().resume(steps)
 
@@ -668,7 +668,7 @@ def test_an_incomplete_last_line_is_dropped_with_a_warning(tmp_path, warnings_lo
     ],
 )
 @pytest.mark.parametrize("read", [History.load, lambda path: History(path).resume(5)], ids=["load", "resume"])
-def test_a_broken_line_elsewhere_is_an_error_with_its_number(line, read, tmp_path):
+def test_a_malformed_line_elsewhere_raises_with_its_number(line, read, tmp_path):
     path = tmp_path / "history.jsonl"
     history_of((1, {"loss": 1.0}), path=path)
     content = path.read_bytes() + line.encode(errors="surrogateescape") + b"\n" + path.read_bytes()
@@ -678,7 +678,7 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_number(line, read, tmp_pat
     assert path.read_bytes() == content
 
 
-def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "history.jsonl"
     history = history_of((1, {"loss": 1.0}), (2, {"loss": 2.0}))
     history.save(path)
@@ -696,7 +696,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_a_history_saved_over_its_own_file_goes_on_there(tmp_path):
+def test_a_history_saved_over_its_own_file_keeps_appending_to_it(tmp_path):
     path = tmp_path / "history.jsonl"
     history = history_of((1, {"loss": jnp.float32(1)}), (1, {"loss": 2.0}), path=path)
     history.save(path)
@@ -705,11 +705,11 @@ def test_a_history_saved_over_its_own_file_goes_on_there(tmp_path):
     assert "row" not in path.read_text()
 
 
-# Drawing -----------------------------------------------------------------------------------------
+# Plotting ----------------------------------------------------------------------------------------
 
 
-def picture(figure):
-    """What a figure shows: for each axes its labels, and its lines as `(label, number of points, marker)`."""
+def describe_figure(figure):
+    """Returns the labels, the lines `(label, number of points, marker)` and the legend of each axes."""
     return [
         (
             axes.get_xlabel(),
@@ -721,42 +721,44 @@ def picture(figure):
     ]
 
 
-def test_train_and_test_are_drawn_together_side_by_side_with_other_names():
+def test_plot_draws_train_and_test_together_and_other_names_side_by_side():
     history = two_curves()
     for steps in range(5, 51):
         history.commit(Elapsed(steps), {"train": {"loss": 0.1}})
     both = ("steps", "loss", [("train", 50, "None"), ("test", 2, "o")], ["train", "test"])
     accuracy = ("steps", "accuracy", [("test.metrics", 2, "o")], ["test.metrics"])
-    assert picture(history.plot("loss")) == [both]
-    assert picture(history.plot("loss", "accuracy")) == [both, accuracy]
+    assert describe_figure(history.plot("loss")) == [both]
+    assert describe_figure(history.plot("loss", "accuracy")) == [both, accuracy]
     one, two = (axes.get_position() for axes in history.plot("loss", "accuracy").axes)
     assert one.x1 <= two.x0 and one.y0 == two.y0
 
 
-def test_a_single_line_without_a_rest_of_its_name_has_no_legend():
-    ((_, name, lines, legend),) = picture(history_of((1, {"lr": 0.1}), (2, {"lr": 0.2})).plot("lr", x="samples"))
+def test_a_single_line_without_a_prefix_has_no_legend():
+    ((_, name, lines, legend),) = describe_figure(
+        history_of((1, {"lr": 0.1}), (2, {"lr": 0.2})).plot("lr", x="samples")
+    )
     assert (name, len(lines), legend) == ("lr", 1, None)
 
 
-def test_a_line_whose_whole_name_was_asked_for_is_called_so_beside_others():
-    ((*_, legend),) = picture(history_of((1, {"eval": {"loss": 2.0}, "loss": 1.0})).plot("loss"))
+def test_a_line_requested_by_its_full_name_keeps_it_in_the_legend():
+    ((*_, legend),) = describe_figure(history_of((1, {"eval": {"loss": 2.0}, "loss": 1.0})).plot("loss"))
     assert legend == ["eval", "loss"]
 
 
-def test_without_names_everything_but_statistics_and_texts_is_drawn():
+def test_plot_without_names_omits_statistics_and_texts():
     history = two_curves()
     history.commit(Elapsed(5), {"jaxloop/num_params": 4, "train": {"jaxloop/steps_per_sec": 1.0}, "note": "hello"})
-    assert [name for _, name, *_ in picture(history.plot())] == ["loss", "accuracy"]
-    assert picture(history.plot("steps_per_sec"))[0][1] == "steps_per_sec"  # Asked for, it is drawn.
+    assert [name for _, name, *_ in describe_figure(history.plot())] == ["loss", "accuracy"]
+    assert describe_figure(history.plot("steps_per_sec"))[0][1] == "steps_per_sec"  # Drawn when requested.
 
 
 @pytest.mark.parametrize(("x", "label", "first"), [("time", "time (s)", 0.5), ("samples", "samples", 32)])
-def test_the_horizontal_axis_may_be_any_count(x, label, first):
+def test_the_x_axis_can_be_any_count(x, label, first):
     (axes,) = two_curves().plot("train.loss", x=x).axes
     assert (axes.get_xlabel(), axes.lines[0].get_xdata()[0]) == (label, first)
 
 
-def test_what_cannot_be_drawn_is_an_error():
+def test_plot_rejects_what_cannot_be_drawn():
     with pytest.raises(ValueError, match="takes one of steps, samples, time, loops, got 'epochs'"):
         two_curves().plot("train.loss", x="epochs")
     with pytest.raises(ValueError, match="'note' has strings"):
@@ -765,20 +767,20 @@ def test_what_cannot_be_drawn_is_an_error():
         History().plot()
 
 
-def test_a_figure_shows_itself_in_a_notebook_and_leaves_pyplot_alone():
+def test_a_figure_displays_in_notebooks_without_importing_pyplot():
     had_pyplot = "matplotlib.pyplot" in sys.modules
     data, _ = DisplayFormatter().format(two_curves().plot("loss"))
     assert data["image/png"].startswith(b"\x89PNG")
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
 
 
-def test_without_matplotlib_plot_says_what_to_install(monkeypatch):
+def test_plot_without_matplotlib_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         two_curves().plot("loss")
 
 
-def test_a_file_of_which_no_row_is_kept_stays_beside_the_new_one(tmp_path):
+def test_resume_backs_up_a_file_if_it_keeps_no_row(tmp_path):
     path = tmp_path / "history.jsonl"
     first = History(path)
     first.commit(Elapsed(100), {"loss": 0.5})
@@ -789,8 +791,8 @@ def test_a_file_of_which_no_row_is_kept_stays_beside_the_new_one(tmp_path):
     assert History.load(tmp_path / "history.jsonl.before").collect("loss") == [0.5]
 
 
-def resumed_from_twenty(directory):
-    """The directory of a run that was killed after the checkpoint of step 20, with later rows in the file."""
+def make_run(directory):
+    """Returns an outer loop that saves to and resumes from the directory, and a function that trains with it."""
     step, state, batches = examples.tiny_regression()
     outer_loop = jaxloop.OuterLoop(
         jaxloop.TrainLoop(step, end_actions=[jaxloop.CheckpointAction(directory, jaxloop.every(steps=10))]),
@@ -804,7 +806,7 @@ def rows_of(directory):
     return [(row.elapsed.steps, row.logs) for row in History.load(directory / "history.jsonl")]
 
 
-def lines_changed(change):
+def edit_lines(change):
     def damage(path):
         path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
 
@@ -820,20 +822,20 @@ DAMAGES = {
         "rows up to step 20 are lost",
     ),
     "edited": (lambda path: path.write_text(path.read_text().replace('"loss": ', '"loss": 1')), "some were edited"),
-    "reordered": (lines_changed(reversed), "some were edited or reordered"),
-    "a line deleted": (lines_changed(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
+    "reordered": (edit_lines(reversed), "some were edited or reordered"),
+    "a line deleted": (edit_lines(lambda lines: lines[:3] + lines[4:]), "1 of 10 rows up to step 20 are lost"),
     "nested": (lambda path: path.write_bytes(b"[" * 1_000_000), "Lines that are no rows: 1. 10 of 10 rows"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_resumed_run_says_what_was_lost_of_its_rows(damage, tmp_path, warnings_logged):
-    _, train = resumed_from_twenty(tmp_path)
+def test_a_resumed_run_warns_about_lost_rows(damage, tmp_path, warnings_logged):
+    _, train = make_run(tmp_path)
     train(20)
     path, (change, text) = tmp_path / "history.jsonl", DAMAGES[damage]
     before = rows_of(tmp_path)
     change(path)
-    _, train = resumed_from_twenty(tmp_path)
+    _, train = make_run(tmp_path)
     train(26)
     said = [each for each in warnings_logged() if "has changed since the checkpoint of step 20 was saved" in each]
     assert len(said) == 1 and text in said[0]
@@ -844,7 +846,7 @@ def test_a_resumed_run_says_what_was_lost_of_its_rows(damage, tmp_path, warnings
     assert path.with_name("history.jsonl.damaged").exists() == (damage != "deleted")
 
 
-def test_a_resume_takes_little_memory_for_each_row(tmp_path):
+def test_resume_uses_little_memory_per_row(tmp_path):
     lines = (
         f'{{"elapsed": {{"steps": {n}, "samples": {n}, "time": {n}.5, "loops": 0}}, "logs": {{"loss": {n}.5}}}}\n'
         for n in range(5000)
@@ -857,26 +859,26 @@ def test_a_resume_takes_little_memory_for_each_row(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(history) == 5000 and peak < 400 * 5000  # Bytes. All lines and their objects at once take 800 a row.
+    assert len(history) == 5000 and peak < 400 * 5000  # Bytes. Holding all lines and objects would take 800 per row.
 
 
 def test_rows_after_the_checkpoint_are_dropped_without_a_warning(tmp_path, warnings_logged):
-    _, train = resumed_from_twenty(tmp_path / "whole")
+    _, train = make_run(tmp_path / "whole")
     train(26)
     expected = [steps for steps, _ in rows_of(tmp_path / "whole")]
-    _, train = resumed_from_twenty(tmp_path / "broken")
+    _, train = make_run(tmp_path / "broken")
     train(20)
     path = tmp_path / "broken" / "history.jsonl"
     content = path.read_bytes()
     path.write_bytes(content + content.splitlines(keepends=True)[-1].replace(b'"steps": 20', b'"steps": 22') + b'{"ela')
-    _, train = resumed_from_twenty(tmp_path / "broken")
+    _, train = make_run(tmp_path / "broken")
     train(26)
     assert [steps for steps, _ in rows_of(tmp_path / "broken")] == expected
     assert path.read_bytes().startswith(content)
     assert not [text for text in warnings_logged() if "history" in text]
 
 
-def test_the_checksum_is_that_of_the_file_however_it_was_written(tmp_path):
+def test_the_checksum_always_matches_the_file(tmp_path):
     path = tmp_path / "history.jsonl"
     history = History(path)
     of_file = lambda: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -893,7 +895,7 @@ def test_the_checksum_is_that_of_the_file_however_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["deleted", "truncated", "extended"])
-def test_a_file_that_others_change_during_a_run_is_written_again_with_all_rows(change, tmp_path, warnings_logged):
+def test_a_file_changed_externally_is_rewritten_with_all_rows(change, tmp_path, warnings_logged):
     path = tmp_path / "history.jsonl"
     history = History(path)
     for step in range(4):
@@ -911,7 +913,7 @@ def test_a_file_that_others_change_during_a_run_is_written_again_with_all_rows(c
     assert [text for text in warnings_logged() if "written again, with all 5 rows" in text]
 
 
-def test_a_work_directory_that_is_moved_during_a_run_is_named_in_the_error(tmp_path):
+def test_the_error_names_a_work_directory_moved_during_the_run(tmp_path):
     history = History(tmp_path / "work" / "history.jsonl")
     history.commit(Elapsed(1), {"loss": 1.0})
     (tmp_path / "work").rename(tmp_path / "moved")

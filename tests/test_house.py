@@ -1,4 +1,4 @@
-"""The house itself: what imports what, and what a plain installation needs."""
+"""The structure of the package: import order, restricted calls, public names and their documentation."""
 
 import ast
 import enum
@@ -16,7 +16,7 @@ import jaxloop
 
 PACKAGE = pathlib.Path(jaxloop.__file__).parent
 
-# From the cellar to the roof: a module imports only those above it in this list.
+# From the lowest layer to the highest: a module imports only modules listed before it.
 ORDER = """types structures flat_state text files encoding compilation_cache distributed checks interrupt agreement
 lock schedules timing run_log accounts layout cost topology partition.partitioner partition.meshes
 partition.single_device partition.mesh_partitioner partition.data_parallel partition.laid_out partition.fsdp
@@ -52,16 +52,16 @@ def imported_modules(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_no_module_imports_upwards():
+def test_no_module_imports_a_higher_layer():
     for name, tree in modules():
         place = ORDER.index(name if name in ORDER else name.split(".")[0])
         for imported in imported_modules(tree):
             other = imported.removeprefix("jaxloop.")
             if imported.startswith("jaxloop.") and other in ORDER:
-                assert ORDER.index(other) <= place, f"{name} imports {other}, which stands above it"
+                assert ORDER.index(other) <= place, f"{name} imports {other}, which is in a higher layer"
 
 
-OF_A_MESH = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd", "explicit")]
+MESH_MODULES = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel", "laid_out", "spmd", "explicit")]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ OF_A_MESH = [f"partition.{name}" for name in ("mesh_partitioner", "data_parallel
         ("jax.block_until_ready", {"metrics"}),
         ("orbax", {"checkpoint"}),
         ("jax.device_put", {"partition.mesh_partitioner"}),
-        ("NamedSharding", {"agreement", "layout", *OF_A_MESH}),
+        ("NamedSharding", {"agreement", "layout", *MESH_MODULES}),
         ("pickle", set()),
         ("eval", set()),
         ("exec", set()),
     ],
 )
-def test_each_thing_has_its_one_place(what, where):
+def test_restricted_names_are_used_only_where_allowed(what, where):
     found = set()
     for name, tree in modules():
         if not name.startswith("examples"):
@@ -88,7 +88,7 @@ def test_each_thing_has_its_one_place(what, where):
     assert found == where
 
 
-def test_importing_jaxloop_is_cheap_and_leaves_jax_as_it_is():
+def test_importing_jaxloop_is_cheap_and_does_not_change_the_jax_config():
     program = (
         "import jax; before = dict(jax.config.values); import jaxloop, sys;"
         "assert {name: jax.config.values[name] for name in before} == before;"
@@ -120,22 +120,22 @@ FIXED_NAMES = {
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in FIXED_NAMES.items() for n in names.split()])
-def test_the_public_names_are_where_they_shall_be(module, name):
+def test_public_names_are_in_their_modules(module, name):
     value = getattr(importlib.import_module(f"jaxloop.{module}"), name)
     if not name.startswith("STAT_"):
         assert getattr(jaxloop, name) is value
 
 
-# What others call, by a contract of theirs, and what is as another class of ours says.
-OF_A_CONTRACT = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
-AS_ANOTHER = (
+# Methods that another library's protocol requires, and classes whose interface another jaxloop class documents.
+PROTOCOL_METHODS = ("tree_flatten", "tree_flatten_with_keys", "tree_unflatten", "get_state", "set_state")
+DOCUMENTED_ELSEWHERE = (
     "actions.writers.LogWriter",
     *(f"actions.trackers.{name}Writer" for name in ("Mlflow", "Trackio", "Wandb", "Aim", "Comet")),
 )
 
 
 def public_definitions():
-    """The public functions and classes of all modules, and the methods of these that override none."""
+    """Yields the public functions and classes of all modules, and the methods that don't override inherited ones."""
     for name, tree in modules():
         if name.startswith("examples."):
             continue
@@ -148,9 +148,9 @@ def public_definitions():
                     inherited = {each for base in value.__mro__[1:] for each in vars(base)}
                     for each, member in vars(value).items():
                         is_function = callable(member) or isinstance(member, property | classmethod | staticmethod)
-                        is_said = each in OF_A_CONTRACT or f"{name}.{node.name}" in AS_ANOTHER
-                        is_said |= each in getattr(value, "__dataclass_fields__", {})
-                        if is_function and not is_said and not each.startswith("_") and each not in inherited:
+                        is_exempt = each in PROTOCOL_METHODS or f"{name}.{node.name}" in DOCUMENTED_ELSEWHERE
+                        is_exempt |= each in getattr(value, "__dataclass_fields__", {})
+                        if is_function and not is_exempt and not each.startswith("_") and each not in inherited:
                             yield f"{name}.{node.name}.{each}", member
 
 
@@ -165,7 +165,7 @@ MOST_ABSTRACT_METHODS = 6
 
 
 def classes():
-    """All classes that the modules define, examples aside, by their names."""
+    """Yields the name and the value of each class defined by the modules, except the examples."""
     for name, tree in modules():
         if not name.startswith("examples"):
             module = importlib.import_module(f"jaxloop.{name}")
@@ -177,25 +177,25 @@ def classes():
 PUBLIC_CLASSES = {
     name: kind
     for name, kind in classes()
-    # An exception may always have another that is more particular.
+    # An exception may always have more specific subclasses.
     if not kind.__name__.startswith("_") and not issubclass(kind, BaseException)
 }
 
 
 def is_final(kind):
-    # Nobody can subclass an enumeration that has members.
+    # An enumeration with members can't be subclassed.
     return "__final__" in vars(kind) or issubclass(kind, enum.Enum)
 
 
 def hooks_of(kind):
-    """The names in the section of the docstring that says what a subclass may override."""
+    """Returns the names in the `Hooks` section of the docstring, which lists what a subclass may override."""
     section = re.search(r"^Hooks:\n((?: .*\n?)+)", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
     lines = section[1].splitlines() if section else []
     return [name for line in lines if re.match(r"  \S", line) for name in line.partition(":")[0].strip().split(", ")]
 
 
 @pytest.mark.parametrize("name", PUBLIC_CLASSES)
-def test_a_public_class_is_abstract_or_final_or_says_what_its_subclasses_may_override(name):
+def test_a_public_class_is_abstract_or_final_or_documents_its_hooks(name):
     kind = PUBLIC_CLASSES[name]
     is_abstract = inspect.isabstract(kind) or getattr(kind, "_is_protocol", False)
     hooks = hooks_of(kind)

@@ -31,14 +31,14 @@ def terminate():
 
 @pytest.fixture
 def handle():
-    """Installs a handler of the program, until the end of the test."""
+    """Installs a signal handler until the end of the test."""
     before = handlers()
     yield signal.signal
     for signum, handler in zip(SIGNALS, before, strict=True):
         signal.signal(signum, handler)
 
 
-def test_the_first_ctrl_c_is_noted_and_the_second_raises():
+def test_the_first_ctrl_c_is_recorded_and_the_second_raises():
     with Interruptible() as interrupt:
         assert not interrupt.requested and interrupt.signal_name is None
         press_ctrl_c()
@@ -48,7 +48,7 @@ def test_the_first_ctrl_c_is_noted_and_the_second_raises():
     assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
 
 
-def test_nested_ones_share_the_answer():
+def test_nested_contexts_share_the_request():
     with Interruptible() as outer:
         with Interruptible() as inner:
             press_ctrl_c()
@@ -58,7 +58,7 @@ def test_nested_ones_share_the_answer():
             assert second.requested and second.signal_name == "Ctrl-C"
 
 
-def test_a_new_one_starts_afresh():
+def test_a_reentered_context_starts_without_a_request():
     interrupt = Interruptible()
     with interrupt:
         press_ctrl_c()
@@ -68,7 +68,7 @@ def test_a_new_one_starts_afresh():
 
 
 @pytest.mark.parametrize(("seconds", "raises"), [(1.9, True), (2.1, False)])
-def test_ctrl_c_soon_after_one_that_an_earlier_run_took_raises(seconds, raises):
+def test_ctrl_c_soon_after_the_previous_run_took_one_raises(seconds, raises):
     now = [0.0]
     interrupt = Interruptible(clock=lambda: now[0])
     with interrupt:
@@ -83,7 +83,7 @@ def test_ctrl_c_soon_after_one_that_an_earlier_run_took_raises(seconds, raises):
     assert handlers() == [signal.default_int_handler, signal.SIG_DFL]
 
 
-def test_after_sigterm_the_outermost_one_exits_with_143_and_no_other(warnings_logged):
+def test_after_sigterm_only_the_outermost_context_exits_with_143(warnings_logged):
     reached = []
     with pytest.raises(SystemExit) as exit_, Interruptible() as outer:
         with Interruptible() as inner:
@@ -97,13 +97,13 @@ def test_after_sigterm_the_outermost_one_exits_with_143_and_no_other(warnings_lo
     ]
 
 
-def test_sigterm_repeated_within_the_blink_of_an_eye_is_one():
+def test_an_immediately_repeated_sigterm_counts_once():
     with pytest.raises(SystemExit), Interruptible(clock=lambda: 0.0):
         terminate()
         terminate()
 
 
-def test_sigterm_in_a_run_soon_after_ctrl_c_in_the_one_before_is_the_first():
+def test_sigterm_soon_after_ctrl_c_in_the_previous_run_counts_as_the_first():
     interrupt = Interruptible()
     with interrupt:
         press_ctrl_c()
@@ -111,7 +111,7 @@ def test_sigterm_in_a_run_soon_after_ctrl_c_in_the_one_before_is_the_first():
         terminate()
 
 
-def test_an_exception_goes_on_with_a_note_of_sigterm():
+def test_an_exception_propagates_with_a_note_about_sigterm():
     with pytest.raises(OSError, match="the disk is full") as error, Interruptible():
         terminate()
         raise OSError("the disk is full")
@@ -122,7 +122,7 @@ def test_an_exception_goes_on_with_a_note_of_sigterm():
 
 @pytest.mark.parametrize("handler", [lambda *_: None, signal.SIG_IGN], ids=["handled", "ignored"])
 @pytest.mark.parametrize(("own", "ours"), [SIGNALS, SIGNALS[::-1]], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_that_the_program_handles_itself_is_left_alone_and_the_other_is_not(own, ours, handler, handle):
+def test_only_signals_that_the_program_handles_itself_are_left_alone(own, ours, handler, handle):
     handle(own, handler)
     before = handlers()
     seen = []
@@ -137,14 +137,14 @@ def test_a_signal_that_the_program_handles_itself_is_left_alone_and_the_other_is
     assert seen == [False, True] and handlers() == before
 
 
-def test_a_handler_installed_meanwhile_stays(handle):
+def test_a_handler_installed_during_a_run_is_kept(handle):
     handler = lambda *_: None
     with Interruptible():
         handle(signal.SIGTERM, handler)
     assert handlers() == [signal.default_int_handler, handler]
 
 
-def test_a_handler_that_somebody_puts_back_late_does_what_there_was_before(handle):
+def test_a_handler_reinstalled_after_the_run_acts_like_the_original(handle):
     with Interruptible():
         ours = handle(signal.SIGINT, signal.default_int_handler)
     handle(signal.SIGINT, ours)
@@ -152,9 +152,9 @@ def test_a_handler_that_somebody_puts_back_late_does_what_there_was_before(handl
         press_ctrl_c()
 
 
-def test_a_handler_of_native_code_is_put_back(tmp_path):
+def test_a_native_handler_is_restored(tmp_path):
     with open(tmp_path / "trace", "w+") as file:
-        faulthandler.register(signal.SIGTERM, file, all_threads=False)  # Of threads that run it may crash.
+        faulthandler.register(signal.SIGTERM, file, all_threads=False)  # Dumping running threads may crash.
         try:
             with pytest.raises(SystemExit), Interruptible():
                 terminate()
@@ -166,7 +166,7 @@ def test_a_handler_of_native_code_is_put_back(tmp_path):
         assert "most recent call first" in file.read()
 
 
-def test_other_threads_install_nothing():
+def test_other_threads_install_no_handlers():
     before, seen = handlers(), []
 
     def work():
@@ -179,7 +179,7 @@ def test_other_threads_install_nothing():
     assert seen == [(before, False)]
 
 
-def test_a_run_in_another_thread_shares_the_answer_of_the_main_one_and_does_not_exit():
+def test_a_run_in_another_thread_shares_the_request_and_does_not_exit():
     ended = []
 
     def work():
@@ -195,9 +195,9 @@ def test_a_run_in_another_thread_shares_the_answer_of_the_main_one_and_does_not_
     assert ended == ["SIGTERM", "quietly"]
 
 
-# The whole process ------------------------------------------------------------------------------------
+# Whole processes --------------------------------------------------------------------------------------
 
-# Loads the module alone: jaxloop takes seconds.
+# Loads only the module, because importing jaxloop takes seconds.
 LOAD = """
 import importlib.util, os, signal, sys, time
 
@@ -228,7 +228,7 @@ finally:
 
 @pytest.fixture
 def start():
-    """Starts the program, and sends it signals: each when it has said the word before."""
+    """Starts the program and sends each signal after the program has printed another line."""
     processes = []
 
     def run(how, *signals):
@@ -239,7 +239,7 @@ def start():
         for signum in signals:
             said.append(process.stdout.readline().strip())
             if len(said) > 1:
-                time.sleep(0.15)  # Not the same one, sent twice.
+                time.sleep(0.15)  # So that it doesn't count as the same signal sent twice.
             process.send_signal(signum)
         rest, errors = process.communicate(timeout=20)
         return process.returncode, [*said, *rest.split()], errors
@@ -255,19 +255,19 @@ def start():
     [
         ("at once", [signal.SIGTERM], 143, "working asked saved closed"),
         ("at once", [signal.SIGINT], 0, "working asked saved returned closed"),
-        # Killed by the signal, which a shell shows as 128 + its number; no cleanup can delay it.
+        # Killed by the signal, which a shell reports as 128 plus its number. Cleanup can't delay it.
         ("slowly", [signal.SIGTERM, signal.SIGTERM], -15, "working asked"),
         ("slowly", [signal.SIGINT, signal.SIGTERM], -15, "working asked"),
         ("slowly", [signal.SIGTERM, signal.SIGINT], -2, "working asked"),
     ],
     ids=["SIGTERM", "Ctrl-C", "SIGTERM twice", "Ctrl-C and SIGTERM", "SIGTERM and Ctrl-C"],
 )
-def test_how_a_process_ends(how, signals, code, words, start):
+def test_exit_code_and_output_of_an_interrupted_process(how, signals, code, words, start):
     returncode, said, errors = start(how, *signals)
     assert (returncode, said) == (code, words.split()), errors
 
 
-def test_a_process_ends_by_the_second_ctrl_c_after_its_cleanup(start):
+def test_the_second_ctrl_c_ends_a_process_after_its_cleanup(start):
     returncode, said, errors = start("slowly", signal.SIGINT, signal.SIGINT)
     assert returncode == -2 and said == ["working", "asked", "saved", "closed"]
     assert errors.endswith("KeyboardInterrupt\n")
@@ -314,25 +314,25 @@ with module.Interruptible() as interrupt:
 """
 
 
-def test_a_signal_amid_a_write_to_the_stream_of_the_log_breaks_nothing_off(monkeypatch):
+def test_a_signal_during_a_write_to_stderr_does_not_break_it_off(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     command = [sys.executable, "-c", LOAD + WRITE, jaxloop.interrupt.__file__]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=25)
     assert run.stdout == "True\n"
 
 
-def test_a_signal_that_others_have_told_of_is_the_same_when_it_comes_here():
+def test_a_signal_confirmed_by_other_processes_counts_once():
     with Interruptible(defers=True) as interrupt:
         interrupt.confirm(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # Some time later, as in a cluster.
+        signal.raise_signal(signal.SIGINT)  # Arrives later, as in a cluster.
         assert interrupt.requested and interrupt.signal_name == "Ctrl-C"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc").exists(), reason="looks for workers in /proc")
-def test_the_second_signal_ends_a_run_that_is_stuck(tmp_path):
-    """The main thread waits for a writer, in data that swallow `KeyboardInterrupt`, or in native code."""
+def test_the_second_signal_ends_a_stuck_run(tmp_path):
+    """The main thread is stuck in a writer, in data that swallows `KeyboardInterrupt`, or in native code."""
     kinds = [kind for kind in stubborn.KINDS if kind != "workers" or importlib.util.find_spec("grain")]
     runs = [stubborn.Stubborn(tmp_path / kind, kind) for kind in kinds]
     problems = {}

@@ -1,4 +1,4 @@
-"""The same training wherever its state lives."""
+"""Training gives the same results in every layout of the state."""
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ RULES = [("Dense_0/kernel", P(None, "model")), ("Dense_0/bias", P("model")), ("D
 
 @pytest.fixture(autouse=True, scope="module")
 def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # Which Adam needs.
+    with jax.numpy_dtype_promotion("standard"):  # Adam needs it.
         yield
 
 
 class Network(nn.Module):
-    """Which drops half of its activations, by a key of the step."""
+    """A network with dropout, whose masks depend on the step's key."""
 
     @nn.compact
     def __call__(self, x, train=False):
@@ -75,8 +75,8 @@ def on_one_device():
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("kind", MAKE)
-def test_training_is_the_same_wherever_the_state_lives(kind, shape, on_one_device):
-    """The masks of dropout too, which would change every loss."""
+def test_training_is_the_same_in_every_layout(kind, shape, on_one_device):
+    """Includes the dropout masks, which affect every loss."""
     state, losses = trained(MAKE[kind](mesh_of(shape)))
     np.testing.assert_allclose(losses, on_one_device[1], rtol=1e-5)
     for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(on_one_device[0].params), strict=True):
@@ -86,14 +86,14 @@ def test_training_is_the_same_wherever_the_state_lives(kind, shape, on_one_devic
 # FSDP ------------------------------------------------------------------------------------------------
 
 
-def test_fsdp_leaves_a_share_of_the_state_to_each_device():
+def test_fsdp_shards_the_state_over_all_devices():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=64)
     state, _ = trained(partitioner, count=2)
     assert state.params["Dense_0"]["kernel"].sharding.spec == P(None, "data")  # [24, 64]
     assert state.params["Dense_1"]["kernel"].sharding.spec == P("data")  # [64, 32]
     assert state.opt_state[0].mu["Dense_1"]["kernel"].sharding.spec == P("data")
-    assert state.params["Dense_1"]["bias"].sharding.spec == P()  # Of 32 numbers.
-    # Parameters and both moments of Adam; whole are the small bias, thrice, and two counts.
+    assert state.params["Dense_1"]["bias"].sharding.spec == P()  # It has only 32 numbers.
+    # Split: parameters and both Adam moments. Replicated: the small bias, three times, and two counts.
     split, whole = 3 * 4 * (24 * 64 + 64 + 64 * 32), 3 * 4 * 32 + 2 * 4
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert held == split // 8 + whole
@@ -111,13 +111,13 @@ def test_fsdp_leaves_a_share_of_the_state_to_each_device():
         ((4,), P()),
     ],
 )
-def test_fsdp_splits_the_largest_axis_that_divides(shape, spec):
+def test_fsdp_splits_the_largest_divisible_axis(shape, spec):
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
     state = partitioner.place_state({"params": {"w": np.zeros(shape, np.float32)}})
     assert state["params"]["w"].sharding.spec == spec == partitioner.sharding["params"]["w"].spec
 
 
-def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
+def test_a_checkpoint_can_be_resumed_in_a_different_layout(tmp_path):
     for make in (MAKE["FSDP"], MAKE["rules"], lambda mesh: partition.SingleDevicePartitioner()):
         step = new_step(make(mesh_of((4, 2))))
         actions = [jaxloop.CheckpointAction(tmp_path, jaxloop.every(steps=5))]
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path):
 # Rules -----------------------------------------------------------------------------------------------
 
 
-def test_the_first_rule_that_matches_counts_for_the_optimizer_too():
+def test_the_first_matching_rule_also_applies_to_the_optimizer_state():
     partitioner = partition.RulesPartitioner(
         mesh_of((4, 2)), "data", [*RULES, (r"bias$", P()), ("Dense", P("data")), ("", None)]
     )
@@ -147,7 +147,7 @@ def test_the_first_rule_that_matches_counts_for_the_optimizer_too():
         assert params["Dense_1"]["bias"].sharding.spec == P()
 
 
-def test_rules_that_match_nothing_and_large_leaves_without_one_are_said(warnings_logged):
+def test_unused_rules_and_large_leaves_without_a_rule_cause_warnings(warnings_logged):
     partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("attention/.*/kernel", P(None, "model"))])
     state = {"params": {"embedding": np.zeros([128, 64], np.float32), "bias": np.zeros(3, np.float32)}}
     partitioner.place_state(state)
@@ -170,7 +170,7 @@ def test_rules_that_match_nothing_and_large_leaves_without_one_are_said(warnings
     ],
     ids=str,
 )
-def test_a_rule_that_cannot_be_applied_is_an_error(spec, message):
+def test_a_rule_that_cannot_be_applied_raises(spec, message):
     partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", spec)])
     state = {"params": {"w": np.zeros([6, 64], np.float32)}}
     if message is None:
@@ -180,7 +180,7 @@ def test_a_rule_that_cannot_be_applied_is_an_error(spec, message):
         partitioner.place_state(state)
 
 
-def test_an_optimizer_may_have_less_of_a_leaf_than_the_rule_splits():
+def test_factored_optimizer_state_may_have_fewer_axes_than_the_rule():
     partitioner = partition.RulesPartitioner(mesh_of((4, 2)), "data", [("kernel", P(None, "model"))])
     step = LossStep(KEY, Network(), optax.adafactor(1e-2, min_dim_size_to_factor=8), partitioner, train=True, loss=loss)
     state = step.initialize_model([1, 24])
@@ -188,14 +188,14 @@ def test_an_optimizer_may_have_less_of_a_leaf_than_the_rule_splits():
     assert state.params["Dense_0"]["kernel"].sharding.spec == P(None, "model") and np.isfinite(outputs["loss"])
 
 
-def test_a_rule_for_an_axis_that_is_not_there_is_an_error():
+def test_a_rule_with_an_unknown_mesh_axis_raises():
     with pytest.raises(
         ValueError, match="splits over 'tensor', which is not an axis of the mesh, which has 'data', 'model'"
     ):
         partition.RulesPartitioner(mesh_of((4, 2)), "data", [("w", P("tensor"))])
 
 
-def test_one_partitioner_holds_one_layout():
+def test_a_partitioner_holds_one_layout():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
     new_step(partitioner).initialize_model([1, 24])
     with pytest.raises(ValueError, match="This FSDPPartitioner already holds the layout of another state"):
@@ -206,7 +206,7 @@ def test_one_partitioner_holds_one_layout():
 
 
 class LinenLogical(nn.Module):
-    """Names what its axes mean, and leaves to rules where they are."""
+    """Names its logical axes, which rules map to mesh axes."""
 
     @nn.compact
     def __call__(self, x):
@@ -243,7 +243,7 @@ def logical_step(kind, rules, shape=(4, 2)):
         ([("embed", None), ("hidden", None)], P()),
     ],
 )
-def test_logical_axes_are_where_the_rules_say(kind, rules, spec):
+def test_logical_axes_follow_the_rules(kind, rules, spec):
     _, _, batches = examples.tiny_regression()
     losses = []
     for each, shape in ((rules, (4, 2)), ([("embed", None), ("hidden", None)], (8, 1))):
@@ -251,7 +251,7 @@ def test_logical_axes_are_where_the_rules_say(kind, rules, spec):
         state = step.initialize_model([1, 3])
         kernels = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (3, 16)]
         expected = spec if each is rules else P()
-        assert len(kernels) == 3  # Of Adam's moments two.
+        assert len(kernels) == 3  # The parameter and two Adam moments.
         assert all(
             leaf.sharding.is_equivalent_to(jax.sharding.NamedSharding(step.partitioner.mesh, expected), 2)
             for leaf in kernels
@@ -261,12 +261,12 @@ def test_logical_axes_are_where_the_rules_say(kind, rules, spec):
 
 
 @pytest.mark.parametrize(("kind", "rules"), [("Linen", []), ("NNX", []), ("NNX", [("embed", None)])])
-def test_a_logical_axis_is_an_error_without_any_rule_and_in_nnx_without_its_own(kind, rules):
+def test_a_logical_axis_without_a_required_rule_raises(kind, rules):
     with pytest.raises(ValueError, match=r"uses the axis '(hidden|embed)'.*Add \('\1', \.\.\.\) to logical_axis_rules"):
         logical_step(kind, rules).initialize_model([1, 3])
 
 
-def test_logical_names_are_translated_one_by_one():
+def test_logical_names_are_mapped_individually():
     rules = [("a", "data"), ("b", "model"), ("c", ("data", "model")), ("c", "model"), ("d", None)]
     partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data", logical_axis_rules=rules)
     annotated = {
@@ -288,7 +288,7 @@ def test_logical_names_are_translated_one_by_one():
         LossStep(KEY, model, optax.sgd(0.1), partitioner, train=True, loss=loss).initialize_model([1, 8])
 
 
-def test_rules_of_a_context_around_it_are_left_alone():
+def test_logical_axis_rules_of_an_enclosing_context_apply():
     partitioner = partition.SPMDPartitioner(mesh_of((4, 2)), "data")
     state = partitioner.shard_init_fn(lambda: jnp.zeros(8))()
     constrained = lambda state, batch: (state, nn.with_logical_constraint(batch, ("hidden", None)))
@@ -297,7 +297,7 @@ def test_rules_of_a_context_around_it_are_left_alone():
     assert "model" in str(out.sharding.spec)
 
 
-def test_a_logical_axis_stands_for_an_axis_of_the_mesh():
+def test_a_logical_axis_rule_with_an_unknown_mesh_axis_raises():
     with pytest.raises(ValueError, match=r"rule \('hidden', 'tensor'\) has 'tensor', which is not an axis of the mesh"):
         logical_step("Linen", [("hidden", "tensor")])
 
@@ -308,7 +308,7 @@ def test_a_logical_axis_stands_for_an_axis_of_the_mesh():
 @pytest.mark.parametrize(
     ("axes", "shape"), [({"data": -1}, (8,)), ({"data": -1, "model": 2}, (4, 2)), ({"data": 2, "model": 4}, (2, 4))]
 )
-def test_a_mesh_takes_all_devices(axes, shape):
+def test_create_mesh_uses_all_devices(axes, shape):
     mesh = partition.create_mesh(**axes)
     assert mesh.devices.shape == shape and mesh.axis_names == tuple(axes)
     assert partition.create_mesh(data=-1, devices=jax.devices()[:2]).devices.tolist() == jax.devices()[:2]
@@ -327,12 +327,12 @@ def test_a_mesh_takes_all_devices(axes, shape):
         ({"data": 16}, "8 devices: the sizes multiply to 16"),
     ],
 )
-def test_a_mesh_that_can_not_be_made_is_an_error(axes, message):
+def test_create_mesh_rejects_sizes_that_do_not_fit(axes, message):
     with pytest.raises(ValueError, match=message):
         partition.create_mesh(**axes)
 
 
-def test_a_mesh_has_axes_with_sizes():
+def test_create_mesh_requires_axis_sizes():
     for axes in ({}, {"data": "all"}):
         with pytest.raises(TypeError, match="sizes by the names of axes, such as data=-1, model=2"):
             partition.create_mesh(**axes)
@@ -341,7 +341,7 @@ def test_a_mesh_has_axes_with_sizes():
 # Reports ---------------------------------------------------------------------------------------------
 
 
-def test_a_report_is_a_table_of_where_the_leaves_live():
+def test_report_is_a_table_of_leaf_layouts():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
     shapes = {"embedding": [1000, 64], "odd": [71, 61], "small": [7]}
     state = {"params": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
@@ -355,7 +355,7 @@ def test_a_report_is_a_table_of_where_the_leaves_live():
     ]
 
 
-def test_a_summary_has_one_row_for_equal_parameters_of_numbered_modules():
+def test_summary_merges_equal_parameters_of_numbered_modules():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8))
     block = lambda width: {"kernel": jax.ShapeDtypeStruct([width, 64], jnp.float32), "bias": jnp.zeros(3, jnp.bfloat16)}
     params = {f"block_{number}": block(1024) for number in range(3)} | {"head": block(512)}
@@ -373,7 +373,7 @@ def test_a_summary_has_one_row_for_equal_parameters_of_numbered_modules():
     assert f"a step: {step.compute_num_flops(state, batches[0]):.3g} FLOPs" in step.summary(state, batches[0])
 
 
-def test_a_report_tells_where_a_state_will_live_that_is_elsewhere_still():
+def test_report_shows_the_future_layout_of_an_unplaced_state():
     state = {"params": {"w": jnp.zeros([64, 128])}, "step": 0}
     layout = partition.FSDPPartitioner(partition.create_mesh(data=8)).report(state)
     assert [(leaf.path, leaf.spec, leaf.reason) for leaf in layout.leaves] == [
@@ -382,7 +382,7 @@ def test_a_report_tells_where_a_state_will_live_that_is_elsewhere_still():
     ]
 
 
-def test_a_partitioner_refuses_a_state_that_is_laid_out_otherwise():
+def test_place_state_rejects_a_different_state():
     partitioner = partition.FSDPPartitioner(partition.create_mesh(data=8), min_size=8)
     partitioner.place_state({"w": np.zeros([64, 8])})
     partitioner.place_state({"w": np.ones([64, 8])})
@@ -392,7 +392,7 @@ def test_a_partitioner_refuses_a_state_that_is_laid_out_otherwise():
 
 
 @pytest.mark.parametrize("kind", [*MAKE, "one device"])
-def test_a_report_is_the_same_before_and_after_the_state_is_made(kind):
+def test_report_is_the_same_for_abstract_and_real_states(kind):
     partitioner = partition.SingleDevicePartitioner() if kind == "one device" else MAKE[kind](mesh_of((4, 2)))
     step = new_step(partitioner)
     abstract = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
@@ -402,7 +402,7 @@ def test_a_report_is_the_same_before_and_after_the_state_is_made(kind):
     assert str(before) == str(after) and before.bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def test_a_picture_shows_what_is_split(capsys):
+def test_plot_shows_split_leaves(capsys):
     partitioner = MAKE["rules"](mesh_of((4, 2)))
     state = new_step(partitioner).initialize_model([1, 24])
     partitioner.plot(state, "params|mu")
@@ -413,7 +413,7 @@ def test_a_picture_shows_what_is_split(capsys):
         partitioner.plot(state, "attention")
 
 
-# What to take ----------------------------------------------------------------------------------------
+# Automatic choice ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -426,16 +426,16 @@ def test_a_picture_shows_what_is_split(capsys):
         (None, None, partition.SingleDevicePartitioner),
     ],
 )
-def test_what_is_chosen_depends_on_the_devices_and_the_batch(memory, rows, kind, monkeypatch, logs):
+def test_choose_depends_on_the_devices_and_the_batch_size(memory, rows, kind, monkeypatch, logs):
     if memory is not None:
         monkeypatch.setattr(partition.choice, "memory_of", lambda device: memory)
     state = jax.eval_shape(lambda: new_step(partition.SingleDevicePartitioner()).initialize_model([1, 24]))
     assert type(partition.choose(state, rows)) is kind
     assert "partitioner='auto'" in logs.text
-    assert type(partition.choose({"step": 0}, rows)) is not partition.FSDPPartitioner  # Of a Python number.
+    assert type(partition.choose({"step": 0}, rows)) is not partition.FSDPPartitioner  # The state is a Python number.
 
 
-def test_fit_takes_all_devices_if_asked(logs):
+def test_fit_can_use_all_devices(logs):
     data = batches(8)
     options = {"loss": loss, "optimizer": optax.adam(1e-2), "train_epochs": 2, "progress": None}
     state, history = jaxloop.fit(Network(), data, partitioner="auto", **options)

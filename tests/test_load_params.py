@@ -1,4 +1,4 @@
-"""Parameters and variables are loaded alone, into any layout and under other names."""
+"""Loading only parameters or variables, into any layout and under other names."""
 
 import contextlib
 import shutil
@@ -53,7 +53,7 @@ def saved(request, tmp_path_factory):
     state = step.initialize_model([1, 4])
     with contextlib.closing(checkpoint.CheckpointWriter(directory, best=("loss", "min"))) as writer:
         for number in (1, 2):
-            with jax.numpy_dtype_promotion("standard"):  # As Optax's Adam needs it.
+            with jax.numpy_dtype_promotion("standard"):  # Optax's Adam needs it.
                 state, _ = step(state, np.random.default_rng(number).normal(size=[8, 4]).astype(np.float32))
             states[number] = jax.tree.map(jnp.copy, state)
             writer.save(number, state, metrics={"loss": float(number)})
@@ -74,12 +74,12 @@ def assert_equal(got, expected):
 
 
 @pytest.mark.parametrize(("which", "number"), [("newest", 2), ("best", 1), (1, 1), (2, 2)])
-def test_the_parameters_of_a_step_are_loaded_into_a_tree(saved, which, number):
+def test_the_params_of_a_step_are_loaded_into_a_tree(saved, which, number):
     directory, states = saved
     assert_equal(checkpoint.load_params(directory, which, into=states[1].params), states[number].params)
 
 
-def test_shapes_are_enough_and_their_shardings_are_kept(saved):
+def test_abstract_params_are_enough_and_keep_their_shardings(saved):
     directory, states = saved
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     split = jax.sharding.NamedSharding(mesh, jax.P("data"))
@@ -93,7 +93,7 @@ def test_shapes_are_enough_and_their_shardings_are_kept(saved):
     assert_equal(checkpoint.load_params(directory, into=shapes()), states[2].params)
 
 
-def test_without_a_tree_they_are_dicts_that_the_model_takes(saved):
+def test_params_loaded_without_a_tree_are_dicts_that_the_model_accepts(saved):
     directory, states = saved
     params = checkpoint.load_params(directory)
     assert set(params) == {"body", "norm", "head"}
@@ -116,7 +116,7 @@ def test_without_a_tree_they_are_dicts_that_the_model_takes(saved):
         np.testing.assert_array_equal(Linen().apply(variables, x), expected)
 
 
-def test_variables_are_loaded_into_those_of_a_state(saved):
+def test_variables_are_loaded_into_a_tree(saved):
     directory, states = saved
     state = states[1]
     into = {"params": state.params, "batch_stats": state.batch_stats}
@@ -124,7 +124,7 @@ def test_variables_are_loaded_into_those_of_a_state(saved):
     assert_equal(loaded, {"params": states[2].params, "batch_stats": states[2].batch_stats})
 
 
-def test_patterns_load_a_part_under_other_names(saved):
+def test_patterns_load_some_params_under_other_names(saved):
     directory, states = saved
     backbone = {"encoder": states[1].params["body"], "new_head": {"bias": jnp.zeros(7)}}
     loaded = checkpoint.load_params(directory, into=backbone, paths={"body/**": "encoder/**"})
@@ -153,7 +153,7 @@ def test_a_leaf_without_a_value_needs_a_pattern(linen_directory):
         checkpoint.load_params(linen_directory, into=into, paths={"body/kernel": "encoder/kernel"})
 
 
-def test_a_tree_of_another_model_raises_an_error_with_its_leaves(linen_directory):
+def test_a_tree_of_a_different_model_raises_and_lists_its_leaves(linen_directory):
     with pytest.raises(ValueError, match=r"kernel: \(none\) -> float32\[9\]"):
         checkpoint.load_params(linen_directory, into={"kernel": jnp.zeros(9)})
 
@@ -177,7 +177,7 @@ def test_a_step_that_is_missing_or_not_a_step_raises_an_error(linen_directory, t
         checkpoint.load_params(tmp_path_factory.mktemp("empty"))
 
 
-def test_damaged_checkpoints_are_skipped_with_a_warning_and_stay(saved, tmp_path, logs):
+def test_damaged_checkpoints_are_skipped_with_a_warning_and_kept(saved, tmp_path, logs):
     directory, states = saved
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     damaged = max(
@@ -191,7 +191,7 @@ def test_damaged_checkpoints_are_skipped_with_a_warning_and_stay(saved, tmp_path
         checkpoint.load_params(tmp_path, 2)
 
 
-def test_orbax_checkpoints_are_read_without_the_state_of_their_optimizer(tmp_path):
+def test_orbax_checkpoints_are_read_without_their_optimizer_state(tmp_path):
     state = make_step().initialize_model([1, 4])
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)  # One directory per leaf.
     manager = ocp.CheckpointManager(tmp_path, item_handlers=handler)
@@ -204,7 +204,7 @@ def test_orbax_checkpoints_are_read_without_the_state_of_their_optimizer(tmp_pat
     assert_equal(checkpoint.load_params(tmp_path, into=state.params), state.params)
 
 
-def test_a_state_with_another_optimizer_keeps_it_and_a_warning_says_so(linen_directory, logs):
+def test_a_state_with_a_different_optimizer_keeps_its_opt_state_with_a_warning(linen_directory, logs):
     saved_state = make_step().restore_model(make_step().initialize_model([1, 4]), linen_directory)
     step = make_step(optimizer=optax.sgd(0.1, momentum=0.9))
     fresh = step.initialize_model([1, 4])
@@ -226,7 +226,7 @@ def test_a_step_without_an_optimizer_restores_the_model_without_a_warning(linen_
     assert not [record for record in logs.records if record.levelname == "WARNING"]
 
 
-def test_a_state_of_another_model_and_optimizer_and_a_resumed_run_still_raise_an_error(linen_directory):
+def test_a_different_model_or_a_resume_with_a_different_optimizer_raises(linen_directory):
     other = make_step(nn.Dense(3), optax.sgd(0.1))
     with pytest.raises(ValueError, match="does not fit this state"):
         other.restore_model(other.initialize_model([1, 4]), linen_directory)

@@ -21,7 +21,7 @@ from jaxloop import checkpoint
 from jaxloop.lock import DirectoryInUseError, DirectoryLock, DirectoryLostError, Holder
 from jaxloop.text import printable
 
-# Loads the module alone: jaxloop takes seconds.
+# Loads only the module, because importing jaxloop takes seconds.
 LOAD = """
 import importlib.util, os, sys, time, types
 
@@ -42,7 +42,7 @@ with lock.DirectoryLock(directory):
 
 @pytest.fixture
 def start():
-    """Starts a program that has the module as `lock`, and waits for its first line."""
+    """Starts a program that can use the module as `lock`, and waits for its first line."""
     processes = []
 
     def run(program, directory):
@@ -66,7 +66,7 @@ def is_free(directory):
     return False
 
 
-def refusal(directory, match="is in use by"):
+def acquire_error(directory, match="is in use by"):
     """Returns the error of acquiring a lock that is held."""
     with pytest.raises(DirectoryInUseError, match=match) as caught:
         DirectoryLock(directory).acquire()
@@ -75,7 +75,7 @@ def refusal(directory, match="is in use by"):
 
 
 def fails(error):
-    """Returns a function that raises an OSError of this code, or this exception."""
+    """Returns a function that raises the given exception, or an OSError with the given code."""
 
     def fail(*args, **kwargs):
         raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
@@ -87,9 +87,9 @@ def move(path):
     path.rename(path.with_name("elsewhere"))
 
 
-def test_a_second_process_is_refused_with_the_id_of_the_first_until_that_ends(start, tmp_path):
+def test_a_second_process_is_refused_until_the_first_ends(start, tmp_path):
     process, _ = start(HOLD, tmp_path)
-    holder = (error := refusal(tmp_path)).holder
+    holder = (error := acquire_error(tmp_path)).holder
     assert (holder.pid, holder.host, error.directory) == (process.pid, socket.gethostname(), str(tmp_path))
     assert str(error) == (
         f"{tmp_path} is in use by process {process.pid} on {holder.host}, since {holder.since} "
@@ -102,7 +102,7 @@ def test_a_second_process_is_refused_with_the_id_of_the_first_until_that_ends(st
     assert is_free(tmp_path)
 
 
-# Its children live on: one forked, and one that runs another program and was given whatever can be inherited.
+# Two children outlive it: a forked one, and a different program that inherited everything it can.
 HOLD_WITH_CHILDREN = """
 import subprocess
 
@@ -116,7 +116,7 @@ time.sleep(20)
 """
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_also_while_its_children_live(start, tmp_path, logs):
+def test_the_lock_of_a_killed_process_is_taken_over_while_its_children_live(start, tmp_path, logs):
     process, children = start(HOLD_WITH_CHILDREN, tmp_path)
     try:
         assert not is_free(tmp_path)
@@ -133,7 +133,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_also_while_its_children_live
     assert line.endswith(", which ended without releasing it.")
 
 
-# A forked child gives up nothing of its parent's, and can't take it either.
+# A forked child can neither release its parent's lock nor acquire it.
 FORK = """
 outer = lock.DirectoryLock(directory)
 with outer:
@@ -150,7 +150,7 @@ with outer:
 """
 
 
-def test_a_forked_child_neither_releases_nor_holds_the_lock_of_its_parent(start, tmp_path):
+def test_a_forked_child_can_neither_release_nor_acquire_its_parents_lock(start, tmp_path):
     process, code = start(FORK, tmp_path)
     assert code == "7" and not is_free(tmp_path)
     process.communicate()
@@ -172,7 +172,7 @@ ESCAPES = {"pid": 7, "host": "a\nb", "since": "now\r", "command": "train \x1b[31
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', json.dumps(ODD), "[" * 50_000_000])
-def test_a_file_that_names_no_holder_is_taken_over_too(content, tmp_path):
+def test_a_lock_file_without_a_holder_is_taken_over(content, tmp_path):
     (tmp_path / LOCK).write_text(content)
     assert is_free(tmp_path) and not os.listdir(tmp_path)
 
@@ -185,26 +185,26 @@ def test_the_content_of_a_locked_file_is_untrusted(content, holder, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(content)
         file.flush()
-        error = refusal(tmp_path, "is in use by another process. Two runs" if holder is None else "kill 7")
+        error = acquire_error(tmp_path, "is in use by another process. Two runs" if holder is None else "kill 7")
     assert str(error).isprintable() and error.holder == holder
     assert (tmp_path / LOCK).read_text() == content
 
 
 def in_a_thread(function):
-    """Calls a function in another thread; returns what it returns or raises."""
+    """Returns the result of calling a function in another thread."""
     with concurrent.futures.ThreadPoolExecutor(1, "other") as pool:
         return pool.submit(function).result()
 
 
-def test_another_thread_of_the_process_is_refused_until_the_first_has_released_it(tmp_path):
+def test_another_thread_is_refused_until_the_first_releases_the_lock(tmp_path):
     with DirectoryLock(tmp_path):
-        error = in_a_thread(lambda: refusal(tmp_path))
+        error = in_a_thread(lambda: acquire_error(tmp_path))
     assert (error.thread, error.holder) == (threading.current_thread().name, None)
     assert f"is in use by the thread {error.thread!r} of this process. Two runs" in str(error)
     assert in_a_thread(lambda: is_free(tmp_path))
 
 
-def test_within_a_thread_it_is_held_until_each_has_released_it(tmp_path):
+def test_the_lock_is_reentrant_within_a_thread(tmp_path):
     first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
     with first:
         with second, first:
@@ -217,7 +217,7 @@ def test_within_a_thread_it_is_held_until_each_has_released_it(tmp_path):
         second.release()
 
 
-def test_two_names_of_a_directory_are_one(tmp_path, monkeypatch):
+def test_paths_to_the_same_directory_share_a_lock(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (tmp_path / "link").symlink_to(run)
     monkeypatch.chdir(tmp_path)
@@ -227,18 +227,18 @@ def test_two_names_of_a_directory_are_one(tmp_path, monkeypatch):
     assert not os.listdir(run)
 
 
-def test_directories_and_names_are_apart(tmp_path):
+def test_different_directories_or_names_have_separate_locks(tmp_path):
     with DirectoryLock(tmp_path / "one"), DirectoryLock(tmp_path / "two"), DirectoryLock(tmp_path / "two", ".eval"):
         assert sorted(os.listdir(tmp_path / "two")) == [".eval", ".trainer.lock"]
 
 
 @pytest.mark.parametrize("lose", [os.unlink, move])
-def test_a_file_lost_between_opening_and_locking_is_not_taken_for_the_lock(lose, tmp_path, monkeypatch):
+def test_a_file_lost_between_opening_and_locking_is_not_used(lose, tmp_path, monkeypatch):
     path, flock, calls = tmp_path / LOCK, fcntl.flock, []
 
     def lose_and_lock(descriptor, operation):
         calls.append(operation)
-        if len(calls) == 1:  # As the process does that has held it until now.
+        if len(calls) == 1:  # As the previous holder does when it releases the lock.
             lose(path)
         flock(descriptor, operation)
 
@@ -247,7 +247,7 @@ def test_a_file_lost_between_opening_and_locking_is_not_taken_for_the_lock(lose,
         assert len(calls) == 2 and json.loads(path.read_text())["pid"] == os.getpid()
 
 
-# What happens to a locked directory, and the files that are there after the release.
+# What happens to a locked directory, and the files that are left after the release.
 LOSSES = {
     "moved": (move, [f"elsewhere/{LOCK}"]),
     "replaced": (lambda run: (move(run), run.mkdir()), [f"elsewhere/{LOCK}"]),
@@ -258,9 +258,9 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("lose", "left"), LOSSES.values(), ids=LOSSES)
-def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, left, tmp_path):
+def test_check_detects_a_moved_replaced_or_deleted_directory(lose, left, tmp_path):
     lock = DirectoryLock(tmp_path / "run")
-    lock.check()  # It is not locked.
+    lock.check()  # Not locked yet.
     with lock:
         DirectoryLock(tmp_path / "run").check()
         lose(tmp_path / "run")
@@ -269,7 +269,7 @@ def test_a_directory_that_is_no_longer_the_locked_one_is_noticed(lose, left, tmp
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == left
 
 
-def test_a_directory_made_in_place_of_a_locked_one_has_a_lock_of_its_own(tmp_path):
+def test_a_directory_that_replaces_a_locked_one_has_a_separate_lock(tmp_path):
     with DirectoryLock(tmp_path / "run"):
         move(tmp_path / "run")
         with DirectoryLock(tmp_path / "run"):
@@ -280,7 +280,9 @@ def test_a_directory_made_in_place_of_a_locked_one_has_a_lock_of_its_own(tmp_pat
     ("function", "warnings"),
     [("unlink", ["{}/.trainer.lock is unlocked, but could not be deleted: Read-only file system."]), ("close", [])],
 )
-def test_a_failed_release_hides_no_error_of_the_run(function, warnings, tmp_path, monkeypatch, warnings_logged):
+def test_a_failed_release_does_not_hide_the_error_of_the_run(
+    function, warnings, tmp_path, monkeypatch, warnings_logged
+):
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), DirectoryLock(tmp_path):
         patch.setattr(os, function, fails(errno.EROFS))
         raise ZeroDivisionError
@@ -297,7 +299,7 @@ def test_a_failed_release_hides_no_error_of_the_run(function, warnings, tmp_path
         (lambda path: path.symlink_to("/dev/full"), "a symbolic link"),
     ],
 )
-def test_anything_but_a_regular_file_is_refused_and_left_alone(make, kind, tmp_path):
+def test_anything_but_a_regular_file_is_rejected_and_left_alone(make, kind, tmp_path):
     make(tmp_path / LOCK)
     with pytest.raises(OSError, match=f"Can't write to .*: Expected a regular file and found {kind}. Remove it"):
         DirectoryLock(tmp_path).acquire()
@@ -316,7 +318,7 @@ FULL = r"No space left on device\). Give another directory, or free space and in
         ("os.pwrite", KeyboardInterrupt("stop"), "stop"),
     ],
 )
-def test_an_error_of_acquiring_is_explained_and_frees_the_directory(function, error, match, tmp_path, monkeypatch):
+def test_a_failed_acquire_explains_the_error_and_frees_the_directory(function, error, match, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises((OSError, KeyboardInterrupt), match=match) as caught:
         patch.setattr(function, fails(error))
         DirectoryLock(tmp_path / "run").acquire()
@@ -324,7 +326,7 @@ def test_an_error_of_acquiring_is_explained_and_frees_the_directory(function, er
     assert is_free(tmp_path / "run")
 
 
-def test_checkpoints_beside_it_are_found(tmp_path):
+def test_checkpoints_next_to_a_lock_file_are_found(tmp_path):
     with DirectoryLock(tmp_path):
         assert checkpoint.all_steps(tmp_path) == []
         (tmp_path / "10").mkdir()
@@ -334,7 +336,7 @@ def test_checkpoints_beside_it_are_found(tmp_path):
 
 @pytest.fixture
 def read_only():
-    """A directory in which this process may not write, even if it is root's."""
+    """A directory that this process can't write to, even if it runs as root."""
     directory, user = tempfile.mkdtemp(), os.geteuid()
     os.chmod(directory, 0o555)
     os.seteuid(user or 65534)
@@ -343,7 +345,7 @@ def read_only():
     os.rmdir(directory)
 
 
-def test_a_read_only_directory_is_refused_in_words(read_only):
+def test_a_read_only_directory_raises_a_clear_error(read_only):
     for directory, name in [(read_only, LOCK), (os.path.join(read_only, "run"), "")]:
         with pytest.raises(PermissionError) as caught:
             DirectoryLock(directory).acquire()
@@ -354,10 +356,10 @@ def test_a_read_only_directory_is_refused_in_words(read_only):
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_warned_of_once(code, tmp_path, monkeypatch, warnings_logged):
+def test_a_file_system_without_locks_causes_one_warning(code, tmp_path, monkeypatch, warnings_logged):
     monkeypatch.setattr(fcntl, "flock", fails(code))
     with DirectoryLock(tmp_path), DirectoryLock(tmp_path):
-        assert "of this process" in str(in_a_thread(lambda: refusal(tmp_path)))
+        assert "of this process" in str(in_a_thread(lambda: acquire_error(tmp_path)))
     assert warnings_logged() == [
         f"{tmp_path} can't be locked ({os.strerror(code)}): make sure that no other run writes there at the same time."
     ]
@@ -370,7 +372,7 @@ def test_a_remote_directory_is_not_locked(directory, warnings_logged):
         assert line.startswith("gs://bucket/run can't be locked (remote file systems")
 
 
-def test_windows_has_no_lock(tmp_path, monkeypatch, warnings_logged):
+def test_directories_are_not_locked_on_windows(tmp_path, monkeypatch, warnings_logged):
     monkeypatch.setattr(jaxloop.lock, "fcntl", None)
     with DirectoryLock(tmp_path):
         assert len(warnings_logged()) == 1

@@ -18,7 +18,7 @@ from jaxloop.step import Step
 from jaxloop.train_loop import TrainLoop
 
 
-def test_a_loop_is_the_hand_written_loop(assert_same):
+def test_a_loop_matches_a_handwritten_loop(assert_same):
     step, state, batches = examples.tiny_regression()
     expected = []
     for batch in batches[:70]:
@@ -33,7 +33,7 @@ def test_a_loop_is_the_hand_written_loop(assert_same):
     assert_same(same_state, state)
 
 
-def test_an_iterator_goes_on_where_the_last_loop_stopped():
+def test_the_next_loop_continues_the_iterator():
     step, state, batches = examples.tiny_regression()
     iterator, loop = iter(batches), Loop(step)
     state, _ = loop(state, iterator, num_steps=3)
@@ -44,7 +44,7 @@ def test_an_iterator_goes_on_where_the_last_loop_stopped():
 
 
 @pytest.mark.parametrize("num_steps", [None, 100])
-def test_a_dataset_that_ends_ends_the_loop(num_steps):
+def test_an_exhausted_dataset_ends_the_loop(num_steps):
     step, state, batches = examples.tiny_regression()
     loop = Loop(step)
     state, outputs = loop(state, batches[:7], num_steps)
@@ -56,7 +56,7 @@ def test_a_dataset_that_ends_ends_the_loop(num_steps):
 @pytest.mark.parametrize(
     ("num_steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), ("3", TypeError)]
 )
-def test_a_number_of_steps_must_be_positive(num_steps, error):
+def test_num_steps_must_be_positive(num_steps, error):
     step, state, batches = examples.tiny_regression()
     with pytest.raises(error, match="num_steps must be a positive int or None, got"):
         Loop(step)(state, batches, num_steps)
@@ -64,13 +64,13 @@ def test_a_number_of_steps_must_be_positive(num_steps, error):
 
 
 @pytest.mark.parametrize("dataset", ["train", 5, {"x": np.zeros(3)}, np.zeros([3, 3])])
-def test_what_is_no_dataset_is_refused(dataset):
+def test_a_value_that_is_not_a_dataset_is_rejected(dataset):
     step, state, _ = examples.tiny_regression()
     with pytest.raises(TypeError, match="A dataset must be an iterator or an iterable of batches, got"):
         Loop(step)(state, dataset, 1)
 
 
-def test_steps_that_do_not_return_their_state_leave_it_usable():
+def test_return_state_from_step_false_leaves_the_state_usable():
     step, state, batches = examples.tiny_regression()
     before = jax.device_get(state)
     same_state, outputs = Loop(step)(state, batches, num_steps=5, return_state_from_step=False)
@@ -131,20 +131,20 @@ def failing_dataset(batches, after):
     raise OSError("the disk is gone")
 
 
-def test_an_iterator_that_raises_loses_nothing():
+def test_an_error_in_the_iterator_loses_nothing():
     step, state, batches = examples.tiny_regression()
     loop = Loop(step)
     with pytest.raises(OSError, match="the disk is gone") as caught:
         loop(state, failing_dataset(batches, after=5), num_steps=10)
     assert "in the dataset, after step 5" in caught.value.__notes__[0]
     assert int(loop.rescued_state.step) == 5
-    with pytest.raises(ValueError, match="donated"):  # Who tries the old state again still has the other.
+    with pytest.raises(ValueError, match="donated"):  # Passing the old state again doesn't lose the rescued one.
         loop(state, iter(batches), 1)
     rescued, _ = loop(loop.rescued_state, iter(batches), 1)
     assert int(rescued.step) == 6 and loop.rescued_state is None
 
 
-def test_a_step_that_raises_loses_nothing():
+def test_an_error_in_a_step_loses_nothing():
     class Fails(Step):
         def begin(self, state, batch):
             if batch["x"][0] == 3:
@@ -163,7 +163,7 @@ def test_a_step_that_raises_loses_nothing():
 
 
 @pytest.mark.parametrize("loop_class", [Loop, ActionLoop])
-def test_a_loop_that_is_no_train_loop_takes_steps_that_make_no_update(loop_class):
+def test_loops_other_than_train_loops_accept_steps_without_updates(loop_class):
     class Looks(Step):
         def run(self, state, batch):
             return state, {"largest": batch["x"].max()}
@@ -175,7 +175,7 @@ def test_a_loop_that_is_no_train_loop_takes_steps_that_make_no_update(loop_class
     assert outputs["largest"] == [0, 1, 2] and int(state.step) == 0
 
 
-def test_what_an_earlier_call_rescued_is_not_rescued_again():
+def test_a_state_rescued_by_an_earlier_call_is_not_rescued_again():
     class FailsAtTheEnd(Counts):
         def end(self, state, outputs):
             if int(state.step) == 3:
@@ -192,7 +192,7 @@ def test_what_an_earlier_call_rescued_is_not_rescued_again():
     assert (int(loop.rescued_state.step), loop.step_num) == (0, 0)
 
 
-def test_the_error_of_a_state_used_twice_names_the_loop_that_took_it():
+def test_the_error_for_a_donated_state_names_the_loop():
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step)
     state, _ = loop(state, batches, 3)
@@ -201,17 +201,17 @@ def test_the_error_of_a_state_used_twice_names_the_loop_that_took_it():
         loop(state, batches, 3)
 
 
-def test_ctrl_c_ends_a_loop_after_the_step_and_the_state_comes_back(logs, interrupted):
+def test_ctrl_c_ends_a_loop_after_the_step_and_returns_the_state(logs, interrupted):
     step, state, batches = examples.tiny_regression()
     state, outputs = Loop(step)(state, interrupted(batches, 4), num_steps=50)
     assert (int(state.step), len(outputs["loss"])) == (5, 5)
     assert "the run stops after this step" in logs.text
-    state, _ = Loop(step)(state, batches, num_steps=50)  # And the next one runs.
+    state, _ = Loop(step)(state, batches, num_steps=50)  # The next loop runs.
     assert int(state.step) == 55
 
 
 def test_memory_does_not_grow_with_the_steps():
-    """Of what the steps put out, a bounded number is alive at any time; the outputs of the steps are 1 kB each."""
+    """The number of step outputs alive at any time is bounded. Each of them takes 1 kB."""
     alive, most = weakref.WeakSet(), 0
 
     class Watched(Step):
@@ -244,7 +244,7 @@ def test_the_host_reads_in_chunks(num_steps, monkeypatch):
     assert len(reads) <= num_steps / 32 + 3
 
 
-def test_a_second_loop_does_not_ask_the_device_for_the_step(monkeypatch):
+def test_a_second_loop_does_not_read_the_step_from_the_device(monkeypatch):
     step, state, batches = examples.tiny_regression()
     loop = TrainLoop(step)
     state, _ = loop(state, batches, 3)
@@ -252,10 +252,10 @@ def test_a_second_loop_does_not_ask_the_device_for_the_step(monkeypatch):
     fetch = metrics.fetch
     monkeypatch.setattr(metrics, "fetch", lambda tree: reads.append(tree) or fetch(tree))
     loop(state, batches, 3)
-    assert len(reads) == 1 and loop.step_num == 6  # One, for the outputs.
+    assert len(reads) == 1 and loop.step_num == 6  # A single read, for the outputs.
 
 
-def test_a_train_step_must_count():
+def test_a_train_step_must_increment_the_step():
     class Stuck(Step):
         def run(self, state, batch):
             return state, {"loss": jnp.ones(())}
@@ -269,7 +269,7 @@ def test_a_train_step_must_count():
 
 
 class Counts(Step):
-    """Counts its steps; what it puts out is for subclasses to say."""
+    """Increments the step; subclasses define other outputs."""
 
     def run(self, state, batch):
         return state.replace(step=state.step + 1), {"loss": batch["x"].mean()}
@@ -282,7 +282,7 @@ def counting_loop(step_class, loop_class=Loop, num_steps=100, devices=None):
     return loop_class(step)(step.initialize_model([1, 1]), dataset)
 
 
-def test_outputs_may_differ_from_step_to_step():
+def test_outputs_may_vary_between_steps():
     class Sometimes(Counts):
         def end(self, state, outputs):
             return state, outputs if int(state.step) % 2 else None
@@ -291,7 +291,7 @@ def test_outputs_may_differ_from_step_to_step():
     assert outputs["loss"] == [0, 2, 4]
 
 
-def test_an_output_that_is_a_leaf_of_the_state_is_read_before_it_is_donated():
+def test_outputs_that_are_leaves_of_the_state_are_read_before_donation():
     class Leaves(Counts):
         def end(self, state, outputs):
             return state, {"step": state.step, "bias": state.params["bias"]}
@@ -303,7 +303,7 @@ def test_an_output_that_is_a_leaf_of_the_state_is_read_before_it_is_donated():
 @pytest.mark.parametrize("kind", ["scalars", "metrics", "host values", "nothing"])
 @pytest.mark.parametrize(("devices", "chunk"), [(1, 32), (8, 4)])
 def test_the_host_is_never_more_than_two_chunks_ahead(kind, devices, chunk, monkeypatch, data_parallel):
-    """Whatever a step puts out: the loop waits for a step before it is two chunks ahead of it."""
+    """Whatever a step outputs, the loop waits for the devices before it gets two chunks ahead of them."""
 
     class Kind(Counts):
         def run(self, state, batch):
@@ -321,7 +321,7 @@ def test_the_host_is_never_more_than_two_chunks_ahead(kind, devices, chunk, monk
     assert sum(waits) >= 160 / (chunk + 1) - 1
 
 
-def test_a_state_of_any_form_is_trained():
+def test_any_pytree_can_be_a_state():
     class Plain(Step):
         def run(self, state, batch):
             return {"w": state["w"] + batch["x"].sum()}, {"w": state["w"]}
@@ -349,7 +349,7 @@ def test_end_is_not_called_without_a_step():
     assert outputs == {}
 
 
-def test_repeated_ctrl_c_gets_out_of_a_loop_of_loops():
+def test_repeated_ctrl_c_ends_a_python_loop_over_loops():
     def interrupted():
         for _ in range(3):
             _thread.interrupt_main()
@@ -366,7 +366,7 @@ def test_repeated_ctrl_c_gets_out_of_a_loop_of_loops():
     assert calls < 10
 
 
-def test_a_hook_that_returns_no_pair_is_refused():
+def test_a_hook_must_return_a_pair():
     class Wrong(Counts):
         def begin(self, state, batch):
             return batch
@@ -375,12 +375,12 @@ def test_a_hook_that_returns_no_pair_is_refused():
         counting_loop(Wrong)
 
 
-def test_a_loop_takes_a_step():
+def test_a_loop_requires_a_step():
     with pytest.raises(TypeError, match="TrainLoop takes a jaxloop Step, got <function"):
         TrainLoop(lambda state, batch: None)
 
 
-def test_stop_iteration_in_a_step_is_no_end_of_the_data():
+def test_stop_iteration_in_a_step_is_not_the_end_of_the_data():
     class Careless(type(examples.tiny_regression()[0])):
         def begin(self, state, batch):
             return state, next(iter([]))
@@ -403,7 +403,7 @@ class Regression(Step):
 
 
 def odd_batches(kind):
-    """Forty batches of which the 36th is not like the others."""
+    """Returns 40 batches, of which the 36th differs from the others."""
     rng = np.random.default_rng(0)
     batches = [{"x": rng.normal(size=[8, 3]).astype(np.float32), "y": np.ones([8, 1], np.float32)} for _ in range(40)]
     if kind == "too large":
@@ -446,8 +446,8 @@ def train_on(kind, as_data, end_actions=(), **hooks):
 @pytest.mark.parametrize(
     "kind", "nothing,short,one leaf,dtype,another leaf,order,no array,no dict,wrong,strings,too large".split(",")
 )
-def test_batches_like_those_before_are_taken_like_others(kind):
-    """A loop does less for them, unless the step has a hook for each."""
+def test_skipping_checks_for_similar_batches_changes_no_result(kind):
+    """A loop skips checks for batches like the previous ones, unless the step has a hook for each batch."""
     detector = str(train_on(kind, list, begin=lambda self, state, batch: (state, batch)))
     for as_data in (list, lambda batches: (each for each in batches)):
         assert str(train_on(kind, as_data)) == detector
@@ -463,7 +463,7 @@ def test_batches_like_those_before_are_taken_like_others(kind):
         lambda x, y, mask: {"both": [x, mask], "y": y},
     ],
 )
-def test_any_tree_of_arrays_is_a_batch(devices, nest, data_parallel):
+def test_any_pytree_of_arrays_can_be_a_batch(devices, nest, data_parallel):
     class Nested(Regression):
         def run(self, state, batch):
             x, _, y = jax.tree.leaves(batch)
@@ -476,7 +476,7 @@ def test_any_tree_of_arrays_is_a_batch(devices, nest, data_parallel):
 
 
 @pytest.mark.parametrize("as_data", [list, itertools.chain])
-def test_a_signal_ends_a_loop_whatever_its_data(as_data):
+def test_a_signal_ends_a_loop_over_any_data(as_data):
     class Interrupting(Counts):
         def run(self, state, batch):
             jax.debug.callback(lambda step: int(step) == 40 and signal.raise_signal(signal.SIGINT), state.step)
@@ -489,7 +489,7 @@ def test_a_signal_ends_a_loop_whatever_its_data(as_data):
 
 
 @pytest.mark.parametrize("devices", [None, 1])
-def test_a_partitioner_of_ones_own_places_each_batch(devices):
+def test_a_custom_partitioner_places_each_batch(devices):
     class Placing:
         placed = 0
 
@@ -512,14 +512,14 @@ class Fails(actions.Action):
         raise OSError("the disk is gone")
 
 
-def test_an_iterator_that_was_moved_gives_nothing_of_what_was_drawn_before():
+def test_forget_batches_discards_batches_read_before_a_seek():
     iterator = data.batches([{"x": np.full(1, number, np.float32)} for number in range(10)])
     start = iterator.position()
     step = Counts(jax.random.key(0), nn.Dense(1), train=True)
     loop = TrainLoop(step, end_actions=[Fails(every(steps=3))])
     state = step.initialize_model([1, 1])
     with pytest.raises(OSError, match="the disk is gone"):
-        loop(state, iterator)  # It has drawn the fourth, to know whether it goes on.
+        loop(state, iterator)  # It has already read the fourth batch, to know whether the data continues.
     iterator.seek(start)
     loop.forget_batches()
     _, outputs = loop(step.initialize_model([1, 1]), iterator, num_steps=2)

@@ -18,7 +18,7 @@ W = RNG.normal(size=(3, 1)).astype(np.float32)
 
 
 def rows(count, seed=0):
-    """A batch of a linear regression."""
+    """Returns a batch for a linear regression."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(count, 3)).astype(np.float32)
     return {"x": x, "y": (x @ W + rng.normal(size=(count, 1))).astype(np.float32)}
@@ -29,7 +29,7 @@ def squares(outputs, batch):
 
 
 def linear(params, batch):
-    """A loss of parameters alone, which compiles in no time."""
+    """A loss of bare parameters, which compiles quickly."""
     return squares(batch["x"] @ params["w"], batch)
 
 
@@ -38,7 +38,7 @@ def linear_step(loss=linear, **options):
 
 
 def train(step, batches, **spec):
-    """Trains from the first state; returns the last, and the losses."""
+    """Trains from the initial state and returns the final state and the losses."""
     state, losses = step.initialize_model(**spec), []
     for number, batch in enumerate(batches):
         state, outputs = step(state, batch, number)
@@ -46,11 +46,11 @@ def train(step, batches, **spec):
     return state, losses
 
 
-# Models as they come ----------------------------------------------------------------------------------
+# Model libraries --------------------------------------------------------------------------------------
 
 
 def two_layers():
-    """The same network in seven ways: a model, the arguments of its step, and its outputs for the loss."""
+    """Returns the same network as seven kinds of models, each with the arguments of its step."""
     rng = np.random.default_rng(1)
     w1, w2 = (rng.normal(size=shape).astype(np.float32) for shape in ([3, 4], [4, 1]))
     b1, b2 = np.zeros(4, np.float32), np.zeros(1, np.float32)
@@ -96,11 +96,11 @@ def two_layers():
     }
 
 
-def test_the_same_network_trains_the_same_in_whatever_library():
+def test_the_same_network_trains_the_same_in_every_library():
     batches = [rows(8, seed) for seed in range(5)]
     found = {}
     for name, (model, options) in two_layers().items():
-        with jax.numpy_rank_promotion("allow"):  # Haiku's.
+        with jax.numpy_rank_promotion("allow"):  # Haiku needs it.
             step = LossStep(KEY, model, optax.sgd(0.05, momentum=0.9), train=True, **{"loss": squares, **options})
             state, found[name] = train(step, batches, spec=step.input_spec(batches[0]))
         assert int(state.step) == 5 and step.num_params == 21
@@ -117,7 +117,7 @@ class Regression(LossStep):
         return jnp.mean(error**2, axis=-1), {"off": jnp.abs(error[:, 0]) > 1, "constant": 3}
 
 
-def test_the_loss_is_a_method_or_an_argument():
+def test_the_loss_can_be_a_method_or_an_argument():
     batch = rows(8)
     loss, metrics = Regression.loss, {"mae": lambda outputs, batch: jnp.abs(outputs - batch["y"]).mean(-1)}
     found = []
@@ -135,7 +135,7 @@ def test_the_loss_is_a_method_or_an_argument():
     assert found[0] == found[1]
 
 
-def test_a_scalar_loss_is_taken_as_it_is():
+def test_a_scalar_loss_is_used_unchanged():
     batches = [rows(8, seed) for seed in range(3)]
     scalar, losses = train(linear_step(lambda p, b: jnp.mean(linear(p, b)), train=True), batches)
     per_example, same_losses = train(linear_step(train=True), batches)
@@ -173,13 +173,13 @@ def test_a_scalar_loss_is_taken_as_it_is():
         (lambda o, b: (squares(o, b), {"mae": 0.0}), ValueError, "two metrics named 'mae': The loss returned one"),
     ],
 )
-def test_a_loss_of_another_form_is_refused(loss, error, message):
+def test_a_malformed_loss_is_rejected(loss, error, message):
     step = LossStep(KEY, nn.Dense(1), loss=loss, metrics={"mae": lambda o, b: 0.0})
     with pytest.raises(error, match=message):
         jax.eval_shape(step.run, jax.eval_shape(lambda: step.initialize_model([1, 3])), rows(8))
 
 
-def test_the_error_of_a_method_names_it():
+def test_the_error_names_the_loss_method():
     class Wrong(LossStep):
         def loss(self, outputs, batch):
             return outputs
@@ -203,7 +203,7 @@ def test_the_error_of_a_method_names_it():
         (Regression, {"optimiser": 1}, TypeError, "'optimiser'. Did you mean 'optimizer'"),
     ],
 )
-def test_wrong_arguments_are_refused(make, options, error, message):
+def test_wrong_arguments_are_rejected(make, options, error, message):
     with pytest.raises(error, match=message):
         make(KEY, nn.Dense(1), **options)
 
@@ -232,7 +232,7 @@ A, B = np.zeros([4, 2], np.float32), np.zeros([4, 3])
         ({"x": {"a": A}}, lambda batch: batch["x"]["a"], (1, 2)),
     ],
 )
-def test_where_the_inputs_are(batch, inputs, shape):
+def test_inputs_are_found_in_the_batch(batch, inputs, shape):
     spec = LossStep(KEY, nn.Dense(1), loss=squares, inputs=inputs).input_spec(batch)
     assert (spec.shape, spec.dtype) == (shape, np.float32)
 
@@ -255,7 +255,7 @@ class NNXPair(nnx.Module):
 @pytest.mark.parametrize(
     "inputs", [lambda batch: (batch["x"], batch["scale"]), lambda batch: {"scale": batch["scale"], "x": batch["x"]}]
 )
-def test_a_model_with_several_inputs_gets_them_by_position_or_by_name(model, inputs):
+def test_a_model_can_take_several_inputs_by_position_or_by_name(model, inputs):
     batches = [{"x": batch["x"], "scale": batch["x"] ** 2, "y": batch["y"]} for batch in [rows(4)] * 3]
     options = {"nnx_model_args": ()} if model is NNXPair else {}
     step = LossStep(KEY, model, optax.sgd(0.01), loss=squares, train=True, inputs=inputs, **options)
@@ -273,14 +273,14 @@ def test_a_model_with_several_inputs_gets_them_by_position_or_by_name(model, inp
         ((), None, "A batch must be a dict, a tuple, a list or an array, got tuple of 0"),
     ],
 )
-def test_inputs_that_are_nowhere_are_refused(batch, inputs, message):
+def test_missing_or_ambiguous_inputs_are_rejected(batch, inputs, message):
     with pytest.raises(ValueError, match=message):
         LossStep(KEY, nn.Dense(1), loss=squares, inputs=inputs).input_spec(batch)
 
 
-def test_tensors_of_other_libraries_are_taken():
+def test_tensors_from_other_libraries_are_accepted():
     class Tensor:
-        """As much of a torch.Tensor as NumPy needs."""
+        """The part of torch.Tensor that NumPy needs."""
 
         __module__ = "torch"
         dtype = "torch.float32"
@@ -303,7 +303,7 @@ def test_tensors_of_other_libraries_are_taken():
 
 
 class Noisy(nn.Module):
-    """Dropout and batch statistics."""
+    """A model with dropout and batch statistics."""
 
     rate: float = 0.5
 
@@ -322,7 +322,7 @@ class NNXNoisy(nnx.Module):
         return self.norm(self.dense(self.dropout(x)))
 
 
-def test_a_step_is_what_one_would_write_by_hand():
+def test_a_loss_step_matches_a_handwritten_step():
     class ByHand(jaxloop.Step):
         def run(self, state, batch):
             def loss_fn(params):
@@ -352,7 +352,7 @@ def test_a_step_is_what_one_would_write_by_hand():
 
 
 @pytest.mark.parametrize("model", [Noisy(rate=0), NNXNoisy], ids=["linen", "nnx"])
-def test_statistics_change_with_each_micro_batch_in_training_alone(model):
+def test_statistics_change_with_each_micro_batch_only_in_training(model):
     options = {"nnx_model_args": ()} if model is NNXNoisy else {}
     keys = {"params": KEY, "dropout": jax.random.key(1)}
     make = lambda **more: LossStep(keys, model, optax.sgd(0.1), loss=squares, accumulate=2, **options, **more)
@@ -363,7 +363,7 @@ def test_statistics_change_with_each_micro_batch_in_training_alone(model):
     assert not np.allclose(jax.tree.leaves(state.batch_stats)[0], jax.tree.leaves(kept.batch_stats)[0])
     if model is NNXNoisy:
         assert int(state.collections["dropout"]["rngs"]["count"][...]) == 2
-    else:  # Neighbours are in different micro-batches.
+    else:  # Adjacent examples are in different micro-batches.
         first, second = (rows(8)["x"][number::2].mean(axis=0) for number in (0, 1))
         mean = state.batch_stats["BatchNorm_0"]["mean"]
         np.testing.assert_allclose(mean, 0.99 * 0.01 * first + 0.01 * second, rtol=1e-4)
@@ -371,7 +371,7 @@ def test_statistics_change_with_each_micro_batch_in_training_alone(model):
     assert evaluation.evaluate(state, rows(8)) == evaluation.evaluate(state, rows(8))
 
 
-def test_a_lower_precision_is_for_the_forward_pass_alone():
+def test_compute_dtype_applies_only_to_the_forward_pass():
     seen = {}
 
     class Looks(nn.Module):
@@ -401,13 +401,13 @@ def test_a_lower_precision_is_for_the_forward_pass_alone():
 
 
 def reference_update(batch, mask):
-    """The parameters after one step of gradient descent from zero, and the mean loss, in float64."""
+    """Returns the parameters after one step of gradient descent from zero, and the mean loss, in float64."""
     x, y = batch["x"][mask].astype(np.float64), batch["y"][mask].astype(np.float64)
     return 0.1 * 2 * x.T @ y / max(len(x), 1), np.mean(y**2) if len(x) else 0.0
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_micro_batches_make_the_update_of_the_whole_batch(count):
+def test_micro_batches_match_the_update_of_the_whole_batch(count):
     batch = rows(count, seed=count)
     step = linear_step(train=True, accumulate=4)
     first, numbers = step.initialize_model(), np.arange(count)
@@ -421,7 +421,7 @@ def test_micro_batches_make_the_update_of_the_whole_batch(count):
 
 
 @pytest.mark.parametrize(("devices", "count", "masked"), [(1, 7, False), (2, 10, True), (8, 8, False), (8, 40, True)])
-def test_micro_batches_over_a_mesh_are_the_same(devices, count, masked, data_parallel):
+def test_micro_batches_on_a_mesh_match_the_whole_batch(devices, count, masked, data_parallel):
     mask = np.arange(count) % 5 != 2 if masked else np.ones(count, bool)
     batch = {**rows(count), "mask": mask} if masked else rows(count)
     step = linear_step(train=True, accumulate=4, metrics={"again": linear}, partitioner=data_parallel(devices))
@@ -431,7 +431,7 @@ def test_micro_batches_over_a_mesh_are_the_same(devices, count, masked, data_par
     np.testing.assert_allclose([outputs["loss"], outputs["again"]], loss, atol=1e-6)
 
 
-def test_micro_batches_leave_rows_on_their_devices(data_parallel):
+def test_micro_batches_keep_rows_on_their_devices(data_parallel):
     step = linear_step(train=True, accumulate=4, partitioner=data_parallel(8))
     state, batch = step.begin(step.initialize_model(), rows(40))
     compiled = step.partitioner.partition(step.run).trace(state, step.shard_batch(batch)).lower().compile().as_text()
@@ -440,7 +440,7 @@ def test_micro_batches_leave_rows_on_their_devices(data_parallel):
         assert exchange not in compiled
 
 
-def test_micro_batches_of_scalar_losses_are_weighed_by_their_examples():
+def test_micro_batches_of_scalar_losses_are_weighted_by_their_examples():
     def loss(params, batch):
         losses, mask = linear(params, batch), batch["mask"]
         return jnp.sum(losses * mask) / jnp.sum(mask), {"sum": clu_metrics.Average.from_model_output(losses, mask=mask)}
@@ -450,7 +450,7 @@ def test_micro_batches_of_scalar_losses_are_weighed_by_their_examples():
     state, outputs = step(step.initialize_model(), batch)
     params, mean = reference_update(batch, batch["mask"] > 0)
     np.testing.assert_allclose(state.params["w"], params, atol=1e-6)
-    with jax.numpy_dtype_promotion("standard"):  # clu's.
+    with jax.numpy_dtype_promotion("standard"):  # clu needs it.
         np.testing.assert_allclose([outputs["loss"], outputs["sum"].compute()], mean, rtol=1e-6)
     with pytest.raises(
         ValueError, match="A batch of 7 rows does not divide into 2 micro-batches.*'loss', 'sum' are not"
@@ -458,7 +458,7 @@ def test_micro_batches_of_scalar_losses_are_weighed_by_their_examples():
         step(state, jax.tree.map(lambda leaf: leaf[:7], batch))
 
 
-def test_images_are_those_of_the_first_micro_batch():
+def test_images_come_from_the_first_micro_batch():
     image = lambda params, batch: jaxloop.MetricWithMetadata(batch["image"], jaxloop.MetricType.IMAGE)
     step = linear_step(train=True, accumulate=2, metrics={"image": image})
     batch = {**rows(4), "image": np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1)}
@@ -498,7 +498,7 @@ def test_an_evaluation_is_exact_and_compiles_once(devices, data_parallel):
         assert len(traces) == (count <= 8)
 
 
-def test_a_mask_is_filled_up_with_the_batch():
+def test_a_mask_is_padded_with_the_batch():
     step, state = linear_step(), linear_step().initialize_model()
     mask = np.array([1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1], np.float32)
     data = {**rows(11), "mask": mask}
@@ -508,7 +508,7 @@ def test_a_mask_is_filled_up_with_the_batch():
 
 
 @pytest.mark.parametrize("kind", ["scalar", "scalar metric", "clu"])
-def test_what_can_not_be_masked_is_exact_too(kind):
+def test_evaluations_that_cannot_be_masked_are_exact(kind):
     sizes = []
 
     def loss(params, batch):
@@ -521,22 +521,22 @@ def test_what_can_not_be_masked_is_exact_too(kind):
 
     step, data = linear_step(loss), rows(11)
     batches = [jax.tree.map(lambda leaf: leaf[:8], data), jax.tree.map(lambda leaf: leaf[8:], data)]
-    with jax.numpy_dtype_promotion("standard"):  # clu's.
+    with jax.numpy_dtype_promotion("standard"):  # clu needs it.
         found = summary(jaxloop.EvalLoop(step, stat_names=[]), step.initialize_model(), batches)
     np.testing.assert_allclose(list(found.values()), np.mean(data["y"] ** 2), rtol=1e-6)
     assert sizes == [8, 3]
 
 
-def test_each_evaluation_goes_by_its_own_first_batch():
+def test_each_evaluation_pads_to_its_first_batch():
     sizes = []
     step = linear_step(lambda params, batch: sizes.append(len(batch["x"])) or linear(params, batch))
     loop, state = jaxloop.EvalLoop(step, stat_names=[]), step.initialize_model()
     for first, second in [(8, 3), (4, 2), (2, 4)]:
         loop(state, [rows(first), rows(second)])
-    assert sizes == [8, 4, 2]  # Each compiled once; for the last loop both were there already.
+    assert sizes == [8, 4, 2]  # Each size is compiled once; the last loop reuses the program for 4 rows.
 
 
-def test_tuples_and_arrays_are_filled_up_too():
+def test_tuples_of_arrays_are_padded():
     class Pairs(LossStep):
         def loss(self, outputs, batch):
             return jnp.mean((outputs - batch[1]) ** 2, axis=-1)
@@ -553,7 +553,7 @@ def test_tuples_and_arrays_are_filled_up_too():
 
 
 def traced_sizes(batches, loss=linear, model=None, **options):
-    """Trains; returns the losses, and the sizes of the batches for which `run` was traced."""
+    """Trains and returns the losses and the batch sizes for which `run` was traced."""
     sizes = []
 
     def traced(outputs, batch):
@@ -565,7 +565,7 @@ def traced_sizes(batches, loss=linear, model=None, **options):
     return train(step, batches, spec=[1, 3])[1], sizes
 
 
-def test_a_short_batch_is_filled_up_to_the_batch_size():
+def test_short_batches_are_padded_to_the_batch_size():
     batches = [rows(3, 0), rows(8, 1), rows(5, 2)]
     losses, sizes = traced_sizes(batches)
     assert sizes == [3, 8, 5]
@@ -579,20 +579,20 @@ def test_a_short_batch_is_filled_up_to_the_batch_size():
     [{"model": Noisy(rate=0), "loss": squares}, {"loss": lambda params, batch: linear(params, batch).mean()}],
     ids=["batch statistics", "a scalar loss"],
 )
-def test_a_batch_stays_short_where_more_rows_would_change_a_mean(options):
+def test_short_batches_are_not_padded_if_that_would_change_a_mean(options):
     _, sizes = traced_sizes([rows(8), rows(3)], batch_size=8, **options)
     assert sizes == [8, 3]
 
 
-def test_a_step_does_not_depend_on_the_batches_before_it(assert_same):
-    # Or a run that was resumed before a short batch would differ.
+def test_a_step_does_not_depend_on_earlier_batches(assert_same):
+    # Otherwise, a run resumed before a short batch would differ.
     step, other = linear_step(train=True), linear_step(train=True)
     state, _ = step(step.initialize_model(), rows(8))
     kept = jax.tree.map(jnp.copy, state)
     assert_same(step(state, rows(3, 1)), other(kept, rows(3, 1)))
 
 
-def test_over_a_mesh_a_batch_is_filled_up_to_a_multiple_of_its_devices(data_parallel):
+def test_batches_on_a_mesh_are_padded_to_a_multiple_of_the_devices(data_parallel):
     batches = [rows(11, 0), rows(3, 1)]
     state, losses = train(linear_step(train=True), batches)
     for accumulate in (1, 4):
@@ -605,20 +605,20 @@ def test_over_a_mesh_a_batch_is_filled_up_to_a_multiple_of_its_devices(data_para
         train(scalar, batches)
 
 
-def test_a_mask_holds_zeros_and_ones():
+def test_a_mask_must_contain_zeros_and_ones():
     step = linear_step()
     with pytest.raises(ValueError, match=r"batch\['mask'\] is float64\[2\] with values other than 0 and 1"):
         step.num_examples({**rows(2), "mask": np.array([0.5, 1.0])})
-    assert step.num_examples({**rows(2), "mask": np.ones([2, 5])}) == 2  # Another mask, of the loss's own.
+    assert step.num_examples({**rows(2), "mask": np.ones([2, 5])}) == 2  # A different mask, for the loss alone.
 
 
-def test_a_batch_that_no_device_can_hold_is_refused_by_name():
+def test_the_error_for_a_batch_of_strings_names_the_leaf():
     step = linear_step()
     with pytest.raises(TypeError, match=r"batch\['id'\] is <U1\[8\], which holds strings"):
         step.evaluate(step.initialize_model(), {**rows(8), "id": np.array(["a"] * 8)})
 
 
-def test_leaves_of_different_lengths_are_for_scalar_losses(warnings_logged):
+def test_leaves_of_different_lengths_require_a_scalar_loss(warnings_logged):
     batch = {**rows(8), "centers": np.zeros(5)}
     step = linear_step(lambda params, batch: linear(params, batch).mean())
     state = step.initialize_model()
@@ -629,15 +629,15 @@ def test_leaves_of_different_lengths_are_for_scalar_losses(warnings_logged):
         linear_step(train=True, accumulate=2)(state, batch)
 
 
-def test_a_train_loop_takes_it_as_any_step():
+def test_a_train_loop_runs_a_loss_step():
     step = linear_step(train=True)
     state, outputs = jaxloop.TrainLoop(step)(step.initialize_model(), [rows(8)] * 5)
     assert int(state.step) == 5 and outputs["loss"] == sorted(outputs["loss"], reverse=True)
 
 
 @pytest.mark.parametrize("as_batch", [dict, lambda batch: tuple(batch.values())], ids=["dict", "tuple"])
-def test_a_loop_counts_the_examples_that_a_step_counts(as_batch):
-    """Also where batches with a mask, and short ones, come amid those for which a loop does less."""
+def test_a_loop_and_its_step_count_the_same_examples(as_batch):
+    """Includes masked and short batches among those for which a loop skips checks."""
     loss = lambda params, batch: linear(params, batch if isinstance(batch, dict) else {"x": batch[0], "y": batch[1]})
     steps = [linear_step(loss, train=True, batch_size=8) for _ in range(2)]
     batches = [as_batch(rows(8, seed)) for seed in range(60)]
@@ -662,7 +662,7 @@ class AveragingStep(LossStep):
 
 
 @pytest.mark.parametrize("model", [nn.Dense(1), {"kernel": jnp.ones([3, 1])}])
-def test_the_first_state_may_be_more_than_the_models_and_is_made_anew(model, assert_same):
+def test_make_state_can_extend_the_initial_state(model, assert_same):
     options = {"train": True, "loss": lambda outputs, batch: outputs[:, 0]}
     step = AveragingStep(jax.random.key(0), model, optax.sgd(0.1), **options)
     state = step.initialize_model([1, 3])

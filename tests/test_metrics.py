@@ -17,7 +17,7 @@ from jaxloop.types import MetricType, MetricWithMetadata
 def test_a_mean_is_weighted_by_examples():
     outputs = LoopOutputs({"loss": [np.float32(1), np.float32(2), np.float32(6)]}, num_examples=[32, 32, 8])
     assert summarize(outputs) == {"loss": (32 + 64 + 48) / 72}
-    assert summarize(dict(outputs)) == {"loss": 3.0}  # A plain dict knows no weights.
+    assert summarize(dict(outputs)) == {"loss": 3.0}  # A plain dict has no weights.
 
 
 def test_steps_without_the_value_or_without_examples_have_no_weight():
@@ -45,15 +45,15 @@ def test_scalars_of_every_kind_are_summarized(value, expected):
 
 
 @pytest.mark.parametrize("value", [[np.zeros(3)], "text", [MetricWithMetadata(np.zeros(2), MetricType.HISTOGRAM)]])
-def test_what_is_no_scalar_is_no_scalar(value):
+def test_values_that_are_not_scalars_are_omitted(value):
     assert summarize({"x": value}) == {}
 
 
-def test_the_stop_flag_is_no_metric():
+def test_the_stop_flag_is_not_a_metric():
     assert summarize({types.STOP_LOOP: True, "loss": [1.0]}) == {"loss": 1.0}
 
 
-def test_media_know_their_kind():
+def test_media_have_the_right_type():
     found = metrics.media(
         {
             "images": [np.zeros([2, 8, 8, 3]), np.ones([2, 8, 8, 3])],
@@ -71,7 +71,7 @@ def test_media_know_their_kind():
         "sound": MetricType.AUDIO,
         "note": MetricType.TEXT,
     }
-    assert found["images"].value.max() == 1  # The last step's.
+    assert found["images"].value.max() == 1  # From the last step.
     np.testing.assert_array_equal(found["per_example"].value, [0, 0, 0, 1, 1])
     assert found["weights"].value.shape == (8,)
 
@@ -85,7 +85,7 @@ def test_outputs_of_several_loops_are_joined_with_their_weights():
 
 
 @pytest.mark.parametrize("kind", [MetricType.IMAGE, MetricType.HISTOGRAM, MetricType.AUDIO])
-def test_of_several_loops_only_the_newest_media_are_kept(kind):
+def test_only_the_newest_media_of_several_loops_are_kept(kind):
     seen = LoopOutputs()
     for _ in range(4):
         seen.extend(LoopOutputs({"x": [MetricWithMetadata(np.zeros([1, 2, 2, 1]), kind)] * 3}, num_examples=[1] * 3))
@@ -93,7 +93,7 @@ def test_of_several_loops_only_the_newest_media_are_kept(kind):
 
 
 def two_parts_of_a_loop():
-    """Outputs of all kinds, of three steps and of one."""
+    """Returns outputs of every kind, once of three steps and once of one step."""
     logits, labels = np.float32([[1, 0, 2], [0, 1, 0]]), jnp.array([2, 1], jnp.int32)
     parts = []
     for number in (3, 1):
@@ -115,13 +115,13 @@ def two_parts_of_a_loop():
     return parts
 
 
-def without_classes_of_metrics(outputs):
-    """The outputs with what metrics are made of in their place: `from_outputs` makes a new class each time."""
+def metrics_as_dicts(outputs):
+    """Replaces metrics with dicts of their fields, because `from_outputs` creates a new class each time."""
     plain = lambda value: dataclasses.asdict(value) if metrics.is_metric(value) else value
     return jax.tree.map(plain, dict(outputs), is_leaf=metrics.is_metric)
 
 
-def test_outputs_that_were_kept_in_a_checkpoint_go_on_as_if_they_never_left():
+def test_outputs_restored_from_a_checkpoint_extend_like_the_originals():
     (one, two), (kept, later) = two_parts_of_a_loop(), two_parts_of_a_loop()
     encoded, left_out = kept.encode()
     kept = LoopOutputs.decode(json.loads(json.dumps(encoded)))
@@ -129,18 +129,18 @@ def test_outputs_that_were_kept_in_a_checkpoint_go_on_as_if_they_never_left():
     one.extend(two)
     kept.extend(later)
     assert kept.num_examples == one.num_examples == [4, 5, 6, 4]
-    plain, as_ever = without_classes_of_metrics(kept), without_classes_of_metrics(one)
+    plain, as_ever = metrics_as_dicts(kept), metrics_as_dicts(one)
     assert jax.tree.structure(plain) == jax.tree.structure(as_ever)
     assert [str(leaf) for leaf in jax.tree.leaves(plain)] == [str(leaf) for leaf in jax.tree.leaves(as_ever)]
     assert summarize(kept) == summarize(one) and "scores/accuracy" in summarize(one)
 
 
-def test_what_a_checkpoint_cannot_keep_of_the_outputs_is_named():
+def test_encode_names_outputs_that_cannot_be_saved():
     encoded, left_out = LoopOutputs({"loss": [1.0], "odd": [object()]}, [4]).encode()
     assert list(encoded["values"]) == ["loss"] and left_out == ["odd"]
 
 
-def test_metrics_out_of_a_checkpoint_that_nothing_followed_are_what_they_came_to():
+def test_restored_outputs_have_the_same_summary():
     outputs = two_parts_of_a_loop()[0]
     assert summarize(LoopOutputs.decode(outputs.encode()[0])) == summarize(outputs)
 
@@ -180,7 +180,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("make", METRICS.values(), ids=METRICS)
-def test_two_parts_out_of_a_checkpoint_are_merged(make):
+def test_restored_metrics_can_be_merged(make):
     parts = [LoopOutputs({"m": [make(jnp.float32(0.3) * jnp.arange(n, dtype=jnp.float32))]}, [1]) for n in (5, 7)]
     whole, kept = through_json(parts[0]), through_json(parts[1])
     whole.extend(kept)
@@ -188,11 +188,11 @@ def test_two_parts_out_of_a_checkpoint_are_merged(make):
     assert summarize(whole) == summarize(parts[0]) and (summarize(whole) or make is METRICS["collecting"])
 
 
-def test_two_parts_of_a_class_that_nobody_can_find_are_left_out_with_a_warning(warnings_logged):
+def test_merging_restored_metrics_of_a_local_class_causes_a_warning(warnings_logged):
     parts = [through_json(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1])) for _ in "12"]
-    assert summarize(parts[0]) == {"odd": 1000.0}  # One by itself is what it was.
+    assert summarize(parts[0]) == {"odd": 1000.0}  # A single one can still be computed.
     parts[0].extend(parts[1])
-    parts[0] = through_json(parts[0])  # Both are kept, for a step to come.
+    parts[0] = through_json(parts[0])  # Both are kept for a later step.
     assert summarize(parts[0]) == {} and "The output 'odd' is omitted" in warnings_logged()[-1]
     parts[0].extend(LoopOutputs({"odd": [local_class().from_model_output(jnp.arange(3.0))]}, [1]))
     assert summarize(parts[0]) == {"odd": 1000.0}

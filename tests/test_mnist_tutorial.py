@@ -9,9 +9,9 @@ import numpy as np
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "mnist_tutorial.py"
 
 
-def test_the_tutorial_runs_alike_on_several_meshes(tmp_path):
+def test_the_tutorial_gives_the_same_losses_on_several_meshes(tmp_path):
     environment = {**os.environ, "NPROC": "32", "JAX_NUM_CPU_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    # Else half of the time goes into making the convolutions fast, and they run for a moment only.
+    # Otherwise, half of the time is spent optimizing convolutions that run only briefly.
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=1"
     run = subprocess.run([sys.executable, PROGRAM, tmp_path], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-5000:]
@@ -21,6 +21,6 @@ def test_the_tutorial_runs_alike_on_several_meshes(tmp_path):
     assert len(expected) == 10
     for name, values in losses.items():
         np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5, err_msg=name)
-    # Ten loops do not reach an interval of a hundred: each run warns about both loops.
+    # Ten loops don't reach an interval of 100 loops, so each run warns about both loops.
     assert run.stderr.count("Never called in this run") == 3
     assert "CheckpointAction of TrainLoop(" in run.stderr and "every 100 loops, and only 10 loops ran" in run.stderr

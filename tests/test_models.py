@@ -25,7 +25,7 @@ def call(state, train, rngs=KEY):
     return jax.jit(lambda state, rngs: models.forward(state, state.params, X, train=train, rngs=rngs))(state, rngs)
 
 
-# What tells a model whether it trains -----------------------------------------------------------------
+# Training flags ---------------------------------------------------------------------------------------
 
 
 class TakesTrain(nn.Module):
@@ -72,7 +72,7 @@ def apply_takes_train(params, x, train):
     ],
     ids=["linen train", "training", "deterministic", "nnx is_training", "haiku", "haiku with state", "pair"],
 )
-def test_a_model_that_asks_is_told_whether_it_trains(model):
+def test_a_model_receives_its_training_flag(model):
     with jax.numpy_dtype_promotion("standard"):
         state = make(model)
         for train in (True, False):
@@ -120,16 +120,16 @@ def haiku_net(x, is_training):
     [LinenNet(), NNXNet(rngs=nnx.Rngs(0)), EquinoxNet(KEY), hk.transform(haiku_net)],
     ids=["linen", "nnx", "equinox", "haiku"],
 )
-def test_dropout_drops_in_training_alone(model):
+def test_dropout_applies_only_in_training(model):
     state = make(model)
     zeros = lambda outputs: int(np.sum(np.asarray(outputs) == 0))
     outputs, _ = call(state, train=True)
     assert 60 < zeros(outputs) < 140  # Of 200.
-    assert len({tuple(row == 0) for row in np.asarray(outputs)}) == 4  # Each example has its own.
+    assert len({tuple(row == 0) for row in np.asarray(outputs)}) == 4  # Each example has a different mask.
     assert zeros(call(state, train=False)[0]) == 0
 
 
-def test_a_linen_model_gets_keys_under_all_names():
+def test_a_linen_model_receives_keys_under_all_names():
     class Shows(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -160,13 +160,13 @@ class NNXShows(nnx.Module):
     ],
     ids=["nnx", "haiku", "rng", "key", "rngs"],
 )
-def test_a_key_is_found_by_its_name(model):
+def test_every_kind_of_model_receives_the_dropout_key(model):
     state = make(model)
     shown = lambda rngs: jax.random.key_data(models.forward(state, state.params, X, train=True, rngs=rngs)[0]).tolist()
     assert shown(KEY) == shown({"dropout": KEY, "a": jax.random.key(1)}) != shown({"dropout": jax.random.key(1)})
 
 
-# What a forward pass changes ------------------------------------------------------------------------
+# Changes in a forward pass --------------------------------------------------------------------------
 
 
 class LinenNorm(nn.Module):
@@ -205,10 +205,10 @@ NORMS = {
 
 
 @pytest.mark.parametrize("model", NORMS.values(), ids=NORMS)
-def test_batch_statistics_change_in_training_alone(model):
+def test_batch_statistics_change_only_in_training(model):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = make(model())
-        # Or the second step would compile anew.
+        # Otherwise, the second step would recompile.
         assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
         outputs, updates = call(state, train=True)
         np.testing.assert_allclose(np.mean(outputs, axis=0), 0, atol=1e-5)
@@ -220,23 +220,23 @@ def test_batch_statistics_change_in_training_alone(model):
         assert call(after, train=False)[1] is None
 
 
-def test_models_without_statistics_treat_examples_apart():
+def test_models_without_statistics_do_not_mix_examples():
     assert not models.mixes_examples(make({"w": np.ones(3)}), train=True)
-    assert not models.mixes_examples(make(NNXNet(rngs=nnx.Rngs(0))), train=True)  # Its counters are no statistics.
+    assert not models.mixes_examples(make(NNXNet(rngs=nnx.Rngs(0))), train=True)  # Its counters aren't statistics.
 
 
-def test_a_linen_model_that_is_not_told_its_mode_may_mix_examples_in_evaluation_too():
+def test_a_linen_model_without_a_training_flag_may_mix_examples_in_evaluations():
     model = nn.Sequential([nn.BatchNorm(use_running_average=False)])
     assert models.mixes_examples(make(model), train=False)
 
 
-def test_a_function_as_apply_fn_is_called_like_the_apply_of_a_pair():
+def test_an_apply_fn_that_is_a_function_is_called_like_the_apply_of_a_pair():
     apply = lambda params, x, train: x @ params["w"] + (1.0 if train else 0.0)
     state = types.TrainState.create(apply_fn=apply, params={"w": jnp.ones([3, 1])}, tx=optax.identity())
     assert models.forward(state, state.params, X, train=True)[0][0] == 4
 
 
-def test_flags_without_a_default_are_given_at_initialisation():
+def test_flags_without_a_default_are_passed_at_initialization():
     class Picky(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -245,10 +245,10 @@ def test_flags_without_a_default_are_given_at_initialisation():
     assert "Dense_0" in Step(KEY, Picky()).initialize_model([1, 3]).params
 
 
-# Where the initial parameters come from ----------------------------------------------------------------
+# Initial parameters ------------------------------------------------------------------------------------
 
 
-def test_a_model_that_has_its_parameters_stays_usable_when_the_state_is_donated():
+def test_a_model_with_parameters_stays_usable_after_donation():
     traces = []
 
     def loss(outputs, batch):
@@ -269,14 +269,14 @@ def test_a_model_that_has_its_parameters_stays_usable_when_the_state_is_donated(
     assert params["w"].sum() == 3
 
 
-def test_a_trained_equinox_module_comes_back():
+def test_apply_fn_rebuilds_an_equinox_module():
     model = EquinoxNet(KEY)
     state = make(model)
     again = state.apply_fn(state.params)
     assert eqx.tree_equal(again, model)
 
 
-def test_the_values_of_a_model_may_be_a_single_array():
+def test_a_model_can_be_a_single_array():
     state = make(np.ones(3))
     assert state.params.shape == (3,) and not state.params.weak_type
 
@@ -307,7 +307,7 @@ class NoCall(eqx.Module):
         (hk.multi_transform(lambda: (lambda x: x, lambda x: x)), "got Haiku's MultiTransformed. Give hk.transform"),
     ],
 )
-def test_what_is_no_model_is_refused(model, message):
+def test_an_unsupported_model_is_rejected(model, message):
     with pytest.raises(TypeError, match=message):
         models.adapt(model)
 
@@ -322,17 +322,17 @@ def test_what_is_no_model_is_refused(model, message):
         ({"w": np.ones(3)}, {"metric": {}}, TypeError, "'metric'. Did you mean 'metrics'"),
     ],
 )
-def test_a_model_and_its_arguments_must_belong_together(model, options, error, message):
+def test_a_model_and_its_arguments_must_match(model, options, error, message):
     with pytest.raises(error, match=message):
         make(model, **options)
 
 
-def test_a_model_that_has_its_parameters_takes_no_arguments_of_init():
+def test_a_model_with_parameters_takes_no_init_arguments():
     step = LossStep(KEY, {"w": np.ones(3)}, loss=lambda params, batch: 0.0)
     with pytest.raises(TypeError, match="got rate, but a dict is a pytree of parameters, which has its initial"):
         step.initialize_model(rate=0.5)
 
 
-def test_a_plain_step_takes_modules_of_flax_alone():
+def test_a_plain_step_accepts_only_flax_modules():
     with pytest.raises(TypeError, match="must be a Linen module, an NNX module class or instance"):
         Step(KEY, {"w": np.ones(3)})

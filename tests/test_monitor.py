@@ -35,7 +35,7 @@ def history_of(*rows):
         ("perplexity", "min"),
     ],
 )
-def test_the_name_says_what_is_better(name, mode):
+def test_the_mode_is_inferred_from_the_name(name, mode):
     assert Monitor(name).mode == mode
     assert Monitor(name, "min").mode == "min" and Monitor(name, "max").mode == "max"
 
@@ -54,11 +54,11 @@ def test_the_name_says_what_is_better(name, mode):
         ("min", math.inf, None, 0.0, True),
     ],
 )
-def test_what_improves(mode, value, best, min_delta, improves):
+def test_improves(mode, value, best, min_delta, improves):
     assert Monitor("metric", mode).improves(value, best, min_delta) is improves
 
 
-def test_what_has_failed():
+def test_has_failed():
     assert Monitor("loss").has_failed(math.nan) and Monitor("loss").has_failed(math.inf)
     assert not Monitor("loss").has_failed(-math.inf) and not Monitor("psnr").has_failed(math.inf)
     assert Monitor("psnr").has_failed(-math.inf)
@@ -71,26 +71,26 @@ OUTPUTS = LoopOutputs({"loss": [np.float32(1), np.float32(4)], "metrics/recall":
     ("name", "value"),
     [("loss", 2.0), ("train/loss", 2.0), ("train.loss", 2.0), ("metrics/recall", 0.5), ("recall", 0.5)],
 )
-def test_an_output_of_the_loop_is_its_weighted_mean(name, value):
+def test_a_loop_output_is_measured_as_its_weighted_mean(name, value):
     assert Monitor(name).measured(OUTPUTS, None, Elapsed(2)) == value
 
 
-def test_a_row_counts_at_its_own_step_alone():
+def test_a_row_counts_only_at_its_own_step():
     history = history_of((100, {"train": {"loss": 1.0}}), (100, {"test": {"accuracy": 0.9}}))
     for name in ("test/accuracy", "test.accuracy", "accuracy"):
         assert Monitor(name).measured(OUTPUTS, history, Elapsed(100)) == 0.9
         assert Monitor(name).measured(OUTPUTS, history, Elapsed(200)) is None
-    assert Monitor("loss").measured(OUTPUTS, history, Elapsed(100)) == 2.0  # The loop's own come first.
+    assert Monitor("loss").measured(OUTPUTS, history, Elapsed(100)) == 2.0  # The loop's own outputs take precedence.
     assert Monitor("loss").measured(None, history, Elapsed(100)) == 1.0
 
 
-def test_as_long_as_an_evaluation_may_come_its_metric_is_no_error(warnings_logged):
+def test_a_metric_of_a_later_evaluation_is_not_an_error(warnings_logged):
     accuracy = Monitor("test/accuracy")
     assert accuracy.measured(OUTPUTS, History(), Elapsed(2)) is None
     history = history_of((2, {"train": {"loss": 1.0}}))
     assert accuracy.measured(OUTPUTS, history, Elapsed(2)) is None
     assert Monitor("accuracy").measured(OUTPUTS, history, Elapsed(2)) is None
-    assert accuracy.measured(None, None, Elapsed(2)) is None  # A loop that begins.
+    assert accuracy.measured(None, None, Elapsed(2)) is None  # As at the start of a loop.
     assert warnings_logged() == []
     history.commit(Elapsed(2), {"valid": {"accuracy": 0.9}})
     for _ in range(2):
@@ -112,13 +112,13 @@ def test_as_long_as_an_evaluation_may_come_its_metric_is_no_error(warnings_logge
         ("test/accuracy", None, "metrics/recall"),
     ],
 )
-def test_a_name_that_can_not_come_is_an_error_that_lists_what_there_is(name, rows, nearest):
+def test_an_unknown_name_raises_and_lists_the_measured_names(name, rows, nearest):
     history = rows and history_of(*rows)
     with pytest.raises(ValueError, match=f"Nothing named '{name}' is measured. There is: {nearest}, .*Give the name"):
         Monitor(name).measured(OUTPUTS, history, Elapsed(1))
 
 
-def test_a_name_of_several_is_an_error():
+def test_an_ambiguous_name_raises():
     history = history_of((1, {"test": {"accuracy": 0.9}, "valid": {"accuracy": 0.8}}))
     with pytest.raises(ValueError, match="'accuracy' is ambiguous; it may be any of test.accuracy, valid.accuracy"):
         Monitor("accuracy").measured(OUTPUTS, history, Elapsed(1))
@@ -126,17 +126,17 @@ def test_a_name_of_several_is_an_error():
         Monitor("recall").measured({"a/recall": 0.5, "b/recall": 0.5}, None, Elapsed(1))
 
 
-def test_what_is_no_number_is_refused():
+def test_a_monitored_metric_must_be_a_number():
     with pytest.raises(TypeError, match="The monitored metric 'note' must be a number, got 'hello'"):
         Monitor("note").measured(None, history_of((1, {"test": {"note": "hello"}})), Elapsed(1))
 
 
 @pytest.mark.parametrize("name", ["", "/", None, 3])
-def test_a_name_is_needed(name):
+def test_a_name_is_required(name):
     with pytest.raises(TypeError, match="must be a string such as 'test/accuracy', got"):
         Monitor(name)
 
 
-def test_an_unknown_mode_is_refused():
+def test_an_unknown_mode_is_rejected():
     with pytest.raises(ValueError, match="The mode of 'loss' must be 'auto', 'min' or 'max', got 'down'"):
         Monitor("loss", "down")

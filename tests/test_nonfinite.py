@@ -1,4 +1,4 @@
-"""Numbers that are not finite: found in the compiled step, named, and kept out of checkpoints."""
+"""Non-finite values are found in the compiled step, named, and kept out of checkpoints."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ def make(devices, data_parallel, **options):
 
 
 def batches(number, bad=()):
-    """Batches of which those that make the steps `bad` hold a NaN."""
+    """Returns batches, of which those for the steps in `bad` contain a NaN."""
     rng = np.random.default_rng(0)
     made = []
     for step_num in range(1, number + 1):
@@ -54,12 +54,12 @@ NAMES = ("outputs/loss", "params/bias", "params/kernel")
 
 @pytest.fixture(scope="module")
 def made():
-    """Steps by the number of their devices, compiled once for all tests."""
+    """A cache of steps, so that each is compiled once for all tests."""
     return {}
 
 
 @pytest.mark.parametrize(("devices", "bad"), [(1, 1), (1, 5), (1, 32), (1, 33), (1, 70), (1, 75), (8, 6), (8, 75)])
-def test_raise_names_the_first_bad_step_and_what_was_bad(devices, bad, data_parallel, made):
+def test_raise_names_the_first_bad_step_and_its_bad_values(devices, bad, data_parallel, made):
     if devices not in made:
         made[devices] = make(devices, data_parallel)[0]
     step = made[devices]
@@ -72,7 +72,7 @@ def test_raise_names_the_first_bad_step_and_what_was_bad(devices, bad, data_para
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_skip_leaves_the_step_out_and_counts_it(devices, data_parallel, assert_same, warnings_logged):
+def test_skip_discards_the_update_and_counts_it(devices, data_parallel, assert_same, warnings_logged):
     step, state = make(devices, data_parallel)
     step.reports_metrics = devices == 1
     bad = {3, 40, 45}
@@ -91,7 +91,7 @@ def test_skip_leaves_the_step_out_and_counts_it(devices, data_parallel, assert_s
     assert one["loss"] == two["loss"] and one.get("mean") == pytest.approx(two.get("mean"))
 
 
-def test_a_skipped_step_leaves_every_bit_but_the_count(data_parallel, assert_same):
+def test_a_skipped_step_changes_only_the_step_count(data_parallel, assert_same):
     step, state = make(1, data_parallel)
     loop = jaxloop.TrainLoop(step, nan_policy="skip")
     state, _ = loop(state, batches(2), num_steps=2)
@@ -106,13 +106,13 @@ def _data(leaf):
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf).tobytes()
 
 
-def test_ignore_trains_on(data_parallel):
+def test_ignore_continues_training(data_parallel):
     step, state = make(1, data_parallel)
     state, outputs = jaxloop.TrainLoop(step, nan_policy="ignore")(state, batches(4, {2}), num_steps=4)
     assert np.isnan(outputs["loss"][1:]).all() and np.isnan(state.params["bias"]).all()
 
 
-def test_policies_share_a_step(data_parallel):
+def test_loops_with_different_policies_can_share_a_step(data_parallel):
     step, state = make(1, data_parallel)
     for policy in ("skip", "ignore", "skip"):
         state, _ = jaxloop.TrainLoop(step, nan_policy=policy)(state, batches(2), num_steps=2)
@@ -122,7 +122,7 @@ def test_policies_share_a_step(data_parallel):
     assert sorted(outputs or {}) == ["loss", "ratio"]
 
 
-def test_outputs_that_are_no_losses_may_be_undefined(data_parallel):
+def test_outputs_other_than_losses_may_be_nan(data_parallel):
     step, state = make(1, data_parallel)
     data = batches(3)
     data[1]["divisor"][:] = 0
@@ -131,7 +131,7 @@ def test_outputs_that_are_no_losses_may_be_undefined(data_parallel):
 
 
 class GradientStep(jaxloop.Step):
-    """Its loss is finite, the gradient of one leaf is not."""
+    """A step with a finite loss, but a non-finite gradient of one leaf."""
 
     def run(self, state, batch):
         loss_fn = lambda params: jnp.sqrt(jnp.sum(params["bias"] * batch["x"][0, 0])) + jnp.sum(params["kernel"])
@@ -139,7 +139,7 @@ class GradientStep(jaxloop.Step):
         return state.apply_gradients(grads=grads), None
 
 
-def test_a_gradient_that_is_not_finite_is_found_in_the_parameters():
+def test_a_non_finite_gradient_is_found_in_the_parameters():
     step = GradientStep(jax.random.key(0), nn.Dense(2), optax.sgd(0.1), train=True)
     with pytest.raises(FloatingPointError) as raised:
         jaxloop.TrainLoop(step, nan_policy="raise")(step.initialize_model([1, 3]), batches(2), num_steps=2)
@@ -147,7 +147,7 @@ def test_a_gradient_that_is_not_finite_is_found_in_the_parameters():
 
 
 @pytest.mark.parametrize("bad", [2, 10, 11, 25])
-def test_no_checkpoint_is_of_a_bad_state(bad, data_parallel, tmp_path):
+def test_a_bad_state_is_never_saved(bad, data_parallel, tmp_path):
     step, state = make(1, data_parallel)
     action = jaxloop.CheckpointAction(tmp_path, interval=jaxloop.every(steps=5))
     outer_loop = jaxloop.OuterLoop(jaxloop.TrainLoop(step, end_actions=[action], nan_policy="raise"))
@@ -157,7 +157,7 @@ def test_no_checkpoint_is_of_a_bad_state(bad, data_parallel, tmp_path):
     assert outer_loop.rescued_state is None
 
 
-def test_another_error_saves_no_bad_state_and_tells_of_it(data_parallel, tmp_path):
+def test_another_error_mentions_the_bad_state_and_does_not_save_it(data_parallel, tmp_path):
     def failing():
         yield from batches(9, {8})
         raise OSError("the disk is gone")
@@ -171,7 +171,7 @@ def test_another_error_saves_no_bad_state_and_tells_of_it(data_parallel, tmp_pat
     assert any("Step 8 is the first" in note for note in raised.value.__notes__)
 
 
-def test_looking_costs_one_read_in_a_chunk(data_parallel, monkeypatch):
+def test_the_check_costs_one_read_per_chunk(data_parallel, monkeypatch):
     def count(policy):
         step, state = make(1, data_parallel)
         loop = jaxloop.TrainLoop(step, nan_policy=policy)
@@ -186,7 +186,7 @@ def test_looking_costs_one_read_in_a_chunk(data_parallel, monkeypatch):
     assert count("raise") == count("skip") <= 1 + 100 / 32 + 1
 
 
-def test_an_unknown_policy_is_an_error(data_parallel):
+def test_an_unknown_policy_is_rejected(data_parallel):
     with pytest.raises(ValueError, match="nan_policy must be one of 'raise', 'skip' and 'ignore', got 'stop'"):
         jaxloop.TrainLoop(make(1, data_parallel)[0], nan_policy="stop")  # pyright: ignore
 
@@ -212,7 +212,7 @@ def run_whole(step, directory, policy, data, total=12, actions=()):
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
 @pytest.mark.parametrize("bad", [1, 6, 10])
-def test_three_policies_at_three_moments_of_a_run(bad, policy, tmp_path, data_parallel, made, assert_same):
+def test_each_policy_at_three_moments_of_a_run(bad, policy, tmp_path, data_parallel, made, assert_same):
     step = made.setdefault(1, make(1, data_parallel)[0])
     data = batches(12, {bad})
     state, came = run_whole(step, tmp_path, policy, data)
@@ -230,14 +230,16 @@ def test_three_policies_at_three_moments_of_a_run(bad, policy, tmp_path, data_pa
         assert int(state.step) == 12 and np.isnan(state.params["kernel"]).all()
 
 
-@pytest.mark.parametrize("broken_off_at", [5, 8, 10])
-def test_a_run_that_skips_goes_on_as_if_nothing_had_happened(broken_off_at, tmp_path, data_parallel, made, assert_same):
+@pytest.mark.parametrize("interrupted_at", [5, 8, 10])
+def test_a_resumed_run_with_skips_matches_an_uninterrupted_one(
+    interrupted_at, tmp_path, data_parallel, made, assert_same
+):
     step, data = made.setdefault(1, make(1, data_parallel)[0]), batches(12, {4, 7, 10})
     whole, _ = run_whole(step, tmp_path / "whole", "skip", data)
     broken, _ = run_whole(
-        step, tmp_path / "resumed", "skip", data, actions=[PressCtrlC(jaxloop.at(steps=broken_off_at))]
+        step, tmp_path / "resumed", "skip", data, actions=[PressCtrlC(jaxloop.at(steps=interrupted_at))]
     )
-    assert int(broken.step) == broken_off_at
+    assert int(broken.step) == interrupted_at
     resumed, _ = run_whole(step, tmp_path / "resumed", "skip", data)
     assert_same(whole, resumed)
     rows = [(tmp_path / name / "history.jsonl").read_text() for name in ("whole", "resumed")]
@@ -245,14 +247,14 @@ def test_a_run_that_skips_goes_on_as_if_nothing_had_happened(broken_off_at, tmp_
     assert losses[0][-1] == losses[1][-1] and np.isfinite(losses[0]).all()
 
 
-# Wherever the number is -------------------------------------------------------------------------------
+# Detection --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [1, 64, 200])
-def test_one_bad_number_among_many_is_found_wherever_it_is(size, value, dtype, made):
-    """The largest finite numbers are not bad; each of a row of positions is."""
+def test_one_bad_value_is_found_at_any_position(size, value, dtype, made):
+    """The largest finite values are accepted; a bad value is found at the start, middle and end."""
     name = size, jnp.dtype(dtype).name
 
     def add(state, batch):
@@ -272,7 +274,7 @@ def test_one_bad_number_among_many_is_found_wherever_it_is(size, value, dtype, m
         assert (raised.value.step_num, raised.value.names) == (2, ("big",))
 
 
-def test_of_many_leaves_the_bad_one_is_named():
+def test_the_bad_leaf_among_many_is_named():
     def add(state, batch):
         return {**state, "p77": state["p77"] + batch["x"]}, None
 
@@ -296,7 +298,7 @@ def annotated_step(data_parallel):
 
 
 @pytest.mark.parametrize("make_step", [loss_step, annotated_step])
-def test_other_steps_and_layouts_are_looked_at_too(make_step, data_parallel, assert_same):
+def test_other_steps_and_layouts_are_checked_too(make_step, data_parallel, assert_same):
     step = make_step(data_parallel)
     new_state = lambda: step.initialize_model([1, 3])
     with pytest.raises(nonfinite.NonFiniteError) as raised:

@@ -70,7 +70,7 @@ def expected_average(decay, steps=8, **options):
 
 @pytest.mark.parametrize("model", [Linen(), NNX], ids=["Linen", "NNX"])
 @pytest.mark.parametrize("decay", [0.9, 0.0, 1, lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))])
-def test_the_average_is_that_of_the_parameters_after_each_update(model, decay):
+def test_the_average_includes_the_parameters_after_each_update(model, decay):
     state = train(make_step(model, ema=decay))
     on_host = decay if not callable(decay) else lambda count: min(0.999, (1 + count) / (10 + count))
     for ours, expected in zip(
@@ -120,7 +120,7 @@ def test_the_average_has_the_layout_of_the_parameters():
 
 @pytest.mark.parametrize("model", [Linen(), NNX], ids=["Linen", "NNX"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_frozen_parameter_keeps_every_bit_and_has_no_optimizer_state(model, accumulate):
+def test_a_frozen_parameter_stays_bit_identical_and_has_no_optimizer_state(model, accumulate):
     optimizer = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05, momentum=0.9))
     step = make_step(model, optimizer, trainable="head/**", ema=0.9, accumulate=accumulate)
     state = step.initialize_model([1, 4])
@@ -142,14 +142,14 @@ def test_the_update_of_a_frozen_parameter_keeps_the_sign_of_zero():
     assert bits(optax.apply_updates(params, updates)) == bits(params)
 
 
-def test_a_state_that_was_made_without_a_step_can_be_donated():
+def test_a_state_created_without_a_step_can_be_donated():
     step = make_step(ema=0.9)
     variables = Linen().init(jax.random.key(0), X[:1])
     state = jaxloop.TrainState.create(apply_fn=Linen().apply, params=variables["params"], tx=step.optimizer)
     assert bits(train(step, state=state)) == bits(train(step))
 
 
-def test_each_parameter_has_the_optimizer_of_the_first_pattern_that_matches_it():
+def test_the_first_matching_pattern_selects_the_optimizer():
     optimizer = optimizers.by_path({"*/bias": optax.sgd(1.0), "head/**": optax.sgd(0.1), "**": None})
     step = make_step(optimizer=optimizer)
     state = step.initialize_model([1, 4])
@@ -168,7 +168,7 @@ def test_patterns_with_the_same_transformation_share_its_norm():
     np.testing.assert_allclose(jax.tree.leaves(updates), [[-0.6], [-0.8], [0.0]], rtol=1e-6)
 
 
-def test_several_patterns_are_trainable():
+def test_trainable_accepts_several_patterns():
     step = make_step(trainable=["head/**", "body/bias"])
     state = step.initialize_model([1, 4])
     before = jax.tree.map(np.asarray, state.params)
@@ -178,7 +178,7 @@ def test_several_patterns_are_trainable():
 
 
 @pytest.mark.parametrize("options", [{"ema": 0.9}, {"ema": 0.9, "trainable": "head/**"}], ids=["ema", "frozen"])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, options):
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, options):
     def run(directory, crash_at=None):
         def batch(number):
             if number == crash_at:
@@ -222,7 +222,7 @@ def test_the_average_is_loaded_without_the_parameters(tmp_path, model):
     assert bits(loaded) == bits(optimizers.ema_params(state)) != bits(state.params)
 
 
-def test_patterns_for_an_nnx_model_choose_what_is_loaded(tmp_path):
+def test_patterns_select_the_loaded_params_of_an_nnx_model(tmp_path):
     state = saved(tmp_path, model=NNX)
     into = make_step(NNX).initialize_model(None).params
     loaded = checkpoint.load_params(tmp_path, into=into, paths={"*/kernel": "*/kernel"})
@@ -238,12 +238,12 @@ def test_an_evaluation_without_an_optimizer_restores_the_average(tmp_path):
     assert bits(step.predict(restored, BATCHES)) == bits(make_step(train=False, use_ema=True).predict(state, BATCHES))
 
 
-def test_an_average_that_was_not_saved_starts_with_the_restored_parameters(tmp_path):
+def test_an_unsaved_average_starts_from_the_restored_parameters(tmp_path):
     state = saved(tmp_path)
     step = make_step(optimizer=optax.sgd(0.1), ema=0.9)
     restored = step.restore_model(step.initialize_model([1, 4]), tmp_path)
     assert bits(optimizers.ema_params(restored)) == bits(state.params)
-    train(step, state=restored)  # The average and the parameters are donated, and don't share memory.
+    train(step, state=restored)  # The average and the parameters are donated, so they must not share memory.
 
 
 @pytest.mark.parametrize(
@@ -263,18 +263,18 @@ def test_an_average_that_was_not_saved_starts_with_the_restored_parameters(tmp_p
         (lambda: optimizers.ema(0.9).update({}, optimizers.ema(0.9).init({})), "needs the parameters"),
     ],
 )
-def test_errors_say_what_to_do(make, message):
+def test_errors_explain_what_to_do(make, message):
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         make()
 
 
-def test_a_checkpoint_without_an_average_says_so(tmp_path):
+def test_loading_the_average_from_a_checkpoint_without_one_raises(tmp_path):
     saved(tmp_path)
     with pytest.raises(ValueError, match="has no average of the parameters"):
         checkpoint.load_params(tmp_path, ema=True)
 
 
-def test_a_pattern_may_leave_out_the_end_of_an_nnx_path():
+def test_a_pattern_may_omit_the_last_component_of_an_nnx_path():
     assert matches("*/kernel", "head/kernel/value") and matches("head/value", "head/value")
     assert not matches("head", "head/kernel/value")
 
@@ -287,7 +287,7 @@ def test_fit_evaluates_the_average_and_freezes_the_rest():
     assert history.collect("eval.loss")[-1] == pytest.approx(float(jaxloop.summarize(outputs)["loss"]), rel=1e-6)
     plain, _ = jaxloop.fit(Linen(), BATCHES, **options)
     assert bits(state.params["head"]) != bits(plain.params["head"])
-    initial = make_step().initialize_model([1, 4])  # fit's seed is 0, too.
+    initial = make_step().initialize_model([1, 4])  # fit's seed is also 0.
     assert bits(state.params["body"]) == bits(initial.params["body"])
 
 
@@ -323,7 +323,7 @@ class LoRAStep(jaxloop.Step):
         return (state.apply_gradients(grads=grads) if self.train else state), {"loss": value}
 
 
-def test_checkpoints_of_adapters_contain_nothing_else_and_resume_exactly(tmp_path):
+def test_adapter_checkpoints_contain_only_adapters_and_resume_exactly(tmp_path):
     def run(directory, crash_at=None):
         def batch(number):
             if number == crash_at:

@@ -22,7 +22,7 @@ from jaxloop.train_loop import TrainLoop
 
 
 class Note(actions.Action):
-    """Notes at which steps it was called."""
+    """Records the steps at which it was called."""
 
     def __init__(self, interval=1, fails_at=None):
         super().__init__(interval)
@@ -40,14 +40,14 @@ class Note(actions.Action):
 
 
 def train(state, step, batches, **options):
-    """Runs a train loop that notes where its loops end."""
+    """Runs a train loop and records where its loops end."""
     note = Note()
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[note]))
     state, outputs = outer_loop(state, itertools.cycle(batches), **options)
     return state, outputs, note.noted
 
 
-# How far it goes -------------------------------------------------------------------------------------
+# Length of a run -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_finished_run_makes_no_update(start, warnings_logged):
 
 
 @pytest.mark.parametrize("loop_steps", [10, 7, None])
-def test_a_dataset_that_ends_early_is_said_with_both_numbers(loop_steps, warnings_logged):
+def test_a_dataset_that_ends_early_causes_a_warning(loop_steps, warnings_logged):
     step, state, batches = examples.tiny_regression()
     state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50], train_total_steps=100, train_loop_steps=loop_steps)
     assert int(state.step) == 50 and outputs["loss"]
@@ -89,14 +89,14 @@ def test_a_dataset_that_ends_early_is_said_with_both_numbers(loop_steps, warning
     assert "ended at step 50 of train_total_steps=100" in warnings_logged()[0]
 
 
-def test_without_a_total_the_dataset_sets_the_end(warnings_logged):
+def test_without_a_total_the_dataset_ends_the_run(warnings_logged):
     step, state, batches = examples.tiny_regression()
     state, outputs = OuterLoop(TrainLoop(step))(state, batches[:50])
     assert (int(state.step), len(outputs["loss"])) == (50, 50)
     assert warnings_logged() == []
 
 
-def test_the_loop_length_changes_no_bit(assert_same):
+def test_results_are_bit_identical_for_any_loop_length(assert_same):
     def run(loop_steps):
         step, state, batches = examples.tiny_regression()
         return train(state, step, batches, train_total_steps=60, train_loop_steps=loop_steps)[0]
@@ -106,7 +106,7 @@ def test_the_loop_length_changes_no_bit(assert_same):
         assert_same(run(loop_steps), expected)
 
 
-def test_intervals_go_on_after_a_resume():
+def test_intervals_continue_after_a_resume():
     def run(*totals):
         note = Note(interval=3)
         step, state, batches = examples.tiny_regression()
@@ -118,7 +118,7 @@ def test_intervals_go_on_after_a_resume():
     assert run(100) == run(40, 100) == run(30, 100) == [30, 60, 90]
 
 
-def test_intervals_of_evaluations_go_on_after_a_resume():
+def test_evaluation_intervals_continue_after_a_resume():
     def run(*totals):
         note = Note(interval=2)
         step, state, batches = examples.tiny_regression()
@@ -130,7 +130,7 @@ def test_intervals_of_evaluations_go_on_after_a_resume():
     assert run(60) == run(30, 60) == [20, 40, 60]
 
 
-def test_a_second_run_with_the_same_objects_starts_its_intervals_anew(writer):
+def test_a_second_run_with_the_same_objects_restarts_its_intervals(writer):
     step, state, batches = examples.tiny_regression()
     note = Note(interval=3)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[note, actions.SummaryAction(writer, interval=3)]))
@@ -157,7 +157,7 @@ def test_a_dataset_that_ends_at_the_end_of_a_loop_ends_the_run_there(warnings_lo
 # Evaluation ------------------------------------------------------------------------------------------
 
 
-def test_several_evaluations_run_by_their_specs():
+def test_evaluations_follow_their_specs():
     step, state, batches = examples.tiny_regression()
     notes = [Note(), Note(), Note()]
     contexts = []
@@ -170,10 +170,10 @@ def test_several_evaluations_run_by_their_specs():
     state, outputs = outer_loop(state, batches, train_total_steps=40, train_loop_steps=10, eval_specs=specs)
     assert [note.noted for note in notes] == [[10, 20, 30, 40], [20, 40], [30, 40]]
     assert contexts[0] == EvalContext(is_continuous_eval=False, step_num=10, loop_count=1)
-    assert len(outputs["loss"]) == 10  # The train loop's.
+    assert len(outputs["loss"]) == 10  # From the train loop.
 
 
-def test_the_interval_and_the_function_must_agree():
+def test_an_evaluation_needs_both_its_interval_and_its_function():
     step, state, batches = examples.tiny_regression()
     note = Note()
     spec = EvalSpec(batches[:1], eval_loop_interval=2, should_eval_fn=lambda context: context.loop_count > 2)
@@ -182,7 +182,7 @@ def test_the_interval_and_the_function_must_agree():
     assert note.noted == [40, 60]
 
 
-def test_evaluations_change_no_bit_of_the_training(assert_same):
+def test_evaluations_do_not_affect_training(assert_same):
     def run(eval_loops, specs):
         step, state, batches = examples.tiny_regression()
         outer_loop = OuterLoop(TrainLoop(step), [EvalLoop(step) for _ in range(eval_loops)])
@@ -193,13 +193,13 @@ def test_evaluations_change_no_bit_of_the_training(assert_same):
     assert_same(run(2, lambda batches: [EvalSpec(batches, num_steps=3), EvalSpec(batches[:1])]), expected)
 
 
-def test_without_a_train_loop_one_evaluation_is_run():
+def test_one_evaluation_runs_without_a_train_loop():
     step, state, batches = examples.tiny_regression()
     same_state, outputs = OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5])])
     assert same_state is state and len(outputs["loss"]) == 5
 
 
-def test_an_eval_iterator_is_gone_on_with():
+def test_the_next_evaluation_continues_an_eval_iterator():
     step, state, batches = examples.tiny_regression()
     spec = EvalSpec(None, dataset_iterator=iter(batches), num_steps=40)
     outer_loop = OuterLoop(eval_loops=[EvalLoop(step, stat_names=[])])
@@ -229,7 +229,7 @@ def test_an_eval_dataset_may_be_a_function_that_returns_an_iterator():
         (lambda: iter([]), "It is an exhausted iterator. Give an iterable"),
     ],
 )
-def test_an_empty_eval_dataset_is_an_error(dataset, message, tmp_path):
+def test_an_empty_eval_dataset_raises(dataset, message, tmp_path):
     step, state, batches = examples.tiny_regression()
     train_loop = TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=9)])
     outer_loop = OuterLoop(train_loop, [EvalLoop(step)])
@@ -239,7 +239,7 @@ def test_an_empty_eval_dataset_is_an_error(dataset, message, tmp_path):
     assert int(outer_loop.rescued_state.step) == 10
 
 
-def test_an_evaluation_that_nothing_let_run_is_said(tmp_path, warnings_logged):
+def test_an_evaluation_that_never_runs_causes_a_warning(tmp_path, warnings_logged):
     step, state, batches = examples.tiny_regression(train=False)
     spec = EvalSpec(batches[:2], should_eval_fn=lambda context: False)
     assert OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[spec]) == (state, None)
@@ -248,7 +248,7 @@ def test_an_evaluation_that_nothing_let_run_is_said(tmp_path, warnings_logged):
     assert [text.split(":")[0] for text in warnings_logged()] == ["Nothing was evaluated"] * 2
 
 
-def test_an_eval_dataset_shorter_than_asked_for_is_said(warnings_logged):
+def test_an_eval_dataset_shorter_than_num_steps_causes_a_warning(warnings_logged):
     step, state, batches = examples.tiny_regression(train=False)
     OuterLoop(eval_loops=[EvalLoop(step)])(state, eval_specs=[EvalSpec(batches[:5], num_steps=7)])
     assert "ended after 5 of num_steps=7 batches" in warnings_logged()[0]
@@ -268,7 +268,7 @@ class StopAt(actions.Action):
 
 
 @pytest.mark.parametrize("where", ["train", "eval"])
-def test_a_loop_stops_the_experiment(where, tmp_path):
+def test_an_action_of_a_loop_stops_the_run(where, tmp_path):
     step, state, batches = examples.tiny_regression()
     stop = [StopAt(20)]
     train_loop = TrainLoop(step, end_actions=stop if where == "train" else [])
@@ -280,7 +280,7 @@ def test_a_loop_stops_the_experiment(where, tmp_path):
     assert (tmp_path / "STOPPED").exists()
 
 
-def test_a_loop_stops_the_experiment_from_its_end():
+def test_the_end_hook_of_a_loop_stops_the_run():
     class Stops(TrainLoop):
         def end(self, state, outputs):
             state, outputs = super().end(state, outputs)
@@ -291,7 +291,7 @@ def test_a_loop_stops_the_experiment_from_its_end():
     assert int(state.step) < 100 and outputs[STOP_LOOP] is True and outputs["loss"][-1] < 0.1
 
 
-def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, logs, interrupted):
+def test_ctrl_c_returns_the_state_and_the_next_call_continues(tmp_path, logs, interrupted):
     step, state, batches = examples.tiny_regression()
     action = actions.CheckpointAction(tmp_path)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[action]), checkpoint_spec=CheckpointSpec(tmp_path))
@@ -304,7 +304,7 @@ def test_ctrl_c_returns_the_state_and_the_next_call_goes_on(tmp_path, logs, inte
     assert int(state.step) == 100 and (tmp_path / "STOPPED").exists()
 
 
-def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(writer, tmp_path, interrupted):
+def test_ctrl_c_in_an_evaluation_writes_no_partial_result_and_saves_the_state(writer, tmp_path, interrupted):
     class Dataset:
         def __iter__(self):
             return interrupted(batches, 3)
@@ -318,7 +318,7 @@ def test_ctrl_c_in_an_evaluation_writes_no_part_of_one_and_saves_the_state(write
     assert writer.written == [] and checkpoint.all_steps(tmp_path) == [10]
 
 
-def test_a_donated_state_is_refused():
+def test_a_donated_state_is_rejected():
     step, state, batches = examples.tiny_regression()
     OuterLoop(TrainLoop(step))(state, batches, 10)
     with pytest.raises(ValueError, match=r"OuterLoop\(\.\.\.\) got a state that was already donated to TrainLoop"):
@@ -335,7 +335,7 @@ def resumable(directory, total, batches=None):
     return outer_loop(state, all_batches if batches is None else batches, total, 10)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, assert_same, logs):
+def test_a_run_resumes_from_its_newest_checkpoint(tmp_path, assert_same, logs):
     expected, _ = resumable(tmp_path / "unbroken", 60)
     resumable(tmp_path / "broken", 30)
     _, _, batches = examples.tiny_regression()
@@ -347,7 +347,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, assert_same, logs):
     assert int(state.step) == 60 and outputs is None
 
 
-def test_a_resume_lists_its_directory_once_before_the_first_batch(tmp_path, monkeypatch):
+def test_resuming_lists_the_directory_once_before_the_first_batch(tmp_path, monkeypatch):
     _, _, batches = examples.tiny_regression()
     all_steps, listed, seen = checkpoint.all_steps, [], []
     monkeypatch.setattr(checkpoint, "all_steps", lambda directory: (listed.append(directory), all_steps(directory))[1])
@@ -363,7 +363,7 @@ def test_a_resume_lists_its_directory_once_before_the_first_batch(tmp_path, monk
     assert seen[0] == 1
 
 
-def test_a_new_run_does_not_save_among_the_checkpoints_of_another(tmp_path):
+def test_a_new_run_does_not_save_among_the_checkpoints_of_another_run(tmp_path):
     resumable(tmp_path, 20)
     step, state, batches = examples.tiny_regression()
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
@@ -373,7 +373,7 @@ def test_a_new_run_does_not_save_among_the_checkpoints_of_another(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [20, 30, 40]
 
 
-def test_the_stopped_file_of_a_directory_in_the_home_is_found(tmp_path, monkeypatch):
+def test_the_stopped_file_is_found_under_a_tilde_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     resumable("~/run", 10)
     assert (tmp_path / "run" / "STOPPED").exists()
@@ -394,7 +394,7 @@ def test_a_stale_stopped_file_is_removed_while_training(tmp_path):
     assert (tmp_path / "STOPPED").exists() and os.path.getsize(tmp_path / "STOPPED") == 0
 
 
-def test_a_checkpoint_directory_that_can_not_be_written_is_refused_before_the_first_step(tmp_path):
+def test_an_unwritable_checkpoint_directory_raises_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
     step, state, batches = examples.tiny_regression()
     iterator = iter(batches)
@@ -404,7 +404,7 @@ def test_a_checkpoint_directory_that_can_not_be_written_is_refused_before_the_fi
     assert int(state.step) == 0 and len(list(iterator)) == 100
 
 
-def test_an_exception_saves_the_last_whole_step_and_closes_everything(tmp_path, writer):
+def test_an_exception_saves_the_last_completed_step_and_closes_everything(tmp_path, writer):
     def fails(batches):
         yield from batches[:25]
         raise OSError("the network is gone")
@@ -426,7 +426,7 @@ def test_an_exception_saves_the_last_whole_step_and_closes_everything(tmp_path, 
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_what_is_rescued_is_the_last_whole_step_also_after_a_save(devices, tmp_path, data_parallel):
+def test_the_last_completed_step_is_rescued_even_after_a_save(devices, tmp_path, data_parallel):
     """A save in the background may keep the buffers of an older state alive."""
 
     def fails(batches):
@@ -441,7 +441,7 @@ def test_what_is_rescued_is_the_last_whole_step_also_after_a_save(devices, tmp_p
     assert checkpoint.all_steps(tmp_path) == [10, 17]
 
 
-def test_an_action_of_the_step_that_raises_loses_nothing(tmp_path):
+def test_an_error_in_an_action_of_a_step_loses_nothing(tmp_path):
     step, state, batches = examples.tiny_regression(end_actions=[Note(fails_at=15)])
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path)]))
     with pytest.raises(RuntimeError, match="the action failed"):
@@ -462,7 +462,7 @@ def test_a_second_call_does_not_go_back_to_an_older_checkpoint(tmp_path, logs):
     assert "The run continues at step 30, which is past the newest checkpoint, 20." in logs.messages
 
 
-def test_an_action_that_raises_loses_nothing(tmp_path):
+def test_an_error_in_an_action_of_a_loop_loses_nothing(tmp_path):
     step, state, batches = examples.tiny_regression()
     ckpt = actions.CheckpointAction(tmp_path, interval=100)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[Note(fails_at=20), ckpt]))
@@ -472,7 +472,7 @@ def test_an_action_that_raises_loses_nothing(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [20]
 
 
-def test_an_error_at_the_close_is_raised_unless_another_is_on_its_way():
+def test_an_error_in_close_is_raised_unless_another_is_propagating():
     class Fails(Note):
         def close(self):
             super().close()
@@ -500,7 +500,7 @@ def continuous(directory, note, **options):
     return outer_loop(state, eval_specs=[EvalSpec(batches[:4])])
 
 
-def test_each_checkpoint_is_evaluated_until_training_has_stopped(tmp_path):
+def test_each_checkpoint_is_evaluated_until_training_stops(tmp_path):
     resumable(tmp_path, 30)
     note = Note()
     state, outputs = continuous(tmp_path, note)
@@ -527,7 +527,7 @@ def test_checkpoints_are_evaluated_as_they_appear(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["before it is read", "half before", "after it was read"])
-def test_a_checkpoint_that_is_deleted_while_it_is_read_is_skipped(moment, tmp_path, monkeypatch, warnings_logged):
+def test_a_checkpoint_deleted_while_it_is_restored_is_skipped(moment, tmp_path, monkeypatch, warnings_logged):
     resumable(tmp_path, 30)
     restore = checkpoint.restore
 
@@ -553,7 +553,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_skipped(moment, tmp_pa
     assert "The checkpoint of step 20 was deleted before it could be evaluated." in warnings_logged()
 
 
-def test_a_checkpoint_that_is_damaged_and_not_deleted_is_an_error_of_the_evaluation(tmp_path):
+def test_a_damaged_checkpoint_raises_in_a_continuous_evaluation(tmp_path):
     resumable(tmp_path, 20)
     shutil.rmtree(tmp_path / "20" / "default")
     note = Note()
@@ -562,7 +562,7 @@ def test_a_checkpoint_that_is_damaged_and_not_deleted_is_an_error_of_the_evaluat
     assert note.noted == [10]
 
 
-def test_without_a_checkpoint_left_the_state_given_is_not_evaluated_in_its_place(tmp_path):
+def test_the_initial_state_is_not_evaluated_if_all_checkpoints_are_deleted(tmp_path):
     resumable(tmp_path, 20)
 
     class DeleteAll(Note):
@@ -589,10 +589,10 @@ def test_a_stop_function_replaces_the_stopped_file(tmp_path):
     assert contexts == [EvalContext(is_continuous_eval=True, step_num=10, loop_count=0)]
 
 
-# What never ran, and bad arguments -------------------------------------------------------------------
+# Unused actions and bad arguments --------------------------------------------------------------------
 
 
-def test_what_never_ran_is_said_in_one_warning(tmp_path, writer, warnings_logged):
+def test_one_warning_lists_everything_that_never_ran(tmp_path, writer, warnings_logged):
     step, state, batches = examples.tiny_regression(end_actions=[Note(interval=50)])
     summary = actions.SummaryAction(writer, interval=100)
     eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[summary])
@@ -612,7 +612,7 @@ def test_what_never_ran_is_said_in_one_warning(tmp_path, writer, warnings_logged
     assert len(lines) == 4
 
 
-def test_what_ran_is_not_mentioned(warnings_logged):
+def test_no_warning_is_logged_if_everything_ran(warnings_logged):
     step, state, batches = examples.tiny_regression()
     train_loop = TrainLoop(step, end_actions=[Note(), Note(10)])
     eval_loop = EvalLoop(examples.tiny_regression(train=False)[0], end_actions=[Note(3)])
@@ -638,7 +638,7 @@ def test_what_ran_is_not_mentioned(warnings_logged):
         ({"train_dataset": "train"}, TypeError, "A dataset must be an iterator"),
     ],
 )
-def test_bad_arguments_are_refused_before_the_first_step(options, error, message):
+def test_bad_arguments_raise_before_the_first_step(options, error, message):
     step, state, batches = examples.tiny_regression()
     arguments = {"train_dataset": batches, "train_total_steps": 10, "eval_specs": [EvalSpec(batches)], **options}
     with pytest.raises(error, match=message):
@@ -646,13 +646,13 @@ def test_bad_arguments_are_refused_before_the_first_step(options, error, message
     assert int(state.step) == 0
 
 
-def test_a_misspelt_keyword_is_refused():
+def test_a_misspelled_keyword_is_rejected():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(TypeError, match="train_totel_steps"):
         OuterLoop(TrainLoop(step))(state, batches, train_totel_steps=10)
 
 
-def test_a_dataset_without_a_train_loop_is_refused():
+def test_a_dataset_without_a_train_loop_is_rejected():
     step, state, batches = examples.tiny_regression()
     with pytest.raises(ValueError, match="got a train_dataset without a train_loop"):
         OuterLoop(eval_loops=[EvalLoop(step)])(state, batches, eval_specs=[EvalSpec(batches)])
@@ -674,18 +674,18 @@ def test_a_dataset_without_a_train_loop_is_refused():
         ({"dataset_iterator": iter([])}, ValueError, "needs num_steps, got None"),
     ],
 )
-def test_an_eval_spec_checks_itself(options, error, message):
+def test_an_eval_spec_validates_its_arguments(options, error, message):
     with pytest.raises(error, match=message):
         EvalSpec(**{"dataset": [], **options})
 
 
-def test_a_checkpoint_spec_checks_itself():
+def test_a_checkpoint_spec_validates_its_arguments():
     with pytest.raises(ValueError, match="iterate_interval_secs must not be negative, got -1"):
         CheckpointSpec("somewhere", iterate_interval_secs=-1)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_training_batch_that_does_not_divide_loses_nothing(devices, tmp_path, data_parallel):
+def test_an_indivisible_training_batch_loses_nothing(devices, tmp_path, data_parallel):
     step, state, batches = examples.tiny_regression(partitioner=data_parallel(devices))
     dataset = [*batches[:14], {name: leaf[:5] for name, leaf in batches[14].items()}]
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.CheckpointAction(tmp_path, interval=100)]))
@@ -697,7 +697,7 @@ def test_a_training_batch_that_does_not_divide_loses_nothing(devices, tmp_path, 
     assert checkpoint.all_steps(tmp_path) == [14]
 
 
-def test_a_loop_of_the_experiment_reads_the_device_once_a_loop(monkeypatch):
+def test_a_run_reads_the_device_once_per_loop(monkeypatch):
     reads = []
     fetch = metrics.fetch
     step, state, batches = examples.tiny_regression()
@@ -713,7 +713,7 @@ def test_a_loop_of_the_experiment_reads_the_device_once_a_loop(monkeypatch):
 
 @pytest.fixture
 def other_run():
-    """Locks directories as runs in another thread do."""
+    """Locks directories like runs in other threads."""
     stop, threads = threading.Event(), []
 
     def hold(directory, name):
@@ -735,11 +735,11 @@ def other_run():
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_two_runs_with_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trains):
+def test_two_runs_in_one_workdir_do_not_mix_their_rows(tmp_path, other_run, trains):
     step, state, batches = examples.tiny_regression()
     train_loop, eval_loops = (TrainLoop(step), []) if trains else (None, [EvalLoop(step)])
     outer_loop = OuterLoop(train_loop, eval_loops, workdir=tmp_path)
-    other_run(tmp_path, lock.EVALUATOR if trains else lock.TRAINER)  # Its rows are in another file.
+    other_run(tmp_path, lock.EVALUATOR if trains else lock.TRAINER)  # Its rows are in a different file.
     options = {"train_dataset": batches, "train_total_steps": 2} if trains else {"eval_specs": [EvalSpec(batches)]}
     state, _ = outer_loop(state, **options)
     options = {**options, "train_total_steps": 4} if trains else options
@@ -753,7 +753,7 @@ def test_two_runs_with_one_workdir_do_not_mix_their_rows(tmp_path, other_run, tr
     assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before
 
 
-def test_a_workdir_that_is_gone_at_the_end_is_an_error(tmp_path):
+def test_a_workdir_moved_during_the_run_raises(tmp_path):
     class Move(actions.Action):
         def __call__(self, state, outputs, **kwargs):
             (tmp_path / "run").rename(tmp_path / "moved")
@@ -764,7 +764,7 @@ def test_a_workdir_that_is_gone_at_the_end_is_an_error(tmp_path):
         outer_loop(state, batches, 4, 2)
 
 
-def test_trainers_in_threads_with_directories_of_their_own_run_side_by_side(tmp_path):
+def test_trainers_in_separate_directories_run_in_parallel_threads(tmp_path):
     together = threading.Barrier(3)
 
     def train_in(directory):
@@ -782,12 +782,12 @@ def test_trainers_in_threads_with_directories_of_their_own_run_side_by_side(tmp_
         jax.tree.map(np.testing.assert_array_equal, other, ended[0])
 
 
-def test_of_two_trainers_in_threads_with_one_directory_one_is_refused(tmp_path):
+def test_one_of_two_trainers_in_one_directory_is_refused(tmp_path):
     together = threading.Barrier(2)
 
     class Wait(actions.Action):
         def __call__(self, state, outputs, **kwargs):
-            together.wait()  # For the other one to be refused.
+            together.wait()  # Until the other trainer has been refused.
 
     def train_it(number):
         step, state, batches = examples.tiny_regression()
@@ -804,7 +804,7 @@ def test_of_two_trainers_in_threads_with_one_directory_one_is_refused(tmp_path):
         assert sorted(map(str, pool.map(train_it, range(2)))) == ["1", "refused"]
 
 
-def test_a_run_that_ctrl_c_ends_and_that_can_not_be_saved_is_an_error(tmp_path, interrupted, monkeypatch):
+def test_a_failed_save_after_ctrl_c_raises(tmp_path, interrupted, monkeypatch):
     def refuse(*args):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -816,7 +816,7 @@ def test_a_run_that_ctrl_c_ends_and_that_can_not_be_saved_is_an_error(tmp_path, 
         outer_loop(state, interrupted(batches, 2))
 
 
-def test_a_run_that_ctrl_c_ends_after_its_directory_was_moved_is_an_error(tmp_path, interrupted):
+def test_ctrl_c_after_the_directory_was_moved_raises(tmp_path, interrupted):
     def move(batches):
         for number, batch in enumerate(batches):
             if number == 1:
@@ -829,12 +829,12 @@ def test_a_run_that_ctrl_c_ends_after_its_directory_was_moved_is_an_error(tmp_pa
         outer_loop(state, move(interrupted(batches, 2)))
 
 
-def test_a_full_disk_under_the_event_file_ends_the_run(tmp_path):
+def test_a_failed_write_of_the_event_file_ends_the_run(tmp_path):
     step, state, batches = examples.tiny_regression()
     writer = actions.default_writer(tmp_path)
     outer_loop = OuterLoop(TrainLoop(step, end_actions=[actions.SummaryAction(writer, every(steps=1))]))
     batches = itertools.cycle(batches)
-    state, _ = outer_loop(state, batches, 2)  # It has compiled, and made the file.
+    state, _ = outer_loop(state, batches, 2)  # Compiles the step and creates the file.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
@@ -845,13 +845,13 @@ def test_a_full_disk_under_the_event_file_ends_the_run(tmp_path):
         writer.close()
 
 
-# What is said at its end -----------------------------------------------------------------------------
+# Warnings at the end ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("loop_steps", "since"), [(30, "since step 13."), (10, "since step 20 or before."), (None, "since step 13.")]
 )
-def test_a_run_that_ends_with_a_nan_says_so_once(loop_steps, since, warnings_logged):
+def test_a_run_that_ends_with_a_nan_warns_once(loop_steps, since, warnings_logged):
     step, state, batches = examples.tiny_regression()
     spoilt = [{**batch, "y": batch["y"] * np.float32(np.nan)} if n == 12 else batch for n, batch in enumerate(batches)]
     outer_loop = OuterLoop(TrainLoop(step))

@@ -1,4 +1,4 @@
-"""Outputs on their way to the host: none lost, in order, bounded."""
+"""Outputs arrive on the host in order and without loss, and a bounded number of them is pending."""
 
 import flax.struct
 import jax
@@ -14,7 +14,7 @@ from jaxloop.output_queue import OutputQueue
 
 
 def push_all(queue, steps):
-    """Runs a queue over the outputs of all steps; returns them, step by step, and the merged metrics."""
+    """Pushes the outputs of all steps; returns the outputs that arrive, step by step, and the merged metrics."""
     rows = []
     for outputs in steps:
         queue.newest.append(outputs)
@@ -45,12 +45,12 @@ def test_a_queue_holds_a_bounded_number_of_steps(options, shape, most, is_on_hos
     assert most - 4 <= max(held) <= most
 
 
-def test_a_queue_takes_steps_without_outputs():
+def test_a_queue_accepts_steps_without_outputs():
     arrived, _ = push_all(OutputQueue(4), [None, {"a": jnp.ones(())}, None, None, None])
     assert [outputs is None for outputs in arrived] == [True, False, True, True, True]
 
 
-def test_what_is_computed_in_the_memory_of_the_host_is_taken_without_a_read(monkeypatch):
+def test_outputs_computed_in_host_memory_are_taken_without_a_read(monkeypatch):
     taken, view = [], metrics.view
     monkeypatch.setattr(metrics, "view", lambda tree: taken.append(metrics.is_ready(tree)) or view(tree))
     monkeypatch.setattr(metrics, "fetch", lambda tree: pytest.fail("The devices were read."))
@@ -62,14 +62,14 @@ def test_what_is_computed_in_the_memory_of_the_host_is_taken_without_a_read(monk
     assert [outputs["loss"] for outputs in arrived] == list(range(96))
 
 
-def test_a_typed_key_is_an_output_like_others():
+def test_a_typed_key_can_be_an_output():
     steps = [{"a_key": jax.random.key(number), "loss": jnp.float32(number)} for number in range(100)]
     arrived, _ = push_all(OutputQueue(8, 1000), steps)
     assert [outputs["loss"] for outputs in arrived] == list(range(100))
     assert all(jnp.array_equal(row["a_key"], step["a_key"]) for row, step in zip(arrived, steps, strict=True))
 
 
-def test_what_is_not_computed_is_not_taken(monkeypatch):
+def test_outputs_that_are_not_computed_yet_are_not_taken(monkeypatch):
     monkeypatch.setattr(metrics, "is_ready", lambda value: False)
     queue = OutputQueue(8, 1000, is_on_host=True)
     for number in range(100):
@@ -108,7 +108,7 @@ def test_collecting_metrics_are_merged_on_the_host():
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
-def test_what_only_some_steps_of_a_chunk_report_arrives_too(is_on_host):
+def test_outputs_reported_by_only_some_steps_of_a_chunk_arrive(is_on_host):
     steps = [{"loss": jnp.float32(i)} | ({"rare": jnp.ones(2)} if i % 20 == 19 else {}) for i in range(80)]
     steps[40] = {"first": jnp.int32(1), "loss": jnp.float32(40)}
     arrived, _ = push_all(OutputQueue(64, is_on_host=is_on_host), steps)
@@ -117,7 +117,7 @@ def test_what_only_some_steps_of_a_chunk_report_arrives_too(is_on_host):
     assert all(np.all(outputs.get("rare", 1) == 1) and outputs["loss"].dtype == np.float32 for outputs in arrived)
 
 
-def test_the_scalars_of_a_chunk_leave_an_accelerator_as_one_array(monkeypatch):
+def test_the_scalars_of_a_chunk_are_transferred_as_one_array(monkeypatch):
     reads, fetch = [], metrics.fetch
     monkeypatch.setattr(metrics, "fetch", lambda tree: reads.extend(jax.tree.leaves(tree)) or fetch(tree))
     arrived, _ = push_all(
@@ -126,7 +126,7 @@ def test_the_scalars_of_a_chunk_leave_an_accelerator_as_one_array(monkeypatch):
     assert len(reads) == 2 * 2 and [outputs["n"] for outputs in arrived] == list(range(64))
 
 
-def test_metrics_of_many_classes_with_equal_fields_are_each_merged_by_their_own():
+def test_metrics_with_equal_fields_are_merged_by_their_own_classes():
     def metric_class(number):
         @flax.struct.dataclass
         class Sum(clu_metrics.Metric):

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what is in them, and what who installs them gets."""
+"""The contents of the sdist and the wheel, and what users get when they install them."""
 
 import importlib
 import json
@@ -23,12 +23,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLAIN_INSTALL = ROOT / "tests" / "programs" / "plain_install.py"
 
-# `make test-wheel` runs the tests where there is no source, so that they can't but use what is installed.
+# `make test-wheel` runs the tests in a directory without the sources, so that they use the installed package.
 SOURCES = ROOT / "jaxloop"
 with_sources = pytest.mark.skipif(not SOURCES.exists(), reason="The sources of jaxloop are not here.")
 
 
-def test_the_jaxloop_under_test_is_the_one_beside_the_tests_or_the_one_installed():
+def test_the_tests_use_the_adjacent_or_the_installed_jaxloop():
     expected = SOURCES if SOURCES.exists() else pathlib.Path(sysconfig.get_path("purelib"), "jaxloop")
     assert pathlib.Path(jaxloop.__file__).parent.resolve() == expected.resolve()
 
@@ -42,7 +42,7 @@ def run(*command, cwd=None, **variables):
 
 
 def build(kind, sources, directory):
-    """Has setuptools build the wheel or the sdist, as pip does, but in this environment and so without a network."""
+    """Builds the wheel or the sdist with setuptools, as pip does, but in this environment and so without a network."""
     program = f"import sys, setuptools.build_meta as backend; backend.build_{kind}(sys.argv[1])"
     run("-W", "ignore", "-c", program, directory, cwd=sources)
     (built,) = directory.iterdir()
@@ -51,7 +51,7 @@ def build(kind, sources, directory):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """Where the sdist of the checkout was unpacked."""
+    """The directory of the unpacked sdist of the checkout."""
     sources, built = tmp_path_factory.mktemp("sources") / "jaxloop", tmp_path_factory.mktemp("sdist")
     not_of_git = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "_build")
     shutil.copytree(ROOT, sources, ignore=not_of_git)
@@ -62,21 +62,21 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
-    """The wheel, built of the sdist: so that also lacks nothing."""
+    """The wheel, built from the sdist, which must therefore be complete."""
     return build("wheel", sdist, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A directory with nothing but what the wheel installs."""
+    """A directory that contains only what the wheel installs."""
     directory = tmp_path_factory.mktemp("installed")
-    with zipfile.ZipFile(wheel) as archive:  # All that there is to install a wheel of pure Python.
+    with zipfile.ZipFile(wheel) as archive:  # Enough to install a pure Python wheel.
         archive.extractall(directory)
     return directory
 
 
 @with_sources
-def test_the_wheel_has_the_package_and_nothing_else(wheel):
+def test_the_wheel_contains_only_the_package(wheel):
     modules = {str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.py")}
     about = {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"}
     dist_info = f"jaxloop-{jaxloop.__version__}.dist-info"
@@ -86,7 +86,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
 
 
 @with_sources
-def test_the_sdist_has_what_make_test_needs(sdist):
+def test_the_sdist_contains_everything_make_test_needs(sdist):
     for name in ["CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml", "requirements/oldest.txt"]:
         assert (sdist / name).is_file(), name
     for directory, pattern in [("benchmarks", "*.py"), ("colabs", "*"), ("docs", "*.md"), ("tests", "*.py")]:
@@ -96,7 +96,7 @@ def test_the_sdist_has_what_make_test_needs(sdist):
 
 
 @with_sources
-def test_what_the_wheel_installs_trains_without_any_optional_package(installed, tmp_path):
+def test_an_installed_wheel_trains_without_optional_packages(installed, tmp_path):
     printed = run("-W", "error", PLAIN_INSTALL, installed, cwd=tmp_path, PYTHONPATH=str(installed))
     assert printed == f"jaxloop {jaxloop.__version__} trains\n"
 
@@ -105,7 +105,7 @@ MODULES = "actions checkpoint data distributed functional history models partiti
 
 
 def public_names():
-    """The public names of the package and of the modules that users import from, with the methods of classes."""
+    """Yields the public names of the package and of the modules that users import from, with the methods of classes."""
     for module in [jaxloop, *(importlib.import_module(f"jaxloop.{name}") for name in MODULES)]:
         for name in getattr(module, "__all__", dir(module)):
             value = getattr(module, name)
@@ -115,7 +115,7 @@ def public_names():
 
 
 def public_methods(value):
-    """The names of the methods and properties of a class; not what JAX calls, nor what Flax has put there."""
+    """Yields the methods and properties of a class, except those that JAX calls or that Flax has added."""
     for base in filter(is_ours, value.__mro__ if isinstance(value, type) else ()):
         for name, member in vars(base).items():
             fields = getattr(base, "__dataclass_fields__", {})
@@ -128,9 +128,9 @@ def is_ours(value):
 
 
 @with_sources
-@pytest.mark.xfail(np.lib.NumpyVersion(np.__version__) < "2.2.0", reason="optax.Schedule is of arrays of unknown type.")
+@pytest.mark.xfail(np.lib.NumpyVersion(np.__version__) < "2.2.0", reason="optax.Schedule uses arrays of unknown type.")
 def test_type_checkers_know_the_type_of_each_public_name(installed, tmp_path):
-    """As pyright sees it in the strict mode of a user's program, with the annotations that `py.typed` promises."""
+    """Pyright knows them in strict mode, in a user's program, from the annotations that `py.typed` promises."""
     names = sorted(set(public_names()))
     assert {"jaxloop.fit", "jaxloop.Step.initialize_model", "jaxloop.functional.loop"} <= set(names)
     imports = [f"import jaxloop.{name}" for name in MODULES]
@@ -144,7 +144,7 @@ def test_type_checkers_know_the_type_of_each_public_name(installed, tmp_path):
 
 @with_sources
 def test_no_public_name_lacks_an_annotation(installed, tmp_path):
-    """What is unknown to pyright beside that comes from packages without `py.typed`, such as Optax."""
+    """Other types unknown to pyright come from packages without `py.typed`, such as Optax."""
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
     command += ["--verifytypes", "jaxloop", "--ignoreexternal"]
     variables = {**os.environ, "PYTHONPATH": str(installed)}
@@ -160,7 +160,7 @@ def test_no_public_name_lacks_an_annotation(installed, tmp_path):
     assert not lacking, "\n".join(sorted(lacking))
 
 
-def test_the_oldest_versions_that_are_tested_are_the_lowest_that_are_allowed():
+def test_the_oldest_tested_versions_are_the_lowest_allowed_ones():
     lines = [line for line in (ROOT / "requirements" / "oldest.txt").read_text().splitlines() if line[0] != "#"]
     tested = {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in map(Requirement, lines)}
     needs = map(Requirement, PROJECT["dependencies"])
@@ -176,7 +176,7 @@ def test_dir_shows_public_names_only():
     assert all(hasattr(jaxloop, name) for name in names)
 
 
-def test_each_extra_is_there_and_the_tests_take_all_but_the_trackers():
+def test_the_test_extra_includes_the_extras_without_the_trackers():
     extras = PROJECT["optional-dependencies"]
     trackers = {"aim", "comet", "mlflow", "trackio", "wandb"}
     others = {"bench", "data", "demo", "docs", "metrics", "plots", "safetensors", "tensorflow", "test", "tpu-check"}

@@ -51,12 +51,12 @@ def test_data_parallel_replicates_the_state_and_splits_the_batch():
     assert batch["temperature"].sharding.is_fully_replicated
 
 
-def test_an_explicit_mesh_is_taken_as_an_automatic_one():
+def test_an_explicit_mesh_is_made_automatic():
     assert EXPLICIT.axis_types == (AxisType.Explicit,)
     assert partition.DataParallelPartitioner(EXPLICIT, "data").mesh.axis_types == (AxisType.Auto,)
 
 
-def test_a_batch_that_does_not_divide_is_refused_by_name():
+def test_the_error_for_an_indivisible_batch_names_the_leaf():
     partitioner = partition.DataParallelPartitioner(AUTO, "data")
     with pytest.raises(ValueError, match=r"batch\['image'\] has 30 rows.*8 devices of mesh axis 'data'.*multiple of 8"):
         partitioner.shard_batch({"image": np.zeros([30, 2])})
@@ -68,13 +68,13 @@ def test_a_short_batch_is_replicated_when_evaluating():
     assert not partitioner.shard_short_batch({"x": np.zeros([16, 2])})["x"].sharding.is_fully_replicated
 
 
-def test_an_unknown_axis_is_refused_with_those_there_are():
+def test_an_unknown_axis_raises_and_lists_the_mesh_axes():
     with pytest.raises(ValueError, match="'batch' is not an axis of the mesh: 'data', 'model'"):
         partition.DataParallelPartitioner(TWO_AXES, "batch")
 
 
 @pytest.mark.parametrize("make", [partition.SingleDevicePartitioner, lambda: partition.SPMDPartitioner(AUTO, "data")])
-def test_the_incoming_state_is_donated(make):
+def test_the_input_state_is_donated(make):
     partitioner = make()
     state = partitioner.shard_init_fn(lambda: {"w": jnp.ones(16)})()
     fn = partitioner.partition(lambda state, batch: ({"w": state["w"] + batch["x"].sum()}, {}))
@@ -85,7 +85,7 @@ def test_the_incoming_state_is_donated(make):
 
 @pytest.mark.parametrize("fused", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_may_keep_the_count_of_steps(kind, fused):
+def test_an_action_may_keep_the_step_count(kind, fused):
     step, state, batches = examples.tiny_regression(partitioner=KINDS[kind]())
     first, kept = state, []
 
@@ -101,7 +101,7 @@ def test_a_hook_may_keep_the_count_of_steps(kind, fused):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first) if leaf is not first.step)
 
 
-def test_jit_arguments_replace_the_partitioners_own():
+def test_jit_arguments_override_the_partitioners_own():
     partitioner = partition.SingleDevicePartitioner()
     state = {"w": jnp.ones(2)}
     partitioner.partition(lambda state, batch: (state, {}), donate_argnums=())(state, None)
@@ -156,7 +156,7 @@ def nnx_step(partitioner):
 
 
 @pytest.mark.parametrize("make_step", [linen_step, nnx_step])
-def test_spmd_lays_the_state_out_by_the_models_metadata(make_step):
+def test_spmd_places_the_state_by_the_annotations_of_the_model(make_step):
     partitioner = partition.SPMDPartitioner(TWO_AXES, "data")
     with pytest.raises(ValueError, match=r"initialize_model\(\.\.\.\) of a step with this partitioner first"):
         _ = partitioner.sharding
@@ -186,7 +186,7 @@ def test_spmd_lays_the_state_out_by_the_models_metadata(make_step):
     np.testing.assert_allclose(outputs["loss"], expected["loss"], rtol=1e-4)
 
 
-def test_one_spmd_partitioner_holds_one_layout():
+def test_an_spmd_partitioner_holds_one_layout():
     partitioner = partition.SPMDPartitioner(TWO_AXES, "data")
     linen_step(partitioner).initialize_model([1, 3])
     linen_step(partitioner)
@@ -194,7 +194,7 @@ def test_one_spmd_partitioner_holds_one_layout():
         LinenStep(jax.random.key(0), LinenTwoLayers(), partitioner=partitioner).initialize_model([1, 3])
 
 
-def test_a_sharding_constraint_needs_no_mesh_around_it():
+def test_a_sharding_constraint_needs_no_mesh_context():
     class Constrained(LinenStep):
         def run(self, state, batch):
             batch = {**batch, "x": jax.lax.with_sharding_constraint(batch["x"], P("data"))}
@@ -206,7 +206,7 @@ def test_a_sharding_constraint_needs_no_mesh_around_it():
     assert int(state.step) == 1
 
 
-def test_a_state_made_elsewhere_is_moved_to_the_mesh():
+def test_a_state_created_elsewhere_is_moved_to_the_mesh():
     _, state, batches = examples.tiny_regression()
     step, _, _ = examples.tiny_regression(partitioner=partition.DataParallelPartitioner(AUTO, "data"))
     state, _ = step(state, batches[0])
@@ -228,7 +228,7 @@ RESULTS = {
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("result", RESULTS)
-def test_any_pure_function_of_state_and_batch_is_compiled(kind, result):
+def test_any_pure_function_of_state_and_batch_can_be_compiled(kind, result):
     partitioner = KINDS[kind]()
     optimizer = optax.identity()
     make = lambda: types.TrainState.create(apply_fn=None, params={"w": jnp.ones([16, 2])}, tx=optimizer)
@@ -248,7 +248,7 @@ def test_any_pure_function_of_state_and_batch_is_compiled(kind, result):
 
 
 class Attention(nn.Module):
-    """Its layers initialize flat kernels, and are annotated by the axes that these have afterwards."""
+    """Its layers initialize flat kernels, but their annotations name the axes of the reshaped kernels."""
 
     annotate: object
     names: tuple = (None, "model")
@@ -275,7 +275,7 @@ LOGICAL = {"annotate": nn.with_logical_partitioning, "names": ("embed", "heads")
     ],
     ids="data parallel,fsdp,rules,spmd,logical".split(","),
 )
-def test_a_layer_that_reshapes_its_kernel_may_be_annotated(make, model):
+def test_layers_that_reshape_their_kernels_can_be_annotated(make, model):
     _, _, batches = examples.tiny_regression()
     losses = []
     for partitioner in (partition.SingleDevicePartitioner(), make()):
@@ -290,7 +290,7 @@ def test_a_layer_that_reshapes_its_kernel_may_be_annotated(make, model):
         )
 
 
-def test_a_logical_name_without_a_rule_is_not_sharded_and_logged(logs):
+def test_a_logical_axis_without_a_rule_is_not_split_and_is_logged(logs):
     partitioner = partition.SPMDPartitioner(TWO_AXES, "data", [("heads", "model")])
     LinenStep(jax.random.key(0), Attention(**LOGICAL), partitioner=partitioner).initialize_model([1, 3])
     assert "There is no logical axis rule for 'embed', so these axes are not split." in logs.messages
@@ -334,7 +334,7 @@ def test_a_model_that_chooses_its_shardings_trains_on_explicit_axes(steps_per_di
 
 
 @pytest.mark.parametrize("model", [nn.Dense(1), None])
-def test_an_explicit_mesh_of_one_device_is_an_explicit_mesh(model):
+def test_an_explicit_mesh_may_have_one_device(model):
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
     _, _, batches = examples.tiny_regression()
     losses = []
@@ -350,7 +350,7 @@ def test_an_explicit_mesh_of_one_device_is_an_explicit_mesh(model):
 @pytest.mark.parametrize(
     "kind", [partition.DataParallelPartitioner, partition.SPMDPartitioner, partition.FSDPPartitioner]
 )
-def test_explicit_axes_that_are_made_automatic_are_logged_and_named_where_they_are_needed(kind, logs):
+def test_making_explicit_axes_automatic_is_logged_and_noted_in_errors(kind, logs):
     partitioner = kind(EXPLICIT_AXES, "data")
     assert f"{kind.__name__} makes the explicit mesh axes data, model automatic." in logs.messages
     with pytest.raises(Exception) as caught:

@@ -1,4 +1,4 @@
-"""The order of each pass over a dataset, after a resume too."""
+"""The order of the batches in each pass over a dataset, including after a resume."""
 
 import itertools
 import multiprocessing
@@ -27,7 +27,7 @@ def through_json(saved):
 
 
 def assert_later_passes_are_the_same(make, opened=PositionedIterator):
-    """From each position in each pass, the rest of it and all later passes are those of an uninterrupted run."""
+    """Checks that a seek to any position leads to the same rest of the pass and the same later passes."""
     dataset, passes, positions = make(), [], {}
     for number in range(PASSES):
         iterator, passes_so_far = opened(dataset), len(passes)
@@ -64,14 +64,14 @@ SHUFFLED = {
 
 
 @pytest.mark.parametrize("name", SHUFFLED)
-def test_a_shuffle_of_tf_data_goes_on_with_its_later_passes(name):
+def test_a_resumed_tf_data_shuffle_has_the_same_later_passes(name):
     make = SHUFFLED[name]
     passes = assert_later_passes_are_the_same(make, data.batches if name == "prefetch" else PositionedIterator)
     assert (passes[0] == passes[1]) == (name == "the same order")
     assert PositionedIterator(make()).resume_warning(several_passes=True) is None
 
 
-def test_a_generator_in_tf_data_that_has_given_a_batch_goes_back_to_the_start_of_a_pass():
+def test_a_tf_data_generator_can_seek_back_to_the_start_of_a_pass():
     tf = pytest.importorskip("tensorflow")
     spec = {"x": tf.TensorSpec((), tf.int64)}
     make = lambda: tf.data.Dataset.from_generator(lambda: ({"x": x} for x in range(12)), output_signature=spec)
@@ -94,7 +94,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_a_shuffle_that_repeats_is_one_pass_with_exact_positions(name):
+def test_a_repeated_shuffle_is_one_pass_with_exact_positions(name):
     iterator, positions = PositionedIterator(REPEATED[name]()), []
     assert iterator.resume_warning() is None
     everything = []
@@ -137,7 +137,7 @@ def from_generator():
         (lambda: rows().batch(3).prefetch(2).repeat(2), True, None),
     ],
 )
-def test_tf_data_that_can_not_be_resumed_exactly_say_so_before_the_first_batch(make, several_passes, message):
+def test_tf_data_that_cannot_be_resumed_exactly_warns_before_the_first_batch(make, several_passes, message):
     warning = PositionedIterator(make()).resume_warning(several_passes=several_passes)
     assert warning is None if message is None else re.search(message, warning)
 
@@ -159,7 +159,7 @@ class Tensor:
 
 
 class Generator:
-    """As torch.Generator, or the global one."""
+    """A stand-in for torch.Generator, and for the global generator."""
 
     def __init__(self, seed):
         self.number = seed
@@ -183,7 +183,7 @@ class Sampler:
 
 
 class Loader:
-    """As a DataLoader that shuffles: an order for each pass from the global generator, or its own."""
+    """A stand-in for a shuffling DataLoader, which draws each pass's order from its own or the global generator."""
 
     __module__ = "torch.utils.data.dataloader"
 
@@ -196,7 +196,7 @@ class Loader:
 
 
 class StatefulLoader(Loader):
-    """As a StatefulDataLoader: it takes an order from the generator, and skips what it has given."""
+    """A stand-in for StatefulDataLoader, which draws an order from the generator and skips what it has yielded."""
 
     __module__ = "torchdata.stateful_dataloader"
     count, skip = 0, 0
@@ -219,7 +219,7 @@ class StatefulLoader(Loader):
 
 
 class RandomCrops(StatefulLoader):
-    """Takes a random number for each batch that it gives, and none for those that it skips."""
+    """Draws a random number for each batch that it yields, but not for those that it skips."""
 
     def give(self, batch):
         return super().give({"x": batch["x"] + sys.modules["torch"].default.draw()})
@@ -237,7 +237,7 @@ def torch(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Loader, StatefulLoader, RandomCrops])
 @pytest.mark.parametrize("has_generator", [False, True])
-def test_a_loader_that_shuffles_goes_on_with_its_later_passes(torch, kind, has_generator):
+def test_a_resumed_shuffling_loader_has_the_same_later_passes(torch, kind, has_generator):
     def make():
         torch.default.number = 5
         return kind(Generator(70) if has_generator else None)
@@ -250,7 +250,7 @@ def test_a_loader_that_shuffles_goes_on_with_its_later_passes(torch, kind, has_g
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it.
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("shuffled", [{"shuffle": True}, {"shuffle": True, "generator": 5}, {"shuffle": False}])
-def test_loaders_of_pytorch_go_on_with_their_later_passes(stateful, shuffled):
+def test_resumed_pytorch_loaders_have_the_same_later_passes(stateful, shuffled):
     torch = pytest.importorskip("torch")
     loaders = pytest.importorskip("torchdata.stateful_dataloader") if stateful else torch.utils.data
 
@@ -270,7 +270,7 @@ class OwnSampler(Sampler):
     __module__ = "my_project"
 
 
-def test_a_loader_in_an_order_of_its_own_says_that_a_resume_is_not_exact(torch):
+def test_a_loader_with_a_custom_sampler_warns_that_resuming_is_not_exact(torch):
     for kind, message in [
         (Loader, "can't report its position"),
         (StatefulLoader, "may change its order after a resu"),
@@ -282,7 +282,7 @@ def test_a_loader_in_an_order_of_its_own_says_that_a_resume_is_not_exact(torch):
         assert "with a sampler of PyTorch" in warning and "state_dict" in warning
 
 
-def test_an_evaluation_leaves_the_random_numbers_of_pytorch_to_training(torch):
+def test_an_evaluation_does_not_advance_the_pytorch_generator(torch):
     step = type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer)
     eval_data = Loader()
     eval_data.__class__ = type(
@@ -294,7 +294,7 @@ def test_an_evaluation_leaves_the_random_numbers_of_pytorch_to_training(torch):
 
 
 class LoaderWithWorkers(Loader):
-    """As a DataLoader with worker processes."""
+    """A stand-in for a DataLoader with worker processes."""
 
     def __init__(self, num_workers, method):
         super().__init__(Generator(5))
@@ -326,11 +326,11 @@ def test_a_loader_that_forks_its_workers_is_reported(torch, num_workers, method,
         assert all("forks its 2 workers" in text and 'context="forkserver"' in text for text in texts)
 
 
-# In runs ---------------------------------------------------------------------------------------------
+# Whole runs ------------------------------------------------------------------------------------------
 
 
 class Stop(jaxloop.Action):
-    """Breaks a run off after a step, as an exception would."""
+    """Ends a run after a step by raising an exception."""
 
     def __init__(self, at):
         super().__init__(every(1))
@@ -355,9 +355,9 @@ def shuffled_batches():
     return tf.data.Dataset.from_tensor_slices(stacked).shuffle(20, seed=1).batch(8).prefetch(2)
 
 
-def test_a_run_in_epochs_over_a_shuffle_ends_as_if_it_had_not_been_stopped(tmp_path):
+def test_a_resumed_run_over_a_shuffle_matches_an_uninterrupted_one(tmp_path):
     whole = train(tmp_path / "whole", shuffled_batches())
-    for stop in (4, 6, 8):  # At the end of an epoch, and in one.
+    for stop in (4, 6, 8):  # At the end of an epoch, and within one.
         with pytest.raises(KeyError):
             train(tmp_path / str(stop), shuffled_batches(), stop=stop)
         assert train(tmp_path / str(stop), shuffled_batches()) == whole
@@ -365,13 +365,13 @@ def test_a_run_in_epochs_over_a_shuffle_ends_as_if_it_had_not_been_stopped(tmp_p
     assert train(tmp_path / "longer", shuffled_batches()) == whole
 
 
-def test_a_run_over_a_shuffle_without_a_seed_warns_at_its_start(tmp_path, warnings_logged):
+def test_a_run_over_a_shuffle_without_a_seed_warns_at_the_start(tmp_path, warnings_logged):
     tf = pytest.importorskip("tensorflow")
     train(tmp_path, tf.data.Dataset.from_tensor_slices(BATCHES[0]).shuffle(8).batch(4), epochs=2)
     assert "without a seed" in str(warnings_logged())
 
 
-def test_evaluation_data_that_are_shuffled_anew_warn_at_the_start(tmp_path, warnings_logged):
+def test_reshuffled_evaluation_data_warns_at_the_start(tmp_path, warnings_logged):
     eval_loop = jaxloop.EvalLoop(type(STEP)(STEP.base_prng, STEP.model, STEP.optimizer))
     train_loop = TrainLoop(STEP, end_actions=[CheckpointAction(tmp_path)])
     outer_loop = OuterLoop(train_loop, [eval_loop], CheckpointSpec(tmp_path))
@@ -384,7 +384,7 @@ def test_evaluation_data_that_are_shuffled_anew_warn_at_the_start(tmp_path, warn
 
 
 @pytest.mark.parametrize("api", ["objects", "functions"])
-def test_the_next_batch_is_read_before_the_actions_of_a_step_and_is_not_part_of_its_position(api, tmp_path):
+def test_the_next_batch_is_read_before_the_actions_but_is_not_part_of_the_position(api, tmp_path):
     events = []
 
     class Look(jaxloop.Action):
@@ -412,7 +412,7 @@ def test_the_next_batch_is_read_before_the_actions_of_a_step_and_is_not_part_of_
         assert position["count"] == step
 
 
-def test_a_loop_in_functions_says_at_its_start_that_a_resume_is_not_exact(tmp_path, warnings_logged):
+def test_a_functional_loop_warns_at_the_start_that_resuming_is_not_exact(tmp_path, warnings_logged):
     tasks = {every(1): STEP, every(2): functional.checkpoint(tmp_path, resume=True)}
     functional.loop(jax.tree.map(jax.numpy.copy, STATE), (batch for batch in BATCHES), tasks, stop=3)
     assert "can't report its position" in str(warnings_logged()) and "right batch" in str(warnings_logged())

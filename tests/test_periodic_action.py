@@ -1,4 +1,4 @@
-"""With the real objects of clu, whose import takes that of TensorFlow."""
+"""PeriodicAction with real clu objects, which import TensorFlow."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from jaxloop.schedules import Elapsed
 @pytest.fixture(scope="module")
 def periodic_actions():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of TensorFlow's.
+        warnings.simplefilter("ignore")  # From TensorFlow.
         return pytest.importorskip("clu.periodic_actions")
 
 
@@ -26,7 +26,7 @@ def run(action, first_step, last_step):
         action(None, {"loss": 1.0}, step_num=step, elapsed=Elapsed(step), history=None, total_steps=last_step)
 
 
-def test_an_object_of_clu_is_known_without_importing_it(periodic_actions):
+def test_clu_objects_are_recognized_without_importing_clu(periodic_actions):
     class Mine(periodic_actions.PeriodicCallback):
         pass
 
@@ -42,7 +42,7 @@ def test_an_object_of_clu_is_known_without_importing_it(periodic_actions):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_callback_gets_the_step_and_the_time(periodic_actions):
+def test_a_callback_receives_the_step_and_the_time(periodic_actions):
     calls = []
     callback = periodic_actions.PeriodicCallback(every_steps=10, callback_fn=lambda step, t: calls.append((step, t)))
     action = PeriodicAction(callback)
@@ -65,8 +65,8 @@ def test_progress_is_reported_and_written(periodic_actions):
 
 
 @pytest.mark.parametrize("first_step", [1, 4001, 36, 35])
-def test_another_run_may_begin_anywhere(first_step, periodic_actions):
-    """To clu, a step that does not follow the one before is an error."""
+def test_another_run_may_start_at_any_step(first_step, periodic_actions):
+    """clu itself raises an error if a step doesn't follow the previous one."""
     steps = []
     callback = periodic_actions.PeriodicCallback(every_steps=10, callback_fn=lambda step, t: steps.append(step))
     action = PeriodicAction(callback)
@@ -77,7 +77,7 @@ def test_another_run_may_begin_anywhere(first_step, periodic_actions):
     assert len(steps) == 2
 
 
-def test_a_profile_is_written_also_where_the_run_ends_within(tmp_path, periodic_actions):
+def test_a_profile_is_written_even_if_the_run_ends_during_it(tmp_path, periodic_actions):
     def make():
         return PeriodicAction(
             periodic_actions.Profile(
@@ -90,11 +90,11 @@ def test_a_profile_is_written_also_where_the_run_ends_within(tmp_path, periodic_
         run(action, 1, last_step)
         action.close()
         assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
-        jax.profiler.start_trace(str(tmp_path))  # No other is running.
+        jax.profiler.start_trace(str(tmp_path))  # No other trace is running.
         jax.profiler.stop_trace()
 
 
-def test_an_asynchronous_callback_is_waited_for_at_the_end(periodic_actions):
+def test_close_waits_for_an_asynchronous_callback(periodic_actions):
     may_end, done = threading.Event(), []
 
     def slow(step, t):
@@ -110,7 +110,7 @@ def test_an_asynchronous_callback_is_waited_for_at_the_end(periodic_actions):
     assert done == [5]
 
 
-def test_what_an_asynchronous_callback_raised_comes_out_at_the_end(periodic_actions):
+def test_close_raises_the_error_of_an_asynchronous_callback(periodic_actions):
     def fails(step, t):
         raise IndexError("out of range")
 
@@ -120,7 +120,7 @@ def test_what_an_asynchronous_callback_raised_comes_out_at_the_end(periodic_acti
         action.close()
 
 
-def test_other_objects_are_refused(periodic_actions):
+def test_other_objects_are_rejected(periodic_actions):
     with pytest.raises(TypeError, match=r"takes an object of clu.periodic_actions, such as ReportProgress\(\), got 3"):
         PeriodicAction(3)
     assert repr(PeriodicAction(periodic_actions.ReportProgress())) == "PeriodicAction(ReportProgress)"

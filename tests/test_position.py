@@ -22,7 +22,7 @@ BATCHES = [{"x": np.full((2, 3), number, np.float32)} for number in range(LENGTH
 
 
 class Counter:
-    """An iterator with a state of its own, of the kinds that JSON lacks."""
+    """An iterator over the batches; subclasses expose its state."""
 
     def __init__(self):
         self.number = 0
@@ -55,7 +55,7 @@ class WithStateDict(Counter):
 
 
 class StatefulLoader:
-    """As torchdata's: the loader tells the state, and its next iterator begins where it was told to."""
+    """A stand-in for torchdata's: the loader reports the state, and its next iterator starts at the loaded state."""
 
     def __init__(self):
         self.next_number = 0
@@ -64,7 +64,7 @@ class StatefulLoader:
     def __iter__(self):
         self.iterator = Counter()
         self.iterator.number, self.next_number = self.next_number, 0
-        return iter(self.iterator.__next__, None)  # Which has no state.
+        return iter(self.iterator.__next__, None)  # This iterator has no state.
 
     def state_dict(self):
         return {"number": self.iterator.number}
@@ -132,7 +132,7 @@ SOURCES = {
 
 
 def values(iterator, number=None):
-    """What is left of it, in numbers; at most so many batches."""
+    """Returns the values of the remaining batches, but of at most `number` batches."""
     rest = itertools.islice(iterator, number)
     return [np.asarray(batch["x"] if isinstance(batch, dict) else batch).tolist() for batch in rest]
 
@@ -153,7 +153,7 @@ def opened(name, prefetch=0):
 
 
 @pytest.mark.parametrize(("name", "prefetch"), CASES)
-def test_the_rest_is_the_rest_from_every_position(name, prefetch):
+def test_seeking_to_any_position_yields_the_remaining_batches(name, prefetch):
     make, kind = SOURCES[name]
     iterator = opened(name, prefetch)
     positions, everything = [iterator.position()], []
@@ -169,16 +169,16 @@ def test_the_rest_is_the_rest_from_every_position(name, prefetch):
         assert again.count == count
         assert values(again) == everything[count:] and again.count == LENGTH
         if not data.is_one_pass(make()) and kind != "skip" and count == 5:
-            again.seek(saved)  # In an iterator that is at its end, too.
+            again.seek(saved)  # Also in an exhausted iterator.
             assert values(again) == everything[count:]
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_consumer_that_draws_ahead_is_told_the_position_of_what_it_used(name):
+def test_a_consumer_that_reads_ahead_gets_the_position_of_what_it_used(name):
     iterator, positions, everything = opened(name), [], []
     for count in range(LENGTH):
         iterator.mark()
-        everything += values(iterator, 1)  # Not used.
+        everything += values(iterator, 1)  # Read, but not used.
         positions.append(through_json(iterator.position(count)))
     for count in (0, 5, LENGTH - 1) if name in SLOW else range(LENGTH):
         again = opened(name)
@@ -188,7 +188,7 @@ def test_a_consumer_that_draws_ahead_is_told_the_position_of_what_it_used(name):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", ["list", "index", "get_state", "generator", "grain iter", "tf.data"])
-def test_a_run_may_be_taken_up_again_and_again(name, prefetch):
+def test_a_run_can_be_resumed_repeatedly(name, prefetch):
     make, _ = SOURCES[name]
     everything, found, saved = values(PositionedIterator(make())), [], None
     for number in (1, 2, 4, LENGTH):
@@ -200,7 +200,7 @@ def test_a_run_may_be_taken_up_again_and_again(name, prefetch):
     assert found == everything
 
 
-def test_batches_since_a_mark_are_drawn_again():
+def test_batches_since_a_mark_are_read_again():
     iterator = PositionedIterator(WithState())
     values(iterator, 3)
     iterator.mark()
@@ -211,7 +211,7 @@ def test_batches_since_a_mark_are_drawn_again():
         iterator.position(8)
 
 
-def test_a_peek_leaves_the_position():
+def test_peek_does_not_change_the_position():
     for name in ("list", "get_state", "passes", "grain map", "tf.data"):
         make, _ = SOURCES[name]
         everything = values(PositionedIterator(make()))
@@ -222,12 +222,12 @@ def test_a_peek_leaves_the_position():
             saved = through_json(iterator.position())
             assert saved.count == count and values(iterator) == everything[count:]
             again = data.batches(make())
-            again.peek()  # As `fit` does before it goes to a position.
+            again.peek()  # As `fit` does before it seeks to a position.
             again.seek(saved)
             assert values(again) == everything[count:]
 
 
-def test_two_names_of_an_iterator_have_one_position():
+def test_two_wrappers_of_an_iterator_share_one_position():
     first = data.batches(BATCHES)
     second = PositionedIterator(first)
     next(first), next(second)
@@ -236,7 +236,7 @@ def test_two_names_of_an_iterator_have_one_position():
         PositionedIterator(first, prefetch=2)
 
 
-def test_an_iterator_that_outlives_its_first_name_keeps_its_position():
+def test_an_iterator_that_outlives_its_first_wrapper_keeps_its_position():
     first = data.prefetch(BATCHES, 1)
     second = PositionedIterator(first)
     del first
@@ -248,7 +248,7 @@ def test_an_iterator_that_outlives_its_first_name_keeps_its_position():
     second.close()
 
 
-def test_the_files_of_tf_data_stay_beside_the_json():
+def test_the_state_of_tf_data_is_stored_outside_the_json():
     iterator = PositionedIterator(tf_data())
     values(iterator, 2)
     saved, arrays = iterator.position(), {}
@@ -261,7 +261,7 @@ def test_the_files_of_tf_data_stay_beside_the_json():
         DatasetPosition.from_dict(json.loads(text))
 
 
-def test_the_state_of_a_torch_loader_holds_tensors(monkeypatch):
+def test_the_state_of_a_torch_loader_may_contain_tensors(monkeypatch):
     class Tensor:
         __module__ = "torch"
 
@@ -313,7 +313,7 @@ class WithClass(WithState):
         (WithClass, r"its state can't be saved \(TypeError: value\['class'\].*skippable"),
     ],
 )
-def test_what_can_not_say_where_it_is_says_what_to_do(make, message):
+def test_data_without_a_position_raises_and_explains_what_to_do(make, message):
     everything = values(PositionedIterator(make()))
     iterator = PositionedIterator(make())
     start = through_json(iterator.position())
@@ -328,11 +328,11 @@ def test_what_can_not_say_where_it_is_says_what_to_do(make, message):
     again.seek(saved)
     assert values(again) == everything[5:] and again.problem is None
     again = PositionedIterator(make())
-    again.seek(start)  # Nothing is to be skipped.
+    again.seek(start)  # There is nothing to skip.
     assert values(again) == everything
 
 
-def test_of_tf_data_that_were_drawn_ahead_all_positions_since_the_start_are_known():
+def test_tf_data_that_was_read_ahead_knows_all_positions_since_the_start():
     iterator = PositionedIterator(tf_data())
     everything = values(iterator, 5)
     again = PositionedIterator(tf_data())
@@ -340,14 +340,14 @@ def test_of_tf_data_that_were_drawn_ahead_all_positions_since_the_start_are_know
     assert values(again, 2) == everything[3:]
 
 
-def test_what_is_skipped_is_said_in_the_log(logs):
+def test_skipped_batches_are_logged(logs):
     iterator = PositionedIterator(skippable(generate))
     values(iterator, 5)
     PositionedIterator(skippable(generate)).seek(iterator.position())
     assert "Skipped 5 batches of a generator in 0.0 s." in logs.text
 
 
-def test_batches_of_one_plain_dataset_may_be_skipped_in_another():
+def test_the_position_of_a_generator_can_be_restored_in_a_skippable_list():
     iterator = PositionedIterator(generate())
     values(iterator, 5)
     again = PositionedIterator(skippable(BATCHES))
@@ -357,14 +357,14 @@ def test_batches_of_one_plain_dataset_may_be_skipped_in_another():
         PositionedIterator(BATCHES).seek(iterator.position())
 
 
-def test_an_iterator_does_not_go_back():
+def test_an_iterator_cannot_go_back():
     iterator = PositionedIterator(skippable(generate()))
     values(iterator, 5)
     with pytest.raises(PositionUnknownError, match="after 5 batches.* was read from, and can't go back"):
         iterator.seek(iterator.position())
 
 
-def test_a_dataset_that_ends_before_the_position_says_so():
+def test_a_dataset_that_ends_before_the_position_raises():
     iterator = PositionedIterator(skippable(generate))
     values(iterator, 5)
     with pytest.raises(
@@ -373,7 +373,7 @@ def test_a_dataset_that_ends_before_the_position_says_so():
         PositionedIterator(skippable(batch for batch in BATCHES[:3])).seek(iterator.position())
 
 
-# Another dataset -------------------------------------------------------------------------------------
+# A different dataset ---------------------------------------------------------------------------------
 
 
 def ones(size, dtype=np.float32):
@@ -403,7 +403,7 @@ def ones(size, dtype=np.float32):
         (tf_data, lambda: tf_data(length=40), "of 12 -> .*of 10"),
     ],
 )
-def test_a_position_in_another_dataset_is_refused(before, now, message):
+def test_a_position_in_a_different_dataset_is_rejected(before, now, message):
     before, now = (make() if callable(make) else make for make in (before, now))
     iterator = PositionedIterator(before)
     values(iterator, 3)
@@ -411,7 +411,7 @@ def test_a_position_in_another_dataset_is_refused(before, now, message):
         PositionedIterator(now).seek(through_json(iterator.position()))
 
 
-def test_a_short_last_batch_is_no_other_dataset():
+def test_a_short_last_batch_is_not_a_different_dataset():
     batches = [ones(4), ones(4), ones(1)]
     iterator, again = PositionedIterator(batches), PositionedIterator(batches)
     values(iterator, 2)
@@ -432,23 +432,23 @@ next(waiting)
 """
 
 
-def test_another_process_finds_the_same_fingerprints():
+def test_fingerprints_are_the_same_in_another_process():
     names = [name for name in SOURCES if not name.startswith("tf")]
     run = subprocess.run([sys.executable, "-c", PROGRAM % names], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr  # A thread that waits does not keep the program from its end.
+    assert run.returncode == 0, run.stderr  # A waiting thread doesn't keep the program from exiting.
     fingerprints = {name: PositionedIterator(SOURCES[name][0]()).position().fingerprint for name in names}
     assert json.loads(run.stdout) == json.loads(json.dumps(fingerprints))
     assert " at 0x" not in run.stdout and "/" not in run.stdout
 
 
-# Drawing ahead ---------------------------------------------------------------------------------------
+# Prefetching -----------------------------------------------------------------------------------------
 
 
-THREADS_BEFORE = set()  # Of other tests in the same process.
+THREADS_BEFORE = set()  # Threads of other tests in the same process.
 
 
 @pytest.fixture(autouse=True)
-def note_threads_before():
+def record_threads_before():
     THREADS_BEFORE.clear()
     THREADS_BEFORE.update(threading.enumerate())
 
@@ -466,7 +466,7 @@ def eventually(condition):
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_no_more_than_size_batches_are_drawn_ahead(size):
+def test_at_most_size_batches_are_read_ahead(size):
     drawn = []
     iterator = iter(data.prefetch((drawn.append(number) or number for number in range(LENGTH)), size))
     assert drawn == [] and not prefetch_threads()
@@ -478,7 +478,7 @@ def test_no_more_than_size_batches_are_drawn_ahead(size):
     assert eventually(lambda: not prefetch_threads())
 
 
-def test_errors_come_where_their_batches_would_have():
+def test_errors_are_raised_in_place_of_their_batches():
     def failing():
         yield 0
         yield 1
@@ -492,7 +492,7 @@ def test_errors_come_where_their_batches_would_have():
     assert list(iterator) == [] and eventually(lambda: not prefetch_threads())
 
 
-def test_the_thread_ends_when_nobody_needs_it():
+def test_the_thread_ends_when_it_is_no_longer_needed():
     endless = data.prefetch(data.from_index(lambda number: number), 2)
     iterator = iter(endless)
     assert [next(iterator) for _ in range(3)] == [0, 1, 2] and prefetch_threads()
@@ -506,7 +506,7 @@ def test_the_thread_ends_when_nobody_needs_it():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_with_a_run_the_threads_of_its_data_end(fails):
+def test_prefetch_threads_end_with_the_run(fails):
     def make_batch(number):
         if fails and number > 25:
             raise RuntimeError("the disk is gone")
@@ -530,7 +530,7 @@ def test_with_a_run_the_threads_of_its_data_end(fails):
 
 @pytest.mark.parametrize("take", [PositionedIterator, skippable, lambda given: data.prefetch(given, 2)])
 @pytest.mark.parametrize("given", ["/data/train", None, 3, BATCHES[0], np.ones(3)])
-def test_what_is_no_dataset_is_refused(take, given):
+def test_a_value_that_is_not_a_dataset_is_rejected(take, given):
     with pytest.raises(TypeError, match="A dataset must be an iterator or an iterable of batches, got"):
         take(given)
 
@@ -555,12 +555,12 @@ def test_what_is_no_dataset_is_refused(take, given):
         (lambda: DatasetPosition.from_dict([]), ValueError, "a result of to_dict.*got list"),
     ],
 )
-def test_bad_arguments_are_refused(call, error, message):
+def test_bad_arguments_are_rejected(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
-def test_options_are_joined():
+def test_options_are_combined():
     joined = data.prefetch(skippable(BATCHES), 2)
     assert (joined.prefetch, joined.skippable, len(joined)) == (2, True, LENGTH)
     assert position.skippable(data.prefetch(BATCHES, 2)) == joined
@@ -568,24 +568,24 @@ def test_options_are_joined():
     assert values(joined) == values(joined) == values(BATCHES)
 
 
-def test_two_that_share_a_position_survive_the_garbage_collector():
+def test_a_shared_position_survives_garbage_collection():
     both = PositionedIterator(skippable(lambda: iter([{"x": 1}])))
     gc.collect()
     assert next(both) == {"x": 1}
 
 
-def test_a_batch_that_was_looked_at_is_converted_too():
+def test_a_peeked_batch_is_converted_too():
     iterator = PositionedIterator([1, 2, 3])
     assert iterator.peek() == 1
     assert list(iterator.converted_by(lambda number: 10 * number)) == [10, 20, 30]
 
 
-def test_a_transformation_is_described_by_its_name_alone():
+def test_a_transformation_is_described_only_by_its_name():
     part = types.SimpleNamespace(_transform_name="double @ train.py:7", seed=3)
     assert describe_source(part) == ["SimpleNamespace(seed=3, double)"]
 
 
-def test_a_state_that_takes_long_is_read_once_for_each_request():
+def test_a_state_is_read_once_per_request():
     ahead = ReadAhead(iter(range(9)), size=1, read_state=lambda: "here")
     assert ahead.take().state is None
     ahead.request_state()
