@@ -102,7 +102,7 @@ def test_a_second_process_is_refused_until_the_first_ends(start, tmp_path):
     assert is_free(tmp_path)
 
 
-# Two children outlive it: a forked one, and a different program that inherited everything it can.
+# Two children outlive it: a forked one, and a different program that inherited every file descriptor it can.
 HOLD_WITH_CHILDREN = """
 import subprocess
 

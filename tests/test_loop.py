@@ -211,7 +211,7 @@ def test_ctrl_c_ends_a_loop_after_the_step_and_returns_the_state(logs, interrupt
 
 
 def test_memory_does_not_grow_with_the_steps():
-    """The number of step outputs alive at any time is bounded. Each of them takes 1 kB."""
+    """The number of step outputs alive at any time is bounded (each takes 1 kB)."""
     alive, most = weakref.WeakSet(), 0
 
     class Watched(Step):

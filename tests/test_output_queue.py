@@ -1,4 +1,4 @@
-"""Outputs arrive on the host in order and without loss, and a bounded number of them is pending."""
+"""Outputs arrive on the host in order and without loss, and the number of pending ones is bounded."""
 
 import flax.struct
 import jax

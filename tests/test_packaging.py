@@ -130,7 +130,7 @@ def is_ours(value):
 @with_sources
 @pytest.mark.xfail(np.lib.NumpyVersion(np.__version__) < "2.2.0", reason="optax.Schedule uses arrays of unknown type.")
 def test_type_checkers_know_the_type_of_each_public_name(installed, tmp_path):
-    """Pyright knows them in strict mode, in a user's program, from the annotations that `py.typed` promises."""
+    """Checks them in a user's program, in pyright's strict mode, with the annotations that `py.typed` promises."""
     names = sorted(set(public_names()))
     assert {"jaxloop.fit", "jaxloop.Step.initialize_model", "jaxloop.functional.loop"} <= set(names)
     imports = [f"import jaxloop.{name}" for name in MODULES]

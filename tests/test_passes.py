@@ -27,7 +27,7 @@ def through_json(saved):
 
 
 def assert_later_passes_are_the_same(make, opened=PositionedIterator):
-    """Checks that a seek to any position leads to the same rest of the pass and the same later passes."""
+    """Checks that a seek to any position yields the same rest of the pass and the same later passes."""
     dataset, passes, positions = make(), [], {}
     for number in range(PASSES):
         iterator, passes_so_far = opened(dataset), len(passes)
@@ -357,7 +357,7 @@ def shuffled_batches():
 
 def test_a_resumed_run_over_a_shuffle_matches_an_uninterrupted_one(tmp_path):
     whole = train(tmp_path / "whole", shuffled_batches())
-    for stop in (4, 6, 8):  # At the end of an epoch, and within one.
+    for stop in (4, 6, 8):  # At the end of an epoch and within one.
         with pytest.raises(KeyError):
             train(tmp_path / str(stop), shuffled_batches(), stop=stop)
         assert train(tmp_path / str(stop), shuffled_batches()) == whole

@@ -132,7 +132,7 @@ SOURCES = {
 
 
 def values(iterator, number=None):
-    """Returns the values of the remaining batches, but of at most `number` batches."""
+    """Returns the values of the remaining batches, at most `number` of them."""
     rest = itertools.islice(iterator, number)
     return [np.asarray(batch["x"] if isinstance(batch, dict) else batch).tolist() for batch in rest]
 
